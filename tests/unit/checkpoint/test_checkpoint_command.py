@@ -239,7 +239,7 @@ def test_an_export_never_replaces_a_file_or_enters_a_checkpoint(
     os.mkfifo(tmp_path / "pipe.pt")
     inside = run_folder / "step-00000003" / "model.safetensors"
     for out in (tmp_path / "m.pt", tmp_path / "link.pt", tmp_path / "pipe.pt", inside):
-        assert "is there already; remove it" in refused(command("export", run_folder, "--out", out))
+        assert "already exists; remove it" in refused(command("export", run_folder, "--out", out))
     assert (tmp_path / "m.pt").read_text() == "mine"
     line = refused(command("export", run_folder, "--out", inside.with_name("new.pt")))
     assert "is inside the checkpoint" in line
@@ -259,11 +259,11 @@ def options(name: str, tmp_path: Path) -> list[str]:
 @each_command
 def test_a_folder_without_checkpoints_is_one_line(tmp_path: Path, command: Command, name: str) -> None:
     more = options(name, tmp_path)
-    assert "nowhere is not there; give the folder" in refused(command(name, tmp_path / "nowhere", *more))
+    assert "nowhere does not exist; give the folder" in refused(command(name, tmp_path / "nowhere", *more))
     (tmp_path / "file").write_text("")
-    assert "file is no folder; give the folder" in refused(command(name, tmp_path / "file", *more))
+    assert "file is not a folder; give the folder" in refused(command(name, tmp_path / "file", *more))
     (tmp_path / "empty").mkdir()
-    assert "there is no checkpoint in" in refused(command(name, tmp_path / "empty", *more))
+    assert "has no checkpoints" in refused(command(name, tmp_path / "empty", *more))
     (tmp_path / "step-00000007").mkdir()
     if name in ("show", "export"):
         assert "manifest.json is missing" in refused(command(name, tmp_path / "step-00000007", *more))
@@ -275,8 +275,7 @@ def test_an_unknown_step_is_one_line_with_the_known_ones(
     run_folder: Path, tmp_path: Path, command: Command, name: str
 ) -> None:
     line = refused(command(name, run_folder, "--step", 9, *options(name, tmp_path)))
-    assert "there is no checkpoint of step 9 in" in line
-    assert "which has [1, 2, 3]; choose one of them" in line
+    assert "has no checkpoint of step 9; choose one of [1, 2, 3]" in line
     line = refused(command(name, run_folder / "step-00000002", "--step", 1, *options(name, tmp_path)))
     assert "is the checkpoint of step 2, not of step 1; leave out --step" in line
     assert "--step" in refused(command(name, run_folder, "--step", "last", *options(name, tmp_path)))
@@ -303,7 +302,9 @@ def test_bad_targets_and_names_are_one_line(run_folder: Path, tmp_path: Path, co
 
     assert "nothing is saved as 'ema' in" in line("--out", tmp_path / "o", "--name", "ema")
     assert "which has ['model', 'notes', 'optimizer', 'tied']" in line("--out", tmp_path / "o", "--name", "own")
-    assert "holds nothing else; name a file that ends in .pt" in line("--out", tmp_path / "o", "--name", "optimizer")
+    assert "holds only tensors; give --out a name that ends in .pt" in line(
+        "--out", tmp_path / "o", "--name", "optimizer"
+    )
     assert "the folder" in line("--out", tmp_path / "no" / "o")
     assert "it is a folder" in line("--out", tmp_path)
     assert "cannot be written" in line("--out", "/proc/self/o")

@@ -177,7 +177,7 @@ def test_a_running_job_and_one_that_was_told_to_end_are_not_ok(tmp_path: Path) -
         (("--report", "no/report.json"), "error: --report no/report.json: the folder "),
         (("--report", "."), "error: --report . cannot be written: it is a folder"),
         (("--report", "/dev/full"), "error: --report /dev/full cannot be written: No space left"),
-        (("--report", "r.json", "--nnodes", "2"), "error: --report is for jobs on one host"),
+        (("--report", "r.json", "--nnodes", "2"), "error: --report works on one host only"),
     ],
 )
 def test_a_report_that_cannot_be_written_is_refused_before_the_job(

@@ -31,11 +31,11 @@ def parse(*arguments: str) -> run_options.Namespace:
 
 TWO_HOSTS = ("--nnodes", "2", "--master-addr", "first")
 REFUSED = {
-    "no script": ([], "there is no script to run"),
-    "only options": (["--nproc", "2"], "there is no script to run"),
+    "no script": ([], "no script given"),
+    "only options": (["--nproc", "2"], "no script given"),
     "missing script": (["nope.py"], "the script 'nope.py' does not exist"),
-    "missing module": (["-m", "nope.deep"], "there is no module 'nope'"),
-    "missing program": (["--no-python", "nope"], "the command 'nope' is not found"),
+    "missing module": (["-m", "nope.deep"], "no module named 'nope'"),
+    "missing program": (["--no-python", "nope"], "the command 'nope' does not exist"),
     "two kinds": (["--no-python", "-m", "sh"], "contradict each other"),
     "no ranks": (["--nproc", "0", "script.py"], "--nproc=0 is less than 1"),
     "no number": (["--nproc", "x", "script.py"], "--nproc='x' is neither a number nor auto"),
@@ -61,14 +61,14 @@ REFUSED = {
     "redirects": (["--redirects", "7", "script.py"], "--redirects='7' is neither"),
     "log folder": (["--log-dir", "script.py", "script.py"], "is a file"),
     "filters to nowhere": (["--duplicate-stdout-filters", "a", "script.py"], "needs a folder"),
-    "rank filter": (["--local-ranks-filter", "0,x", "script.py"], "'x' is not a whole number"),
-    "signal": (["--signals-to-handle", "SIGNOPE", "script.py"], "'SIGNOPE', which is no signal"),
+    "rank filter": (["--local-ranks-filter", "0,x", "script.py"], "'x' is not an integer"),
+    "signal": (["--signals-to-handle", "SIGNOPE", "script.py"], "'SIGNOPE' is not a signal"),
     "uncatchable": (["--signals-to-handle", "SIGKILL", "script.py"], "no process can handle"),
     "run path": (["--run-path", "script.py"], "--run-path is not supported"),
     "logs specs": (["--logs-specs", "mine", "script.py"], "--logs-specs is not supported"),
     "no least number of ranks": (["--nproc", "4", "--min-nproc", "0", "script.py"], "--min-nproc=0 is out of range"),
     "a least number above all": (["--nproc", "4", "--min-nproc", "5", "script.py"], "--min-nproc=5 is out of range"),
-    "a least number of ranks on hosts": (["--nnodes", "1:2", "--min-nproc", "1", "script.py"], "for jobs on one host"),
+    "a least number of ranks on hosts": (["--nnodes", "1:2", "--min-nproc", "1", "script.py"], "works on one host"),
     "interval": (["--monitor-interval", "0", "script.py"], "monitor_interval=0.0 is not positive"),
 }
 
@@ -178,14 +178,6 @@ def test_other_hosts_are_recognised(arguments: list[str], several: bool) -> None
     assert run_options.several_hosts(parse(*arguments, "script.py")) is several
 
 
-def test_options_that_mean_nothing_on_one_host_are_named() -> None:
-    assert run_options.unused(parse("--nproc", "2", "script.py")) is None
-    assert run_options.unused(parse("--standalone", "script.py")) is None
-    note = run_options.unused(parse("--master_port", "29501", "--start-method=fork", "script.py"))
-    assert note is not None
-    assert note.startswith("note: --master-port, --start-method: not used on one host")
-
-
 def test_options_reach_the_job(script: str) -> None:
     parsed = parse(
         *("--nproc", "3", "--max-restarts", "2", "--rdzv-id", "job-7", "--shutdown-timeout", "5"),
@@ -261,7 +253,7 @@ def test_an_option_behind_the_script_is_passed_on_with_a_warning(
     assert run_options.start([script, "--nproc", "2"]) == 0
     assert (started[0].nproc, list(started[0].command[-3:])) == (1, [script, "--nproc", "2"])
     assert capsys.readouterr().err == (
-        "warning: --nproc 2 after the script's name goes to the script; for paceline run, write: "
+        "warning: --nproc 2 after the script's name is passed to the script; to give it to paceline run, write: "
         "paceline run --nproc 2 … script.py\n"
     )
 

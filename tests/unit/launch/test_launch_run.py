@@ -34,7 +34,7 @@ def test_ranks_get_torchruns_environment_and_the_arguments_verbatim(tmp_path: Pa
     extra = ["--help", "--nproc", "7", "--", "a b", "a$$b${local_rank}", "-x"]
     done = paceline(tmp_path, "run", "--nproc", "2", "--max-restarts", "1", name, *extra, PYTHONPATH="/nowhere")
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.startswith("warning: --nproc 7 after the script's name goes to the script; ")
+    assert done.stderr.startswith("warning: --nproc 7 after the script's name is passed to the script; ")
     seen = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
     cores = len(os.sched_getaffinity(0))
     for rank, (environment, arguments, path, module, file) in enumerate(seen):

@@ -87,7 +87,7 @@ REFUSED = {
     "mpirun's -n": (["run", "-n", "2", "x.py"], "no option -n; did you mean --nproc?"),
     "mpirun's -n without run": (
         ["-n", "2", "x.py"],
-        "No such option: -n; options follow a command, as in: paceline run",
+        "No such option: -n; options go after a command, as in: paceline run",
     ),
     "several numbers of ranks": (
         ["run", "--nproc", "1,2", "x.py"],
@@ -100,7 +100,7 @@ REFUSED = {
     "ranks refused by the recipe": (["train", "digits", "--nproc", "3"], "3 ranks do not go with the recipe; start 2"),
     # Nobody but the ranks refused it, each of them.
     "ranks to profile": (["profile", "digits", "--nproc", "3"], "3 ranks do not go with the recipe; start 2"),
-    "no script": (["run"], "there is no script to run"),
+    "no script": (["run"], "no script given"),
     "missing script": (["run", "nope.py"], "the script 'nope.py' does not exist"),
 }
 

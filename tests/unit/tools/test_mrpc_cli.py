@@ -197,7 +197,7 @@ def test_a_name_that_the_hub_does_not_know_is_one_line(tmp_path: Path, data: Pat
     with Hub({}) as hub:
         environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
         said = refused_command(tmp_path, "--data", str(data), "--model", "org/name", **environment)
-    assert "the model org/name cannot be fetched" in said
+    assert "cannot download the model org/name" in said
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def test_ranks_are_named_in_a_list(text: str, expected: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["[7]", "[0,3]", "", "[]", "[a]", "[-1]", "[0.5]", "zero"])
 def test_ranks_that_are_not_there_are_refused_in_one_line(text: str) -> None:
-    with pytest.raises(UsageError, match=r"^%%rank .*(there is no rank|names no ranks)") as caught:
+    with pytest.raises(UsageError, match=r"^%%rank .*(does not exist|names no ranks)") as caught:
         ranks_in(text, 3)
     assert "\n" not in str(caught.value)
 

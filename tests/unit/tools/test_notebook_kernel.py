@@ -80,9 +80,9 @@ def test_a_start_that_cannot_succeed_is_refused_at_once(notebook: Kernel, option
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
-        ("%%rank [7]\n1", "%%rank [7]: there is no rank 7, only ranks 0 to 1"),
-        ("%pull nothing_of_this_name from 1", "%pull: there is no variable 'nothing_of_this_name' on rank 1"),
-        ("%dist_init --nproc 2", "2 ranks are running already; end them with %dist_shutdown first"),
+        ("%%rank [7]\n1", "%%rank [7]: rank 7 does not exist; choose from ranks 0 to 1"),
+        ("%pull nothing_of_this_name from 1", "%pull: 'nothing_of_this_name' is not defined on rank 1"),
+        ("%dist_init --nproc 2", "already running on 2 ranks; run %dist_shutdown first"),
     ],
 )
 def test_a_mistake_is_refused_in_one_line(ranks: Kernel, cell: str, message: str) -> None:
@@ -107,12 +107,12 @@ def test_the_status_tells_that_a_cell_has_left_the_process_group(ranks: Kernel) 
 def test_one_rank_is_spoken_of_as_one(notebook: Kernel) -> None:
     notebook.run("%dist_shutdown")
     started = notebook.run("%dist_init --nproc 1").text
-    assert re.fullmatch(r"rank 0 is ready \(cpu, cpu:paceline\); every cell runs on it\n", started)
+    assert re.fullmatch(r"1 rank ready \(cpu, cpu:paceline\); cells now run on all ranks\n", started)
     assert notebook.run("%dist_status").lines[0].startswith("1 rank, cpu, ")
     assert notebook.run("%dist_init --nproc 2").error == (
-        "UsageError: 1 rank is running already; end it with %dist_shutdown first"
+        "UsageError: already running on 1 rank; run %dist_shutdown first"
     )
-    assert notebook.run("%dist_shutdown").text == "the rank has ended\n"
+    assert notebook.run("%dist_shutdown").text == "all ranks have ended\n"
 
 
 def test_output_comes_with_its_rank_and_equal_output_once(ranks: Kernel) -> None:
@@ -140,8 +140,8 @@ def test_cells_share_what_they_define_and_may_await(ranks: Kernel) -> None:
     assert ranks.run("%%local\nfloat(loss) == int(float(loss)), type(loss).__name__, rank").values == [
         "(False, 'Tensor', [0, 1])"
     ]
-    assert "cannot be made here" in ranks.run("%pull net from 0").error
-    assert ranks.run("%sync").text == "all 2 ranks are here\n"
+    assert "cannot load 'net'" in ranks.run("%pull net from 0").error
+    assert ranks.run("%sync").text == "2 ranks synchronized\n"
 
 
 def test_figures_are_those_of_the_first_rank(ranks: Kernel) -> None:
@@ -167,7 +167,7 @@ def test_ranks_that_wait_for_one_that_has_raised_are_stopped_and_keep_their_vari
     cell = ranks.run("if rank == 1:\n    raise ValueError('alone')\ndist.all_reduce(torch.ones(1))")
     assert "rank 1 raised ValueError:" in cell.error
     assert re.search(r"rank 0 waited in all_reduce\(\) \(In\[\d+\], line 3\) for rank 1, which had raised", cell.error)
-    assert cell.error.endswith("make device meshes again; variables are kept")
+    assert cell.error.endswith("create device meshes again; variables are kept")
     again = ranks.run("total = torch.tensor(kept)\ndist.all_reduce(total)\nint(total)")
     assert again.lines == ["all ranks | 12"]
 
@@ -185,7 +185,7 @@ def test_the_kernel_survives_a_killed_rank_which_is_named_and_replaced(ranks: Ke
     cell = ranks.run("import os\nif rank == 1:\n    os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(1))")
     assert cell.error_name == "RankDied"
     assert "rank 1 died: signal SIGKILL" in cell.error
-    assert "rank 1 was replaced: it has no variables yet" in cell.error
+    assert "rank 1 restarted without variables" in cell.error
     after = processes(ranks)
     assert after[0] == before[0]
     assert after[1] != before[1]
@@ -201,7 +201,7 @@ def test_a_rank_that_dies_in_training_is_named_with_its_black_box(ranks: Kernel)
         "    model(torch.ones(1, 2)).sum().backward()\n    optimizer.step()"
     )
     assert re.search(r"rank 0 died: signal SIGKILL.*, in step 5, in the script's own code", cell.error)
-    assert "rank 1 failed because of that (CommunicationError" in cell.error
+    assert "rank 1 failed as a result (CommunicationError" in cell.error
     assert "wrap the model again" in ranks.run("%%rank [1]\nmodel(torch.ones(1, 2)).sum().backward()").error
 
 

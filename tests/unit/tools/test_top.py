@@ -102,7 +102,7 @@ def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path) -> None:
-    nothing = "error: no job of yours runs on this host; start one with paceline run, train or profile"
+    nothing = "error: you have no running job on this host; start one with paceline run, train or profile"
     assert top(tmp_path) == (2, "", f"{nothing}, which paceline top finds\n")
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
@@ -113,7 +113,7 @@ def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path)
         two.wait_for("ready-0", "ready-1")
         code, out, err = top(tmp_path)
         assert (code, out) == (2, "")
-        assert err.startswith("2 jobs run on this host; choose one with --job PID\n")
+        assert err.startswith("2 jobs are running on this host; choose one with --job PID\n")
         listed = [f"  {one.process.pid}  script.py, 1 rank, in {folders[0]}"]
         listed += [f"  {two.process.pid}  script.py -v, 2 ranks, in {folders[1]}"]
         assert sorted(err.splitlines()[1:]) == sorted(listed)  # they start at the same time
@@ -121,9 +121,9 @@ def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path)
         assert json.loads(here.stdout)["job"]["pid"] == two.process.pid, "the job of the current folder"
         seen = json.loads(top(tmp_path, "--json", "--job", str(two.process.pid))[1])
         assert [rank["state"] for rank in seen["ranks"]] == ["starting"] * 2, "they never train"
-        assert "nothing is known yet" in top(tmp_path, "--job", str(one.process.pid))[1]
+        assert "waiting for the first forward" in top(tmp_path, "--job", str(one.process.pid))[1]
         code, _, err = top(tmp_path, "--job", "1")
-        assert (code, "error: --job 1: no job with this process runs on this host; there are:" in err) == (2, True)
+        assert (code, "error: --job 1 is not a process of a running job; choose one of:" in err) == (2, True)
         for job in (one, two):
             job.process.send_signal(signal.SIGTERM)
             job.wait()
@@ -143,7 +143,7 @@ def test_the_job_of_the_current_folder_is_chosen_unless_it_has_two(
     assert choose(jobs, 2)[0][1].pid == 2
     jobs[Path("3")] = JobNote(3, "", "train.py", 2, 0.0, here)
     assert len(choose(jobs, None)) == 3
-    with pytest.raises(UsageError, match="--job 4: no job with this process"):
+    with pytest.raises(UsageError, match="--job 4 is not a process of a running job"):
         choose(jobs, 4)
 
 
@@ -203,7 +203,7 @@ def test_nobody_is_called_slow_before_all_ranks_have_stepped(changes: dict[str, 
 def test_a_rank_that_keeps_all_others_waiting_now_is_stuck() -> None:
     waits = [stand(rank, 5, phase=phase, phase_seconds=8.0) for rank, phase in enumerate(("wait", "bucket wait"))]
     stuck = stand(2, 5, phase="data wait", phase_seconds=8.1)
-    assert str(find_straggler([*waits, stuck])) == "rank 2 keeps the others waiting, for 8.0 s now"
+    assert str(find_straggler([*waits, stuck])) == "rank 2 has kept the others waiting for 8.0 s"
     assert find_straggler([*waits, replace(stuck, phase="wait")]) is None, "the network may be slow"
     assert find_straggler([waits[0], stuck, replace(stuck, rank=1)]) is None, "two of them"
     assert find_straggler([replace(one, step_seconds=4.0) for one in (*waits, stuck)]) is None, "steps are long"

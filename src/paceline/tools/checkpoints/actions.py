@@ -1,4 +1,4 @@
-"""The work of ``paceline checkpoint``: lists, verifies and shows the checkpoints of a folder, and exports from them."""
+"""The subcommands of ``paceline checkpoint``: list, verify, show and export."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.tools.checkpoints import export as exporting
 from paceline.tools.checkpoints.inspection import Inspected, SavedObject, SavedTensor
 
 MOST_SHOWN = 20
-"""Differences that are printed; a model has thousands of tensors."""
+"""Maximum number of differences to print."""
 
 
 def list_checkpoints(folder: str, quick: bool, json: bool) -> None:
@@ -55,7 +55,7 @@ def verify_checkpoints(folders: Sequence[str], step: int | None, json: bool) -> 
 
     The exit code is 1 if anything is damaged or differs.
     """
-    places: dict[tuple[Path, int], Path] = {}  # by resolved path: a folder that is named twice is no copy of itself
+    places: dict[tuple[Path, int], Path] = {}  # by resolved path, so that a folder named twice counts once
     for folder in folders:
         place, steps = inspection.locate(folder, step)
         for each_step in steps:
@@ -67,7 +67,9 @@ def verify_checkpoints(folders: Sequence[str], step: int | None, json: bool) -> 
             if not json:
                 _echo_verdict(each, "" if len(folders) == 1 else f" in {place}")
     if not found:
-        raise NoCheckpoint(f"there is no checkpoint in {folders[0]} any more; check whether its run is deleting them")
+        raise NoCheckpoint(
+            f"the checkpoints in {folders[0]} have just been deleted; check whether a run is deleting them"
+        )
     same_step = {number: [each for each in found if each.step == number and not each.newer] for _, number in places}
     compared = {number: same for number, same in sorted(same_step.items()) if len(same) > 1}
     different = [text for number, same in compared.items() for text in _differences(number, same)]
@@ -79,20 +81,20 @@ def verify_checkpoints(folders: Sequence[str], step: int | None, json: bool) -> 
         for text in different[:MOST_SHOWN]:
             typer.echo(printable(text))
         if len(different) > MOST_SHOWN:
-            typer.echo(f"and {len(different) - MOST_SHOWN} more differences; --json has all")
+            typer.echo(f"and {len(different) - MOST_SHOWN} more differences; use --json to print all")
         if compared and not different:
-            typer.echo("copies of one step are equal: every tensor, bit by bit, and every plain value")
+            typer.echo("the copies are equal: every tensor bit by bit, and every plain value")
         elif len(folders) > 1 and not compared:
-            typer.echo("nothing was compared: no step is in more than one of the folders")
+            typer.echo("no copies to compare: no step is in more than one folder")
     if different or any(each.state == "damaged" for each in found):
         raise typer.Exit(1)
     if newer := [each for each in found if each.newer]:
-        raise UsageError(f"step {newer[0].step} cannot be verified: {newer[0].damages[0]}")
+        raise UsageError(f"cannot verify step {newer[0].step}: {newer[0].damages[0]}")
 
 
 def _echo_verdict(found: Inspected, where: str) -> None:
     if found.manifest is not None and not found.damages:
-        files = len(found.manifest.files) + 1  # and the manifest, which has a checksum of its own
+        files = len(found.manifest.files) + 1  # including the manifest
         count = _tensors(compare_copies.count_tensors(found.manifest))
         typer.echo(printable(f"step {found.step}{where}: complete ({count} in {files} files, {nbytes(found.nbytes)})"))
     for damage in found.damages:
@@ -100,7 +102,7 @@ def _echo_verdict(found: Inspected, where: str) -> None:
 
 
 def _differences(step: int, same: Sequence[Inspected]) -> Iterator[str]:
-    """Yield the differences between the copies of `step`, each compared with an undamaged one, if there is one."""
+    """Yield the differences between the copies of `step`, compared with an undamaged copy if possible."""
     reference = next((each for each in same if not each.damages), same[0])
     for other in same:
         if other is not reference:
@@ -126,7 +128,7 @@ def show_checkpoint(folder: str, step: int | None, json: bool) -> None:
     for key, value in found.notes.metadata.items():
         typer.echo(printable(f"metadata {key} = {_short(value)}"))
     if found.notes.protected:
-        typer.echo("protected: it is never deleted to make room")
+        typer.echo("protected: never deleted to make room")
     print_table(_contents_table(objects))
 
 
@@ -137,7 +139,7 @@ def export_object(folder: str, out: str, step: int | None, name: str) -> None:
     assert found.manifest is not None, "a chosen checkpoint is not damaged"
     try:
         count, size = exporting.export(found.path, found.manifest, name, target)
-    # First, because NoCheckpoint is a CheckpointError, too, and has its remedy.
+    # First, because a NoCheckpoint is also a CheckpointError.
     except UsageError:
         raise
     except CheckpointError as error:
@@ -146,7 +148,7 @@ def export_object(folder: str, out: str, step: int | None, name: str) -> None:
 
 
 def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:
-    """Return the checkpoint of `step`, or the newest complete one; names those that are skipped on stderr."""
+    """Return the checkpoint of `step`, or the newest complete one; warn about skipped checkpoints."""
     found, skipped = inspection.newest(*inspection.locate(folder, step), every_byte)
     for each in skipped:
         warn(f"step {each.step} is skipped: {each.damages[0]}")
@@ -194,14 +196,14 @@ def _short(value: Any) -> str:
 
 def _age(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        # From two of a unit on: rounded, less of it would be off by up to a half.
+        # At least two of a unit, because rounding less would be off by up to a half.
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
 
 
 def make_table(*columns: str) -> Table:
-    """Return a table without a frame; columns whose name begins with ``>`` are aligned to the right."""
+    """Return a table without borders; a ``>`` in front of a column's name aligns it to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
@@ -209,14 +211,14 @@ def make_table(*columns: str) -> Table:
 
 
 def add_row(table: Table, *cells: Any) -> None:
-    """Add a row of cells of any type as text without control characters."""
+    """Add a row of values as text without control characters."""
     table.add_row(*(Text(printable(str(cell))) for cell in cells))
 
 
 def printable(text: str) -> str:
     """Return `text` with control characters escaped."""
-    # Names and metadata come from a file that may be anybody's, and a terminal obeys escape sequences in them.
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    # Names and metadata come from untrusted files, and a terminal would execute escape sequences in them.
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def print_json(value: Any) -> None:
@@ -225,7 +227,7 @@ def print_json(value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` with strings in the place of values that JSON does not know."""
+    """Return `value` with strings in place of values that JSON does not support."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""The commands and options of ``paceline checkpoint``; :mod:`.actions` does the work.
+"""The command-line interface of ``paceline checkpoint``; :mod:`.actions` implements the subcommands.
 
-Importing this needs no torch, so that ``--help`` needs none: each command imports its work when it runs.
+The functions import :mod:`.actions`, so that ``--help`` does not load torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ paceline checkpoint export runs/7 --out model.safetensors
 
 
 checkpoint = typer.Typer(cls=Commands, help="List, verify and show checkpoints, and export weights.")
-Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder, or that of one checkpoint.")]
+Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="The folder of a run or of one checkpoint.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -36,12 +36,13 @@ def _group() -> None:
 @checkpoint.command("list")
 def list_checkpoints(
     folder: Folder,
-    quick: Annotated[bool, typer.Option("--quick", help="Compare sizes alone, instead of reading every byte.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Compare only sizes instead of reading every byte.")] = False,
     json: Json = False,
 ) -> None:
     """List the checkpoints: step, size, age, whether it is complete, and metadata.
 
-    The newest complete one, which a run resumes from, is marked as latest; best is by what the run gave as keep_best.
+    The newest complete checkpoint, from which a run resumes, is marked latest; keep_best of the run decides which is
+    best.
     """
     from paceline.tools.checkpoints import actions
 
@@ -52,16 +53,17 @@ def list_checkpoints(
 def verify_checkpoints(
     folders: Annotated[
         list[str],
-        typer.Argument(metavar="FOLDER…", help="Folders of runs, or of checkpoints; several are copies of one run."),
+        typer.Argument(
+            metavar="FOLDER…", help="Folders of runs or of checkpoints; several folders are copies of one run."
+        ),
     ],
-    step: Annotated[int | None, typer.Option(help="Verify this one; all by default.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step to verify; all by default.")] = None,
     json: Json = False,
 ) -> None:
     """Read every byte and compare checksums, which cover every tensor. The exit code is 1 if anything is damaged.
 
-    Every damaged file is named, with the object whose tensors it holds. Checkpoints of one step in several folders are
-    copies: of one run, or of runs that should be equal. They are compared tensor by tensor, and the exit code is 1 if
-    any differs.
+    Each damaged file is listed with the object whose tensors it holds. If several folders have a checkpoint of the
+    same step, these are compared tensor by tensor, and the exit code is 1 if any tensor differs.
     """
     from paceline.tools.checkpoints import actions
 
@@ -71,12 +73,12 @@ def verify_checkpoints(
 @checkpoint.command("show")
 def show_checkpoint(
     folder: Folder,
-    step: Annotated[int | None, typer.Option(help="Show this one; the newest complete one by default.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step to show; by default the newest complete one.")] = None,
     json: Json = False,
 ) -> None:
     """Show the contents of a checkpoint: objects by name, tensors with shape, dtype and bytes, versions, metadata.
 
-    Tensors are not read, so that this is quick: verify finds out whether they are intact.
+    This is quick, because tensors are not read; use verify to check them.
     """
     from paceline.tools.checkpoints import actions
 
@@ -86,11 +88,11 @@ def show_checkpoint(
 @checkpoint.command("export")
 def export_object(
     folder: Folder,
-    out: Annotated[str, typer.Option(metavar="FILE", help="A new file, which appears whole or not at all.")],
-    step: Annotated[int | None, typer.Option(help="Export from this one; the newest complete one by default.")] = None,
-    name: Annotated[str, typer.Option(help="Under which the module was registered.")] = "model",
+    out: Annotated[str, typer.Option(metavar="FILE", help="New file to write, whole or not at all.")],
+    step: Annotated[int | None, typer.Option(help="Step to export from; by default the newest complete one.")] = None,
+    name: Annotated[str, typer.Option(help="Name under which the module was registered.")] = "model",
 ) -> None:
-    """Write a module's state_dict into a file that needs no Paceline: for safetensors, or for torch.load.
+    """Write a module's state_dict into a file for safetensors or torch.load.
 
     A file that ends in .pt, .pth, .bin or .ckpt is for torch.load. The checkpoint is verified first. Tied weights are
     stored under each of their names.

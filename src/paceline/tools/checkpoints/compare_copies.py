@@ -1,8 +1,8 @@
-"""Compares copies of one checkpoint, such as an undisturbed run's and a resumed run's: every tensor, bit by bit."""
+"""Bitwise comparison of copies of a checkpoint, such as those of an uninterrupted and a resumed run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,18 @@ from paceline.tools.checkpoints.inspection import Inspected
 
 
 def differences(first: Inspected, second: Inspected) -> Iterator[str]:
-    """Yield the differences between two checkpoints, whose bytes were compared with their manifests before.
+    """Yield the differences between two checkpoints that have been verified.
 
-    Manifests and notes are not compared: versions, metadata and restarts may differ.
+    Manifests and notes are not compared, because versions, metadata and restarts may differ.
     """
     if first.manifest is None or second.manifest is None:
         without = first if first.manifest is None else second
-        yield f"{without.path} has no manifest that can be read"
+        yield f"{without.path} has no readable manifest"
         return
     ours, theirs = _tensor_files(first.manifest), _tensor_files(second.manifest)
-    # Undamaged files were hashed already, so equal digests in the manifests spare reading them once more.
+    # Undamaged files have been hashed, so if the digests in the manifests are equal, they need not be read again.
     intact = not first.damages and not second.damages
-    # By their text, because a key's rank may be None, which has no order with numbers.
+    # As text, because a rank may be None, which cannot be ordered with numbers.
     for key in sorted(ours.keys() | theirs.keys(), key=str):
         file, other = ours.get(key), theirs.get(key)
         if file is None or other is None:
@@ -67,7 +67,7 @@ def _in_tensors(first: Path, second: Path, name: str) -> str | None:
     """Describe the first difference between the tensors `name` of two files, which have the same spec."""
     tensor, other = (safetensors_file.bytes_view(safetensors_file.read(path, [name])[name]) for path in (first, second))
     different = (tensor != other).nonzero()
-    return f"from byte {int(different[0])} of {tensor.numel()} on" if len(different) else None
+    return f"from byte {int(different[0])} of {tensor.numel()}" if len(different) else None
 
 
 def _in_values(first: Path, second: Path) -> Iterator[str]:
@@ -76,8 +76,9 @@ def _in_values(first: Path, second: Path) -> Iterator[str]:
         ours, theirs = (strict_json.parse(verify.read_document(path / manifest.STATE)) for path in (first, second))
         if ours == theirs:
             return
-        for name, node, other in _pairs(_entries(ours), _entries(theirs)):
-            if node != other:
+        ours, theirs = _entries(ours), _entries(theirs)
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
                 yield f"plain values of {name} differ"
     except (verify.Damaged, ValueError, AttributeError, TypeError, KeyError) as error:
         yield f"plain values cannot be compared: {error}"
@@ -86,8 +87,3 @@ def _in_values(first: Path, second: Path) -> Iterator[str]:
 def _entries(state: Any) -> dict[str, Any]:
     own = {f"rank {rank}'s {name!r}": node for rank, nodes in enumerate(state["ranks"]) for name, node in nodes.items()}
     return {**{repr(name): node for name, node in state["objects"].items()}, **own}
-
-
-def _pairs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for name in sorted(ours.keys() | theirs.keys()):
-        yield name, ours.get(name), theirs.get(name)

@@ -1,4 +1,4 @@
-"""Writes one saved object into a file that needs no Paceline: for safetensors, or for ``torch.load``."""
+"""Export of one saved object into a file for safetensors or ``torch.load``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def check_target(file: str) -> Path:
-    """Return the path to write; raise now if that cannot or should not be done."""
+    """Return the path to write, after checking that it can and may be written."""
     if not file:
         raise UsageError("--out is empty; name a file")
     check_file("--out", file)
-    if os.path.lexists(file):  # not exists(), which is False for a link to nothing
-        raise UsageError(f"--out {file} is there already; remove it, or choose another file")
+    if os.path.lexists(file):  # exists() is False for a dangling link
+        raise UsageError(f"--out {file} already exists; remove it or choose another file")
     path = Path(os.path.realpath(file))
     if step_of(path.parent.name) is not None and (path.parent / manifest.NAME).exists():
         raise UsageError(f"--out {file} is inside the checkpoint {path.parent}; choose another folder")
@@ -38,14 +38,14 @@ def check_target(file: str) -> Path:
 def export(checkpoint: Path, found: Manifest, name: str, target: Path) -> tuple[int, int]:
     """Write the state of the object `name` in the folder `checkpoint` to `target`; return its tensors and bytes.
 
-    The ending of `target` chooses the format. The file appears whole or not at all. In a safetensors file each tied
-    weight is stored under all of its names.
+    The suffix of `target` selects the format. The file is written whole or not at all. A safetensors file stores each
+    tied weight under all of its names.
     """
     node, tensors = read_object(checkpoint, found, name)
     state = state_codec.decode(node["state"], tensors)
     is_torch = target.suffix in TORCH_ENDINGS
     if is_torch:
-        # The versions of the submodules, which Module.state_dict() attaches, too.
+        # The versions of the submodules, as in the result of Module.state_dict().
         metadata = state_codec.decode(node["metadata"], tensors)
         if metadata is not None and isinstance(state, OrderedDict):
             state._metadata = metadata  # type: ignore[attr-defined]
@@ -59,33 +59,33 @@ def export(checkpoint: Path, found: Manifest, name: str, target: Path) -> tuple[
             else:
                 file.writelines(safetensors_file.pieces(tensors))
             file.flush()
-            # Before the rename, or a crash could leave the name with half of the contents.
+            # Before the rename, because a crash could otherwise leave a partial file under the final name.
             os.fsync(file.fileno())
         draft.replace(target)
         step_folders.sync_folder(target.parent)
-    except (OSError, RuntimeError) as error:  # torch's own writer turns a file's OSError into a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch.save() raises a RuntimeError from the OSError
         cause = error if isinstance(error, OSError) else error.__context__
         reason = step_folders.reason(cause) if isinstance(cause, OSError) else str(error)
-        raise UsageError(f"--out {target} cannot be written: {reason}; choose another place") from error
+        raise UsageError(f"cannot write --out {target}: {reason}; choose another place") from error
     finally:
         with suppress(OSError):
-            draft.unlink()  # only there if the above failed, also by Ctrl-C
+            draft.unlink()  # exists only after an error or Ctrl-C
     return len(tensors), target.stat().st_size
 
 
 def _flat(state: Any, name: str) -> dict[str, torch.Tensor]:
-    """Return `state`, checked to be one that a safetensors file can hold."""
-    remedy = "name a file that ends in .pt"
+    """Return `state` after checking that a safetensors file can hold it."""
+    remedy = "give --out a name that ends in .pt"
     if not isinstance(state, dict):
-        raise UsageError(f"the state of {name!r} is not a dict, which safetensors needs; {remedy}")
+        raise UsageError(f"the state of {name!r} is not a dict, as safetensors requires; {remedy}")
     for key, value in state.items():
         if not isinstance(key, str) or not isinstance(value, torch.Tensor):
             raise UsageError(
-                f"{key!r} in the state of {name!r} is not a tensor, and safetensors holds nothing else; "
+                f"{key!r} in the state of {name!r} is not a tensor, and safetensors holds only tensors; "
                 f"{remedy}, or give --name of a module"
             )
         if value.is_complex():
-            raise UsageError(f"{key!r} of {name!r} is complex, which not every reader knows; {remedy}")
+            raise UsageError(f"{key!r} of {name!r} is complex, which not every safetensors reader supports; {remedy}")
         if key == "__metadata__":
-            raise UsageError(f"a tensor of {name!r} is called {key!r}, a name that safetensors reserves; {remedy}")
+            raise UsageError(f"a tensor of {name!r} has the reserved name {key!r}; {remedy}")
     return state

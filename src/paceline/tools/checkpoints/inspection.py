@@ -1,6 +1,6 @@
-"""The contents of a folder of checkpoints, read without a lock, a process group or a registered object.
+"""Read-only inspection of a folder of checkpoints, without a process group or registered objects.
 
-A run may be using the folder: nothing in it is changed, and a checkpoint that is deleted meanwhile is passed over.
+A run may be using the folder: checkpoints that it deletes during the inspection are skipped.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 @dataclass(frozen=True)
 class Inspected:
-    """The checkpoint of `step` as it was found at `path`."""
+    """State of the checkpoint at `path`."""
 
     step: int
     path: Path
     nbytes: int
-    """Size of all its files on the disk."""
+    """Size of all files."""
     saved_at: float
-    """Time at which the manifest, the last of its files, was written, in seconds since 1970; 0 if there is none."""
+    """Time in seconds since 1970 when the manifest was written, which is the last file; 0 without a manifest."""
     manifest: Manifest | None
-    """List of its files; None if it cannot be read."""
+    """The manifest, or None if it cannot be read."""
     notes: Notes
-    """Notes of the run on it; empty if they cannot be read."""
+    """The run's notes; empty if they cannot be read."""
     damages: tuple[str, ...]
-    """Damages in words, one for each file; empty if it is complete."""
+    """A message for each damaged file; empty if the checkpoint is complete."""
     newer: bool
-    """Whether it is of a later format version; then ``damages`` says so, and whether it is complete is not known."""
+    """Whether the format version is newer than this code; ``damages`` then has a message about it."""
 
     @property
     def state(self) -> Literal["complete", "damaged", "newer format"]:
-        """Its condition in a word."""
+        """Condition in a word."""
         if self.newer:
             return "newer format"
         return "damaged" if self.damages else "complete"
@@ -60,14 +60,14 @@ class SavedTensor:
     dtype: str
     nbytes: int
     tied_to: str | None = None
-    """Name of the tensor that shares its memory, and is stored in its place."""
+    """Name of the stored tensor that shares its memory."""
     slice: Slice | None = None
-    """Elements of the whole tensor that a piece in a sharded optimizer's state holds."""
+    """Position in the whole tensor, if it is a piece of a sharded optimizer's state."""
 
 
 @dataclass(frozen=True)
 class SavedObject:
-    """An object saved as `name`: of `rank` alone, or, where that is None, of all ranks."""
+    """An object saved as `name`, by `rank` or, if that is None, for all ranks."""
 
     name: str
     rank: int | None
@@ -75,65 +75,59 @@ class SavedObject:
 
     @property
     def nbytes(self) -> int:
-        """Size of its tensors; tied ones count once."""
+        """Size of the tensors; tied tensors count once."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[int]]:
-    """Return a run's folder and the steps to look at: `step`, or all of them; `folder` may be a checkpoint's, too."""
+    """Return the folder of the run and the steps to inspect; `folder` may also be a checkpoint's."""
     place = Path(folder)
     if not place.is_dir():
-        fault = "no folder" if os.path.lexists(place) else "not there"
-        raise NoCheckpoint(f"{place} is {fault}; give the folder of a run, or that of a checkpoint")
+        fault = "is not a folder" if os.path.lexists(place) else "does not exist"
+        raise NoCheckpoint(f"{place} {fault}; give the folder of a run or of a checkpoint")
     own_step = step_of(place.resolve().name)
     if own_step is not None:
         if step not in (None, own_step):
-            raise UsageError(f"{place} is the checkpoint of step {own_step}, not of step {step}; leave out --step")
+            raise UsageError(f"{place} is the checkpoint of step {own_step}, not of step {step}; omit --step")
         return place.resolve().parent, [own_step]
     try:
         steps = step_folders.steps_in(place)
     except CheckpointError as error:
         raise NoCheckpoint(str(error)) from None
     if not steps:
-        raise NoCheckpoint(f"there is no checkpoint in {place}; check the path")
+        raise NoCheckpoint(f"{place} has no checkpoints; check the path")
     if step is None:
         return place, steps
     if step not in steps:
-        raise NoCheckpoint(
-            f"there is no checkpoint of step {step} in {place}, which has {strict_json.shown(steps)}; "
-            "choose one of them"
-        )
+        raise NoCheckpoint(f"{place} has no checkpoint of step {step}; choose one of {strict_json.shown(steps)}")
     return place, [step]
 
 
 def inspect(folder: Path, steps: Sequence[int], every_byte: bool) -> Iterator[Inspected]:
-    """Yield the checkpoints of `steps` in the run's `folder`, without those that are deleted meanwhile.
+    """Yield the checkpoints of `steps` in the folder of a run, in this order.
 
-    Args:
-        folder: the run's.
-        steps: the steps to look at, in this order.
-        every_byte: whether to read all bytes; if not, only sizes and lists of tensors are compared.
+    With `every_byte` all bytes are read; otherwise only sizes and lists of tensors are compared.
     """
     for step in steps:
-        found = _inspect(folder / step_name(step), step, every_byte)
-        if found.path.is_dir():  # looked for afterwards: a run that deletes it meanwhile makes it look damaged
-            yield found
+        inspected = _inspect(folder / step_name(step), step, every_byte)
+        if inspected.path.is_dir():  # checked last, because a checkpoint that is being deleted looks damaged
+            yield inspected
 
 
 def newest(folder: Path, steps: Sequence[int], every_byte: bool) -> tuple[Inspected, list[Inspected]]:
-    """Return the newest of `steps` that is complete, and the newer ones that are not."""
+    """Return the newest complete checkpoint, and the incomplete ones that are newer."""
     skipped: list[Inspected] = []
     for found in inspect(folder, steps[::-1], every_byte):
         if not found.damages:
             return found, skipped
         skipped.append(found)
     if not skipped:
-        raise NoCheckpoint(f"there is no checkpoint in {folder} any more; check whether its run is deleting them")
-    raise NoCheckpoint(f"the checkpoint {skipped[0].path} cannot be used: {skipped[0].damages[0]}; use another one")
+        raise NoCheckpoint(f"the checkpoints in {folder} have just been deleted; check whether a run is deleting them")
+    raise NoCheckpoint(f"the checkpoint {skipped[0].path} cannot be used: {skipped[0].damages[0]}; choose another one")
 
 
 def best_of(complete: Sequence[Inspected]) -> int | None:
-    """Return the best step of `complete`, in ascending order, by the rule that the newest was saved with, or None."""
+    """Return the best step by the ``keep_best`` rule of the newest checkpoint that has one, or None."""
     rule = next((found.notes.keep_best for found in reversed(complete) if found.notes.keep_best), None)
     if rule is None:
         return None
@@ -143,7 +137,7 @@ def best_of(complete: Sequence[Inspected]) -> int | None:
 
 
 def contents(found: Inspected) -> list[SavedObject]:
-    """Return the checkpoint's contents: the objects that all ranks share, then those of each rank."""
+    """Return the shared objects of a checkpoint, followed by the objects of each rank."""
     known = found.manifest
     assert known is not None, "a checkpoint without a manifest is damaged"
     try:
@@ -169,18 +163,18 @@ def _inspect(path: Path, step: int, every_byte: bool) -> Inspected:
         known = verify.read_manifest(path, step)
         damages += [_describe(file, damage) for file, damage in verify.damages(path, known, every_byte)]
         given = notes.read_verified(path, step)
-    # Before Damaged, of which it is a kind.
+    # Before its base class Damaged.
     except verify.Newer as damage:
         newer = True
         damages.append(str(damage))
     except verify.Damaged as damage:
-        if str(damage) not in damages:  # the notes are among the manifest's files, and named already
+        if str(damage) not in damages:  # the manifest lists the notes, so they may already be reported
             damages.append(str(damage))
     return Inspected(step, path, _size(path), _saved_at(path), known, given, tuple(damages), newer)
 
 
 def _describe(file: File, damage: verify.Damaged) -> str:
-    """Return `damage` with the object whose tensors the file holds."""
+    """Return the damage together with the object that is affected."""
     if not file.tensors:
         return str(damage)
     whose = repr(file.role) if file.rank is None else f"rank {file.rank}'s own objects"
@@ -189,7 +183,7 @@ def _describe(file: File, damage: verify.Damaged) -> str:
 
 def _size(path: Path) -> int:
     total = 0
-    # The folder may be a running job's, which removes old checkpoints meanwhile.
+    # A running job may be deleting old checkpoints.
     with suppress(OSError):
         for entry in os.scandir(path):
             with suppress(OSError):
@@ -210,7 +204,7 @@ def _object(
 ) -> SavedObject:
     """Describe the object of `node`, whose tensors are in `file`, some of them `pieces`."""
     if type(node) is not dict:
-        raise ValueError("an object's entry is no JSON object")
+        raise ValueError("an object's entry is not a JSON object")
     complex_ones = dict(state_codec.tensors_in([node["state"], node["metadata"], node.get("optimizer")]))
     aliases: Mapping[str, str] = {} if file is None else file.aliases
     tied: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The facts about this machine and installation that a report of a defect needs: ``paceline env``."""
+"""``paceline env``: facts about this machine and installation for a bug report."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.launch.host_limits import cores
 
 SETTINGS = ("PACELINE_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "MASTER_")
 SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD")
-"""Parts of the names of variables whose values are left out, because reports of defects are public."""
+"""Parts of the names of variables whose values are hidden, because bug reports are public."""
 
 
 def describe() -> dict[str, str]:
-    """Return one line for each fact that ``torch.utils.collect_env`` does not know."""
+    """Return the facts that ``torch.utils.collect_env`` does not report."""
     default = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else OWN_BACKEND
     return {
         "paceline": f"{paceline.__version__}, {Path(paceline.__file__).parent}",
@@ -38,7 +38,7 @@ def describe() -> dict[str, str]:
 
 
 def _backends() -> list[str]:
-    register()  # "import paceline" does not in the process of the command, which rarely needs the backend
+    register()  # "import paceline" does not register it in the process of the command
     return [name for name in (OWN_BACKEND, "gloo", "nccl", "mpi") if dist.is_backend_available(name)]
 
 
@@ -51,6 +51,6 @@ def _shared_memory() -> str:
 
 
 def _settings() -> list[tuple[str, str]]:
-    """Return the environment variables that concern ranks and backends, without those that may be secret."""
+    """Return the environment variables that affect ranks and backends, with secrets hidden."""
     names = sorted(name for name in os.environ if name.startswith(SETTINGS))
     return [(name, "…" if any(word in name for word in SECRETS) else os.environ[name]) for name in names]

@@ -1,9 +1,4 @@
-"""The command line: ``paceline run`` starts any script as ranks, ``paceline train`` a recipe of ours, …
-
-A user's mistake is one line, ``error: …``, and exit code 2.
-
-Decision 0046 says why.
-"""
+"""The ``paceline`` command and its subcommands. A usage error prints one line and exits with code 2 (decision 46)."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ from paceline.tools.recipes.commands import RECIPES, AroundRecipe, Recipes, comm
 
 
 class Completion(NamedTuple):
-    """A word that the shell may complete, with the attributes of click's ``CompletionItem``."""
+    """A shell completion, with the attributes of click's ``CompletionItem``."""
 
     value: str
     type: str = "plain"
@@ -34,7 +29,7 @@ class Completion(NamedTuple):
 
 
 class Run(Verbatim):
-    """The command ``run``, whose options are no parameters of click's."""
+    """The command ``run``, whose options are parsed by argparse."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Return the options that begin with `incomplete`."""
@@ -87,27 +82,29 @@ def run(context: typer.Context) -> None:
     raise typer.Exit(start(context.args))
 
 
-# Options behind the name belong to the recipe or script, so typer stops reading at the name.
+# Options after the name belong to the recipe or script, so typer stops parsing at the name.
 @app.command("compare", cls=AroundRecipe, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def compare(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(metavar="RECIPE|SCRIPT", help="A recipe, or a script that uses Paceline.")],
+    target: Annotated[str, typer.Argument(metavar="RECIPE|SCRIPT", help="A recipe or a script that uses Paceline.")],
     modes: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help=f"Some of {', '.join(MODES)}, with commas; all that can run by default."),
+        typer.Option(metavar="LIST", help=f"Comma-separated list of {', '.join(MODES)}; by default all that can run."),
     ] = None,
     nproc: Annotated[
         str,
-        typer.Option(metavar="N", help="Devices: a number, gpu, cpu, or auto. Or numbers of ranks to compare: 1,2,4."),
+        typer.Option(
+            metavar="N", help="Devices: a number, gpu, cpu or auto. Or the numbers of ranks to compare: 1,2,4."
+        ),
     ] = "auto",
-    steps: Annotated[int, typer.Option(help="Optimizer steps to time in each mode, after a warm-up of 3.")] = 40,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg, .png or .pdf).")] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to time in each mode, after 3 warm-up steps.")] = 40,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON.")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the results (.svg, .png or .pdf).")] = None,
 ) -> None:
-    """Train the same program in several ways, or on several numbers of ranks, and compare speed, memory and weights.
+    """Train the same program in several ways or on several numbers of ranks, and compare speed, memory and weights.
 
-    What follows the name goes to the recipe or the script: paceline compare --nproc 2 digits --batch-size 64.
-    Options of the comparison come before a script's name, and anywhere with a recipe.
+    Arguments after the name are passed to the recipe or script: paceline compare --nproc 2 digits --batch-size 64.
+    Options of the comparison go before the name of a script, or anywhere with a recipe.
     """
     load_torch()
     from paceline.launch.job import resolve_nproc
@@ -131,24 +128,26 @@ def profile(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="RECIPE|SCRIPT", help="A recipe, or a script that uses DistributedDataParallel. Or: report FOLDER."
+            metavar="RECIPE|SCRIPT", help="A recipe or a script that uses DistributedDataParallel. Or: report FOLDER."
         ),
     ] = None,
     nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")] = "auto",
     steps: Annotated[
-        int | None, typer.Option(help="Optimizer steps to measure, after which the program ends; all by default.")
+        int | None, typer.Option(help="Optimizer steps to measure before ending the program; all by default.")
     ] = None,
-    out: Annotated[str, typer.Option(metavar="FOLDER", help="Gets the report, the trace and the records.")] = "profile",
+    out: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Folder for the report, the trace and the records.")
+    ] = "profile",
     compare: Annotated[
-        tuple[str, str] | None, typer.Option(metavar="FOLDER FOLDER", help="Show two profiles side by side.")
+        tuple[str, str] | None, typer.Option(metavar="FOLDER FOLDER", help="Compare two profiles.")
     ] = None,
 ) -> None:
-    """Run a program on N ranks, and see where the time of a step goes, who waits for whom, and what to change.
+    """Run a program on N ranks, and report the time of each part of a step, which ranks wait, and what to change.
 
-    What follows the name goes to the recipe or the script: paceline profile --nproc 2 train.py --epochs 3.
-    Options of the profile come before a script's name, and anywhere with a recipe.
+    Arguments after the name are passed to the recipe or script: paceline profile --nproc 2 train.py --epochs 3.
+    Options of the profile go before the name of a script, or anywhere with a recipe.
 
-    paceline profile report FOLDER writes the results again, such as from the records of several hosts.
+    paceline profile report FOLDER writes the results again, for example after adding the records of other hosts.
     """
     load_torch()
     from paceline.launch.job import resolve_nproc
@@ -158,13 +157,13 @@ def profile(
     if compare is not None:
         raise typer.Exit(profile_command.compare_profiles(*compare))
     if target is None:
-        raise UsageError("name a recipe or a script to profile; paceline profile --help tells more")
+        raise UsageError("no program given; name a recipe or a script to profile (see paceline profile --help)")
     if target == "report":
         raise typer.Exit(profile_command.report_again(context.args))
     count, note = resolve_nproc(nproc)
     settings, environment = profile_command.ProfileSettings(out, steps), {}
     if target in RECIPES:
-        # One training is profiled, so its files are written as usual; a comparison runs many.
+        # Only one training runs, so it may write its files, unlike in a comparison.
         config = parse_recipe(target, context.args, "profile", keeps_files=True)
         program = ["-m", "paceline.tools", f"recipes.{target}", config.to_json()]
         settings = dataclasses.replace(settings, title=command_line(target, config))
@@ -172,7 +171,7 @@ def profile(
     else:
         validate_script(target, RECIPES)
         program = [target, *context.args]
-    # Only now, because it deletes an earlier profile in the folder.
+    # After the other checks, because it deletes an earlier profile in the folder.
     settings.check()
     if note:
         say(note)
@@ -182,14 +181,14 @@ def profile(
 @app.command("top")
 def top(
     job: Annotated[
-        int | None, typer.Option(metavar="PID", help="The job's launcher or one of its ranks, where several jobs run.")
+        int | None, typer.Option(metavar="PID", help="Process of the launcher or of a rank, to choose between jobs.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the values once, as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the values once as JSON.")] = False,
 ) -> None:
-    """Show the ranks of a running job live: step, phase, step time, waiting, and which rank the others wait for.
+    """Show the ranks of a running job live: step, phase, step time, waiting time, and the rank that others wait for.
 
-    The job needs no preparation: paceline run, train and profile record this for every rank on its host. If stdout is
-    not a terminal, one table is printed. Ctrl-C ends the view, not the job.
+    Works with every job of paceline run, train and profile on this host. If stdout is not a terminal, the table is
+    printed once. Ctrl-C ends the view, not the job.
     """
     from paceline.tools.top.top_command import run_top
 
@@ -198,8 +197,7 @@ def top(
 
 @app.command("env")
 def env() -> None:
-    """Print versions, backends and cores, and torch's report, for a report of a defect."""
-    # Imported here, because only this command needs them, and they load torch.
+    """Print versions, backends, cores and torch's environment report, for a bug report."""
     from torch.utils.collect_env import get_pretty_env_info
 
     from paceline.tools.cli.env import describe
@@ -212,23 +210,23 @@ def env() -> None:
 def main() -> NoReturn:
     """Entry point of ``paceline`` and ``python -m paceline``."""
     arguments = sys.argv[1:]
-    # A group without a command is an error for typer, but its user wants to know the commands.
+    # typer treats a group without a command as an error; show its commands instead.
     if not arguments or arguments in (["train"], ["bench"], ["checkpoint"]):
         arguments.append("--help")
     try:
         command = untyped_flags(typer.main.get_command(app))
-        # Not standalone: click would print a mistake in several lines, and leave by itself.
+        # Not standalone, because click would print usage errors in several lines and exit.
         code = command.main(args=arguments, prog_name="paceline", standalone_mode=False)
     except UsageError as error:
         code = _refuse(str(error))
-    # click makes an Abort of a Ctrl-C in a command.
+    # click converts a Ctrl-C in a command into an Abort.
     except (KeyboardInterrupt, typer.Abort):
         end_echo()
         say("interrupted")
         code = INTERRUPTED
     except Exception as error:
-        # click's own, such as for an unknown option. By its attribute, because some versions of typer bring a click of
-        # their own, whose classes are others than those of the installed one.
+        # An error of click, such as for an unknown option. Recognized by its attribute, because some versions of typer
+        # bundle a separate click with different classes.
         if not hasattr(error, "format_message"):
             raise
         if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
@@ -240,12 +238,12 @@ def main() -> NoReturn:
 
 
 def _near_option(option: str, error: Any) -> str:
-    """Return the hint for an unknown option, where click's `error` has its context."""
+    """Return a hint for an unknown option."""
     context = getattr(error, "ctx", None)
     known = [] if context is None else options_of(context)
     if (hint := or_near(option, known)) or "--nproc" in known or not or_near(option, ["--nproc"]):
         return hint
-    return "; options follow a command, as in: paceline run --nproc 2 script.py"
+    return "; options go after a command, as in: paceline run --nproc 2 script.py"
 
 
 def _refuse(message: str) -> int:

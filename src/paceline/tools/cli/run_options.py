@@ -1,4 +1,4 @@
-"""The work of ``paceline run``: from its options to the job that they describe."""
+"""``paceline run``: build the job that the options describe, and launch it."""
 
 from __future__ import annotations
 
@@ -25,28 +25,18 @@ from paceline.launch.watching.settings import Supervision, supervision_of
 from paceline.tools.cli.run_parser import parse, parser
 
 LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
-UNUSED = (
-    *("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port", "local_addr"),
-    *("start_method", "event_log_handler"),
-)
-"""Options without a meaning on one host: the store is ours, on a free port, ranks are commands, not functions, and
-nothing is an event of torchelastic's agent."""
 
 
 def start(arguments: Sequence[str]) -> int:
-    """Run ``paceline run`` with these `arguments`; return the exit code.
-
-    Raises:
-        UsageError: for a mistake in the arguments, before anything is started.
-    """
+    """Run ``paceline run`` with these `arguments`; return the exit code."""
     options = parse(arguments)
     nproc, note = resolve_nproc(options.nproc_per_node)
     command = rank_command(options)
     text = None if options.no_python else source(command[2:])[1]
     if passed_on := own_options_in(options.training_script_args, text):
         say(
-            f"warning: {' '.join(passed_on)} after the script's name goes to the script; for paceline run, write: "
-            f"paceline run {' '.join(passed_on)} … {options.training_script}"
+            f"warning: {' '.join(passed_on)} after the script's name is passed to the script; to give it to paceline "
+            f"run, write: paceline run {' '.join(passed_on)} … {options.training_script}"
         )
     if several_hosts(options):
         others = supervision_of(vars(options)) != Supervision()
@@ -57,44 +47,43 @@ def start(arguments: Sequence[str]) -> int:
             ("--requeue-exit-code, or --hang-timeout,", others),
         ):
             if given:
-                raise UsageError(f"{name} is for jobs on one host; leave it out, or --nnodes and the rendezvous")
+                raise UsageError(f"{name} works on one host only; omit it, or omit --nnodes and the rendezvous")
         from paceline.launch.multi_host import check_meeting_point, launch_hosts
 
-        single_host(options, command, nproc)  # which refuses values that are wrong on any number of hosts
+        single_host(options, command, nproc)  # refuses invalid values
         check_meeting_point(options, int(options.nnodes.rpartition(":")[2]))
         if is_command_line():
             warn_if_untested()
-        # torchrun's launcher starts ranks with this process's environment.
+        # torchrun's launcher passes this process's environment to the ranks.
         os.environ.update(timeout_environment(options.timeout))
         return launch_hosts(options, command, nproc)
     job = single_host(options, command, nproc)
-    for remark in (note, unused(options)):
-        if remark:
-            say(remark)
+    if note:
+        say(note)
     return launch(job)
 
 
 def rank_command(options: Namespace) -> list[str]:
-    """Return the command of each rank, checked to exist."""
+    """Return the command that each rank runs, after checking that it exists."""
     script = options.training_script
     if options.run_path:
-        raise UsageError("--run-path is not supported; leave it out")
+        raise UsageError("--run-path is not supported; omit it")
     if options.logs_specs:
         raise UsageError("--logs-specs is not supported; use --log-dir, --redirects and --tee")
     if options.no_python:
         if options.module:
             raise UsageError("--no-python and --module contradict each other; give one of them")
         if shutil.which(script) is None:
-            raise UsageError(f"the command {script!r} is not found, or may not be executed")
+            raise UsageError(f"the command {script!r} does not exist or is not executable; check its name")
         return [script, *options.training_script_args]
-    # PYTHON_EXEC is the variable by which torchrun takes another interpreter.
+    # torchrun uses the interpreter in PYTHON_EXEC.
     interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
     if options.module:
-        # Only the top-level name is looked for: to find a module inside would import its package in the launcher.
+        # Only the top-level name, because finding a submodule would import its package in the launcher.
         top = script.partition(".")[0]
         if interpreter == sys.executable and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-            raise UsageError(f"there is no module {top!r} to run; is it installed, or in this folder?")
-        # Unbuffered, as torchrun starts ranks: the last prints of one that is killed are not lost.
+            raise UsageError(f"no module named {top!r}; install it, or change to its folder")
+        # Unbuffered, as with torchrun, so that the last output of a killed rank is not lost.
         return [interpreter, "-u", "-m", script, *options.training_script_args]
     if not os.path.exists(script):
         near = or_near(script, glob("*.py"))
@@ -103,42 +92,38 @@ def rank_command(options: Namespace) -> list[str]:
 
 
 def own_options_in(arguments: Sequence[str], text: str | None) -> list[str]:
-    """Return those of a script's `arguments` that are options of ours, unless its `text` has a word for them, too."""
+    """Return the `arguments` of a script that are options of ``paceline run`` and do not appear in its `text`."""
     known = parser()._option_string_actions
-    found: list[str] = []
+    misplaced: list[str] = []
     for index, word in enumerate(arguments):
         name, equals, _ = word.partition("=")
-        # --help behind a script's name is meant for the script.
+        # --help after the script's name is for the script.
         if not name.startswith("--") or name == "--help" or name not in known:
             continue
         if text is None or not re.search(rf"\b{name[2:].replace('-', '[-_]')}\b", text):
             has_value = not equals and known[name].nargs is None
-            found += arguments[index : index + 1 + has_value]
-    return found
+            misplaced += arguments[index : index + 1 + has_value]
+    return misplaced
 
 
 def several_hosts(options: Namespace) -> bool:
-    """Return whether the options describe more than this host.
-
-    Raises:
-        UsageError: if ``--nnodes`` is malformed.
-    """
+    """Return whether the options describe more than this host."""
     try:
         low, _, high = options.nnodes.partition(":")
         least, most = int(low), int(high or low)
     except ValueError:
-        raise UsageError(f"--nnodes={options.nnodes!r} is neither a number nor MIN:MAX") from None
+        raise UsageError(f"--nnodes={options.nnodes!r} is neither a number nor MIN:MAX; give one such as 2") from None
     if not 1 <= least <= most:
-        raise UsageError(f"--nnodes={options.nnodes} must satisfy 1 <= MIN <= MAX")
+        raise UsageError(f"--nnodes={options.nnodes} is out of range; give MIN:MAX with 1 <= MIN <= MAX")
     if most == 1 and options.node_rank != 0:
         raise UsageError(f"--node-rank={options.node_rank}, but --nnodes is 1; give the number of hosts")
     if options.standalone:
         return False
-    # The port may be missing, and an IPv6 address stands in brackets.
+    # The port is optional, and an IPv6 address is in brackets.
     host = options.rdzv_endpoint.rpartition(":")[0] or options.rdzv_endpoint
     return (
         most > 1
-        # A rendezvous by etcd is for hosts; c10d and static on loopback are what a single one is often started with.
+        # etcd is for several hosts; c10d and static on loopback are common for a single host.
         or options.rdzv_backend not in ("static", "c10d")
         or host.strip("[]") not in LOOPBACKS
         or options.master_addr.strip("[]") not in LOOPBACKS
@@ -150,7 +135,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
     grace = options.shutdown_timeout
     if grace is None:
         name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-        # torch's own variable and default, so that a job moved from torchrun ends in the same way.
+        # torch's variable and default, so that a job ends as under torchrun.
         grace = _number(name, os.environ.get(name, "30"))
     only = options.local_ranks_filter
     logs = Logs(
@@ -168,7 +153,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         max_restarts=options.max_restarts,
         grace=grace,
         interval=options.monitor_interval,
-        # "none" is torchrun's default, which would be the same for all jobs; ours is random.
+        # torchrun's default "none" is the same for all jobs, so an empty id requests a random one.
         run_id="" if options.rdzv_id == "none" or options.standalone else options.rdzv_id,
         logs=logs,
         signals=[_signal(name.strip()) for name in options.signals_to_handle.split(",")],
@@ -186,7 +171,7 @@ def _start_options(options: Namespace) -> dict[str, Any]:
     filters = {"stdout": options.duplicate_stdout_filters, "stderr": options.duplicate_stderr_filters}
     for stream, wanted in filters.items():
         if wanted and not options.log_dir:
-            raise UsageError(f"--duplicate-{stream}-filters needs a folder; give one with --log-dir")
+            raise UsageError(f"--duplicate-{stream}-filters needs a folder for the logs; give --log-dir")
         wanted_options[f"duplicate_{stream}_filters"] = wanted or None
     if options.numa_binding:
         from torch.numa.binding import AffinityMode, NumaOptions
@@ -195,24 +180,15 @@ def _start_options(options: Namespace) -> dict[str, Any]:
     return wanted_options
 
 
-def unused(options: Namespace) -> str | None:
-    """Return a remark that names the given options that mean nothing on one host; None if there is none."""
-    option_parser = parser()
-    # --standalone says that all of these are to be chosen by the launcher.
-    ignored = [name for name in UNUSED if getattr(options, name) != option_parser.get_default(name)]
-    if not ignored or options.standalone:
-        return None
-    names = ", ".join("--" + name.replace("_", "-") for name in ignored)
-    return f"note: {names}: not used on one host; every start gets a store of its own on a free loopback port"
-
-
 def _signal(name: str) -> signal.Signals:
     try:
         number = signal.Signals[name]
     except KeyError:
-        raise UsageError(f"--signals-to-handle names {name!r}, which is no signal here") from None
+        raise UsageError(
+            f"--signals-to-handle: {name!r} is not a signal on this system; give names such as SIGTERM"
+        ) from None
     if number in (signal.SIGKILL, signal.SIGSTOP):
-        raise UsageError(f"--signals-to-handle names {name}, which no process can handle")
+        raise UsageError(f"--signals-to-handle: no process can handle {name}; remove it")
     return number
 
 
@@ -220,4 +196,4 @@ def _number(name: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise UsageError(f"{name}: {value!r} is not a whole number") from None
+        raise UsageError(f"{name}: {value!r} is not an integer; give one such as 30") from None

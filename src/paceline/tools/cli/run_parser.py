@@ -1,6 +1,6 @@
-"""The parser of ``paceline run``: torchrun's own options, with ours in front, and the help.
+"""The parser of ``paceline run``: torchrun's options, Paceline's options, and the help.
 
-Importing this needs no torch, and neither does the help, which a small parser of our own prints.
+The help comes from a small separate parser, so that ``--help`` does not load torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter, Namespace
 from collections.abc import Mapping, Sequence
 from textwrap import fill
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from paceline.core.output.commands import or_near
 from paceline.errors import UsageError
@@ -28,11 +28,11 @@ ABOUT = """Start a script as N ranks that train together, as torchrun does.
     paceline run --nproc 2 train.py --lr 0.1   as 'python train.py --lr 0.1'
     paceline run --nproc 2 -m package.train    as 'python -m package.train'
 
-Options go before the script; what follows the script is the script's. On one host nothing listens beyond loopback, \
-ranks end with the launcher however it dies, and the rank that failed first is named."""
+Options go before the script; arguments after it are passed to the script. On one host only the loopback interface is \
+used, ranks end when the launcher ends, and the first rank that failed is reported."""
 TORCHRUNS = """torchrun's options:
-  All of them are understood; 'torchrun --help' describes them. With --nnodes, or a rendezvous on another host, \
-torchrun's own launcher does the work.
+  All torchrun options are accepted; see 'torchrun --help'. With --nnodes, or a rendezvous on another host, torchrun's \
+launcher starts the ranks.
 
   several hosts    --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --master-addr --master-port
   the program      -m, --module --no-python --role
@@ -40,7 +40,7 @@ torchrun's own launcher does the work.
 
 
 class LinesFormatter(HelpFormatter):
-    """Keeps the lines of the text around the options; what follows a gap in one is wrapped behind that gap."""
+    """Keeps the line breaks of the description; text behind a gap is wrapped with an indent up to the gap."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(self._filled(line, width) for line in text.splitlines())
@@ -54,30 +54,31 @@ class LinesFormatter(HelpFormatter):
         return fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
-def add_own_options(group: Any) -> None:
-    """Add the options that torchrun does not have to a group of its parser."""
-    group.add_argument(
+def add_own_options(parser: ArgumentParser) -> None:
+    """Add the options that torchrun does not have to `parser`."""
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
         "--nproc",
         dest="nproc_per_node",
         default=SUPPRESS,
         metavar="N",
         help="Number of ranks on this host: a number, gpu, cpu or auto (GPUs if there are any, else cores). Default 1.",
     )
-    group.add_argument(
+    ranks.add_argument(
         "--timeout",
         metavar="SECONDS",
-        help="How long a collective waits for a rank, unless the script says otherwise; ranks get it as "
-        f"PACELINE_TIMEOUT, which paceline.init() reads. Default {TIMEOUT_S}, which is 10 minutes.",
+        help=f"Timeout of collectives, unless the script sets one. Default {TIMEOUT_S}, which is 10 minutes.",
     )
-    group.add_argument("--report", metavar="FILE", help=REPORT_HELP + " For one host.")
-    group.add_argument(
+    output = parser.add_argument_group("output")
+    output.add_argument("--report", metavar="FILE", help=REPORT_HELP + " For one host.")
+    output.add_argument(
         "--prefix-ranks", action="store_true", help="Begin each printed line with its rank (rank 0 | …). For one host."
     )
-    add_options(group)
+    add_options(parser.add_argument_group("failures"))
 
 
 def help_parser() -> ArgumentParser:
-    """Return a parser of our own options and the most usual ones of torchrun, which prints the help."""
+    """Return the parser that prints the help: Paceline's options and the most common ones of torchrun."""
     parser = ArgumentParser(
         "paceline run",
         USAGE,
@@ -86,25 +87,25 @@ def help_parser() -> ArgumentParser:
         formatter_class=LinesFormatter,
         add_help=False,
     )
-    group = parser.add_argument_group("options")
-    add_own_options(group)
-    group.add_argument("--max-restarts", type=int, metavar="N", help=MAX_RESTARTS_HELP)
-    group.add_argument("-h", "--help", action="store_true", help="Show this and exit.")
+    add_own_options(parser)
+    failures = parser._action_groups[-1]
+    failures.add_argument("--max-restarts", type=int, metavar="N", help=MAX_RESTARTS_HELP)
+    parser.add_argument("-h", "--help", action="store_true", help="Show this message and exit.")
     return parser
 
 
 def asks_for_help(arguments: list[str]) -> bool:
-    """Return whether ``--help`` is among the options before the script, as far as that is known without torchrun's."""
+    """Return whether ``--help`` is among the options before the script, knowing only the options of the help."""
     before_script, _ = split(arguments, help_parser()._option_string_actions)
     return not {"-h", "--help"}.isdisjoint(before_script)
 
 
 NOT_OURS = ("--print-completion", "--print_completion")
-"""Options of torch 2.15 that are left out: they print a shell's completions of the command torchrun."""
+"""Removed options of torch 2.15, which print shell completions for torchrun."""
 
 
 def parser() -> ArgumentParser:
-    """Return torchrun's parser with our own options in front; mistakes become :class:`UsageError`."""
+    """Return torchrun's parser with Paceline's options added; mistakes become :class:`UsageError`."""
     from torch.distributed.argparse_util import env
     from torch.distributed.run import get_args_parser
 
@@ -118,14 +119,14 @@ def parser() -> ArgumentParser:
         )
     add_own_options(base)
     _set_defaults(base._option_string_actions)
-    # One help for both parsers; torchrun's own lists all of its many options.
+    # torchrun's help would list all of its options.
     base.format_help = help_parser().format_help  # type: ignore[method-assign]
     for name in NOT_OURS:
         base._option_string_actions.pop(name, None)
 
     def refuse(message: str) -> NoReturn:
         if "training_script" in message:
-            message = "there is no script to run; use: paceline run [options] script.py [its arguments]"
+            message = "no script given; use: paceline run [options] script.py [its arguments]"
         unknown = message.partition("unrecognized arguments: ")[2].split()
         if unknown:
             message = f"paceline run has no option {unknown[0]}{or_near(unknown[0], base._option_string_actions)}"
@@ -136,23 +137,19 @@ def parser() -> ArgumentParser:
 
 
 def _set_defaults(actions: Mapping[str, Action]) -> None:
-    """Give torchrun's options the defaults that they have here, unless the environment sets them."""
-    # torchrun's parser takes defaults from PET_… when it is made, and so has put the user's there.
+    """Change the defaults of torchrun's options, unless the environment sets them."""
+    # torchrun's parser has already read the defaults that the user set in PET_… variables.
     if "PET_SIGNALS_TO_HANDLE" not in os.environ:
         actions["--signals-to-handle"].default = ",".join(number.name for number in FORWARDED)
     if "PET_MAX_RESTARTS" not in os.environ:
-        # torchrun's 0 could not be told from one that the user gave; None leaves the number to the job.
+        # None lets the job choose. torchrun's default of 0 looks like a 0 that the user gave.
         actions["--max-restarts"].default = None
     if "PET_MASTER_ADDR" not in os.environ:
         actions["--master-addr"].default = ""  # on several hosts the first one has to be named
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """Parse the options before the script; the script and its own arguments are kept as they are.
-
-    Raises:
-        UsageError: for an option that does not exist or has no value, or if there is no script.
-    """
+    """Parse the options before the script; keep the script and its arguments unchanged."""
     option_parser = parser()
     own_arguments, rest = split(arguments, option_parser._option_string_actions)
     options = option_parser.parse_args(own_arguments)

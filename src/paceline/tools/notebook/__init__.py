@@ -6,8 +6,8 @@
     3. processes: starts and replaces ranks  ──▶   forks               ──▶
     4. execution: sends, waits               ◀──────────── messages ──────▶
        output: lines with their ranks        ◀──────────── a pipe ─────────    printed text
-       hang_detection: which rank waits for ranks that do not come
-       errors: the words for a failed cell
+       hang_detection: which rank waits for other ranks
+       errors: the message for a failed cell
 
-``docs/notebooks.md`` is for users; decision 37, ``ranks-of-notebooks-are-ours``, says why this is not ipyparallel.
+See ``docs/notebooks.md`` for users, and decision 37 for the reasons against ipyparallel.
 """

@@ -1,4 +1,4 @@
-"""Parses cells: which part runs on which ranks, and the arguments of the magics. Pure functions."""
+"""Pure functions that parse cells and the arguments of magics."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.errors import UsageError
 
 LINE_MAGICS = ("dist_init", "dist_shutdown", "dist_status", "sync", "pull")
 IN_KERNEL = ("load_ext paceline", "reload_ext paceline", "unload_ext paceline", "pip", "conda", "uv")
-"""Other line magics that run in the kernel, because they must run once, and not once on every rank."""
+"""Other line magics that run in the kernel, because they must run only once."""
 ALL = "all"
-"""The argument of ``%%rank`` that stands for every rank."""
+"""The argument of ``%%rank`` for all ranks."""
 
-_OURS = re.compile(rf"%({'|'.join(LINE_MAGICS)})\b(.*)")
-_KERNELS = re.compile(rf"%({'|'.join(IN_KERNEL)})\b")
+_MAGIC = re.compile(rf"%({'|'.join(LINE_MAGICS)})\b(.*)")
+_KERNEL_MAGIC = re.compile(rf"%({'|'.join(IN_KERNEL)})\b")
 _PULL = re.compile(r"(?P<names>.+?)(?:\s+from\s+(?P<rank>\S+))?\s*")
 
 
@@ -29,39 +29,37 @@ class Start:
     nproc: int
     backend: str | None = None
     gpu_ids: tuple[int, ...] | None = None
-    """GPU of each rank, in CUDA's numbers; None to take them in order."""
+    """CUDA index of each rank's GPU; None to assign them in order."""
     timeout: str | None = None
-    """Seconds that a collective waits for a rank."""
+    """Timeout of collectives in seconds."""
 
 
 def routed(lines: Sequence[str], has_ranks: bool) -> list[str]:
     """Return the lines that the kernel runs for a cell: calls that run its parts on the ranks.
 
-    A cell of magics for the kernel, or one that begins with ``%%local`` or ``%%rank``, runs in the kernel.
-
-    Args:
-        lines: lines of the cell, each with its end.
-        has_ranks: whether ranks are running.
+    A cell that begins with ``%%local`` or ``%%rank``, or has only magics for the kernel, runs in the kernel.
     """
     text = [line for line in lines if line.strip()]
     if not text or text[0].startswith("%%rank"):
         return list(lines)
     if text[0].strip() == "%%local":
         return list(lines)[lines.index(text[0]) + 1 :]
-    if all(_is_command(line) for line in text) and not has_ranks and not any(map(_OURS.match, text)):
+    if all(_is_command(line) for line in text) and not has_ranks and not any(map(_MAGIC.match, text)):
         return list(lines)
     calls: list[str] = []
     part: list[str] = []
-    for line in [*lines, "%sync"]:  # an extra magic ends the last part; its own call is dropped below
-        ours = _OURS.match(line)
-        if not ours and not _KERNELS.match(line):
+    for line in [*lines, "%sync"]:  # the extra magic ends the last part; its call is dropped below
+        magic = _MAGIC.match(line)
+        if not magic and not _KERNEL_MAGIC.match(line):
             part.append(line)
             continue
-        if any(_is_code(each) for each in part):
+        if any(map(_is_code, part)):
             calls.append(_call("run_cell_magic", "rank", ALL, "".join(part)))
         part = []
         name, _, argument = line.strip()[1:].partition(" ")
-        calls.append(_call("run_line_magic", ours[1] if ours else name, ours[2].strip() if ours else argument.strip()))
+        calls.append(
+            _call("run_line_magic", magic[1] if magic else name, magic[2].strip() if magic else argument.strip())
+        )
     return calls[:-1]
 
 
@@ -84,10 +82,10 @@ def ranks_in(text: str, size: int) -> list[int]:
     inner = text.strip().removeprefix("[").removesuffix("]")
     words = [word for word in re.split(r"[,\s]+", inner) if word]
     if not words or not all(word.isdecimal() for word in words):
-        raise UsageError(f"%%rank {text.strip()} names no ranks; write such as %%rank [0] or %%rank [0,2]")
+        raise UsageError(f"%%rank {text.strip()} names no ranks; write for example %%rank [0] or %%rank [0,2]")
     ranks = sorted({int(word) for word in words})
     if unknown := [rank for rank in ranks if rank >= size]:
-        raise UsageError(f"%%rank {text.strip()}: there is no rank {unknown[0]}, only {_counted(size)}")
+        raise UsageError(f"%%rank {text.strip()}: rank {unknown[0]} does not exist; choose from {_range(size)}")
     return ranks
 
 
@@ -96,21 +94,21 @@ def pulled(text: str, size: int) -> tuple[list[str], int | None]:
     match = _PULL.fullmatch(text.strip())
     names = [name.strip() for name in match["names"].split(",")] if match else []
     if match is None or not all(name.isidentifier() for name in names):
-        raise UsageError(f"%pull {text.strip()}: this takes names of variables; write such as %pull loss from 1")
+        raise UsageError(f"%pull {text.strip()} names no variables; write for example %pull loss from 1")
     if match["rank"] is None:
         return names, None
     word = match["rank"].removeprefix("[").removesuffix("]")
     if not word.isdecimal() or int(word) >= size:
-        raise UsageError(f"%pull {text.strip()}: there is no rank {match['rank']}, only {_counted(size)}")
+        raise UsageError(f"%pull {text.strip()}: rank {match['rank']} does not exist; choose from {_range(size)}")
     return names, int(word)
 
 
-def _counted(size: int) -> str:
+def _range(size: int) -> str:
     return f"ranks 0 to {size - 1}" if size > 1 else "rank 0"
 
 
 class _StartParser(ArgumentParser):
-    """Parses the arguments of ``%dist_init``, and refuses mistakes as a :class:`UsageError`."""
+    """Parser of ``%dist_init`` whose errors are :class:`UsageError`."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -132,18 +130,18 @@ def parsed_start(text: str) -> Start:
     options = _StartParser().parse_args(words)
     if options.nproc is None:
         if options.gpu_ids is None:
-            raise UsageError("%dist_init needs the number of ranks; write such as %dist_init --nproc 2")
+            raise UsageError("%dist_init needs the number of ranks; write for example %dist_init --nproc 2")
         options.nproc = len(options.gpu_ids)
     start = Start(**vars(options))
     if start.gpu_ids is not None and len(start.gpu_ids) != start.nproc:
         raise UsageError(
-            f"--gpu-ids names {len(start.gpu_ids)} GPUs for {start.nproc} ranks; name one for each rank, each once"
+            f"--gpu-ids names {len(start.gpu_ids)} GPUs for {start.nproc} ranks; name one GPU for each rank"
         )
     return start
 
 
 def _number(word: str) -> int:
-    # Not left to int(), which takes -1, 1_0 and spaces, too.
+    # int() alone would accept -1, 1_0 and spaces.
     if not word.isdecimal() or not 1 <= int(word) <= 4096:
         raise ArgumentTypeError(f"{word!r} is not a number from 1 to 4,096")
     return int(word)

@@ -8,16 +8,17 @@ from typing import Any
 from IPython.core.inputtransformer2 import cell_magic as ipython_cell_magic
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
+from paceline.core.output.wording import counted
 from paceline.errors import PacelineError, UsageError
 from paceline.tools.notebook.cell_parser import parsed_start, pulled, ranks_in, routed
 from paceline.tools.notebook.kernel.errors import Shown
 from paceline.tools.notebook.session import Session
 
-NONE_YET = "no ranks are running; start them with %dist_init --nproc 2, or begin the cell with %%local to run it here"
+NO_RANKS = "no ranks are running; start them with %dist_init --nproc 2, or begin the cell with %%local to run it here"
 
 
 def shown(function: Any) -> Any:
-    """Show an error of ours as one line, because the traceback of the kernel says nothing about the user's mistake."""
+    """Show a PacelineError as one line, without the kernel's traceback, which does not concern the user."""
 
     def call(self: Any, *arguments: str) -> None:
         try:
@@ -32,8 +33,8 @@ def shown(function: Any) -> Any:
 
 
 def _as(name: str, lines: list[str]) -> Shown:
-    """Return an error that notebooks show under the name of the original one."""
-    # A class for each: notebooks take the name from the class, and not from an attribute.
+    """Return an error that notebooks show as an error called `name`."""
+    # A new class, because notebooks show the name of the class.
     kind: type[Shown] = type(name, (Shown,), {"__module__": Shown.__module__})
     return kind(name, lines)
 
@@ -51,16 +52,16 @@ class RankMagics(Magics):
         """The running ranks; None before ``%dist_init`` and after ``%dist_shutdown``."""
 
     def install(self) -> None:
-        """Send every cell to the ranks from now on."""
+        """Route every cell to the ranks."""
         self.shell.register_magics(self)
         transforms = self.shell.input_transformers_cleanup
-        # Before IPython's own, which would turn a cell with %% into a call for the kernel.
+        # Before IPython's transform, which turns a cell with %% into a call in the kernel.
         index = transforms.index(ipython_cell_magic) if ipython_cell_magic in transforms else len(transforms)
         transforms.insert(index, self._route)
         atexit.register(self.end)
 
     def remove(self) -> None:
-        """Run cells in the kernel again, and end the ranks."""
+        """Run cells in the kernel again and end the ranks."""
         if self._route in self.shell.input_transformers_cleanup:
             self.shell.input_transformers_cleanup.remove(self._route)
         self.end()
@@ -77,7 +78,7 @@ class RankMagics(Magics):
 
     def _running(self) -> Session:
         if self.session is None:
-            raise UsageError(NONE_YET)
+            raise UsageError(NO_RANKS)
         return self.session
 
     @line_magic
@@ -86,11 +87,10 @@ class RankMagics(Magics):
         """Start ranks: ``%dist_init --nproc 2 [--backend gloo] [--gpu-ids 0,1] [--timeout 60]``."""
         start = parsed_start(line)
         if self.session is not None:
-            many, them = (f"{self.session.size} ranks are", "them") if self.session.size > 1 else ("1 rank is", "it")
-            raise UsageError(f"{many} running already; end {them} with %dist_shutdown first")
+            ranks = counted(self.session.size, "rank")
+            raise UsageError(f"already running on {ranks}; run %dist_shutdown first")
         self.session = Session(start)
-        many, them = (f"ranks 0 to {start.nproc - 1} are", "all of them") if start.nproc > 1 else ("rank 0 is", "it")
-        print(f"{many} ready ({self.session.place}); every cell runs on {them}")
+        print(f"{counted(start.nproc, 'rank')} ready ({self.session.place}); cells now run on all ranks")
 
     @cell_magic
     @shown
@@ -102,15 +102,15 @@ class RankMagics(Magics):
     @line_magic
     @shown
     def sync(self, line: str) -> None:
-        """Wait until all ranks are at the same point, and print that they are."""
+        """Run a barrier of all ranks."""
         session = self._running()
         session.sync()
-        print(f"all {session.size} ranks are here" if session.size > 1 else "rank 0 is here")
+        print(f"{counted(session.size, 'rank')} synchronized")
 
     @line_magic
     @shown
     def pull(self, line: str) -> None:
-        """Copy variables of ranks into the kernel: ``%pull loss from 1``, ``%pull loss`` for a list of all ranks'."""
+        """Copy variables into the kernel: ``%pull loss from 1``, or ``%pull loss`` for a list over all ranks."""
         session = self._running()
         names, rank = pulled(line, session.size)
         self.shell.push(session.pull(names, rank))
@@ -118,16 +118,16 @@ class RankMagics(Magics):
     @line_magic
     @shown
     def dist_status(self, line: str) -> None:
-        """Print the ranks, their processes, and their states."""
+        """Print each rank's process and state."""
         print("\n".join(self._running().status()))
 
     @line_magic
     @shown
     def dist_shutdown(self, line: str) -> None:
         """End the ranks."""
-        ended = "the ranks have ended" if self._running().size > 1 else "the rank has ended"
+        self._running()
         self.end()
-        print(ended)
+        print("all ranks have ended")
 
 
 def load(shell: Any) -> None:

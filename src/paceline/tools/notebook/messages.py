@@ -8,7 +8,7 @@
     ("answer", number, text, problem)    ──▶
                                          ◀──            ("done", result, failure)
 
-While a cell runs, the rank reads nothing but answers.
+While a cell runs, the rank reads only answers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 INTERRUPTED = "interrupted"
-"""Reason why a question has no answer, if the user has pressed Ctrl-C."""
+"""Reason for a missing answer after Ctrl-C."""
 SETTING = "PACELINE_NOTEBOOK"
-"""Environment variable with the kernel's socket, and the secret word that a rank sends first."""
+"""Environment variable with the kernel's socket and the secret that a rank sends first."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Failure:
     trace: tuple[str, ...]
     """Traceback in IPython's format."""
     breaks_group: bool = False
-    """Whether the process group cannot be used afterwards."""
+    """Whether the process group is unusable afterwards."""
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether it is the end of a rank that was stopped."""
+        """Whether the rank was interrupted."""
         return self.name == "KeyboardInterrupt"

@@ -19,7 +19,7 @@ from paceline.tools.notebook.kernel.output import Screen
 from paceline.tools.notebook.kernel.processes import Processes
 
 JOIN_S = 60.0
-"""Seconds that making a process group may take."""
+"""Timeout in seconds for creating a process group."""
 REMEDY = "start ranks again with %dist_init"
 NO_GROUP = "in no process group"
 
@@ -34,7 +34,7 @@ class Session:
             self._processes.spawn(list(range(start.nproc)))
             self.place = self._join()
             """Device and backend of rank 0."""
-        # Also Ctrl-C: nobody else would end the ranks that have begun.
+        # Also on Ctrl-C, so that the ranks that have started are ended.
         except BaseException:
             self._processes.close()
             raise
@@ -53,7 +53,7 @@ class Session:
         self._execute(range(self.size), "barrier")
 
     def _execute(self, ranks: Sequence[int], *message: Any) -> None:
-        """Send a message to `ranks`, and show their output until they have answered."""
+        """Send a message to `ranks` and show their output until they have answered."""
         self._replace_dead()
         outcome = Conversation(self._processes, ranks, Screen(ranks, self.size)).hold(*message)
         failure = problem(outcome, self.size)
@@ -62,7 +62,7 @@ class Session:
             raise Shown(failure.name, failure.lines + repair)
 
     def pull(self, names: Sequence[str], rank: int | None) -> dict[str, Any]:
-        """Return the values of variables on `rank`; on all ranks in a list if that is None. Tensors come to the CPU."""
+        """Return variables of `rank`, or lists over all ranks if it is None. Tensors are moved to the CPU."""
         self._replace_dead()
         ranks = range(self.size) if rank is None else [rank]
         outcome = Conversation(self._processes, ranks).hold("pull", list(names))
@@ -70,7 +70,7 @@ class Session:
         for failure in outcome.failures.values():
             raise UsageError(f"%pull: {failure.message}")
         if outcome.deaths:
-            raise PacelineError(f"%pull: rank {min(outcome.deaths)} died")
+            raise PacelineError(f"%pull: rank {min(outcome.deaths)} died; run the cell again")
         values: dict[str, Any] = {}
         for index, name in enumerate(names):
             of_ranks = [_loaded(name, number, outcome.results[number][index]) for number in ranks]
@@ -78,9 +78,9 @@ class Session:
         return values
 
     def status(self) -> list[str]:
-        """Return a line about the ranks, then one for each."""
+        """Return a summary line and a line for each rank."""
         alive = [rank for rank in sorted(self._processes.ranks) if self._processes.end_of(rank) is None]
-        # Asked each time, because a cell may have made another process group.
+        # Asked each time, because a cell may have created another process group.
         places = Conversation(self._processes, alive).hold("place").results
         place = next(filter(None, places.values()), NO_GROUP)
         lines = [f"{counted(self.size, 'rank')}, {place}"]
@@ -101,19 +101,19 @@ class Session:
         self._processes.close()
 
     def _join(self) -> str:
-        """Make a process group of all ranks; return its device and backends."""
+        """Create a process group of all ranks; return its device and backends."""
         outcome = Conversation(self._processes, range(self.size)).hold("join", seconds=JOIN_S)
         if outcome.interrupted:
-            raise PacelineError("interrupted before the ranks had met")
+            raise PacelineError("interrupted while the process group was created; run %dist_init again")
         for rank, how in outcome.deaths.items():
-            raise PacelineError(f"rank {rank} ended while the process group was made ({how})")
-        # A rank whose error is its own first: the others failed because of it.
+            raise PacelineError(f"rank {rank} ended while the process group was created ({how}); run %dist_init again")
+        # Errors that caused those of other ranks come first.
         for _, failure in sorted(outcome.failures.items(), key=lambda item: (item[1].breaks_group, item[0])):
             raise PacelineError(failure.message)
         return str(outcome.results[0])
 
     def _replace_dead(self) -> None:
-        """Replace ranks that have died since the last cell, and say so."""
+        """Replace and report ranks that have died since the last cell."""
         deaths = {rank: end for rank in self._processes.ranks if (end := self._processes.end_of(rank)) is not None}
         for rank, end in sorted(deaths.items()):
             print(f"rank {rank} died since the last cell: {end}")
@@ -121,7 +121,7 @@ class Session:
             print(line)
 
     def _repair(self, outcome: Outcome) -> list[str]:
-        """Replace the ranks that died, and give all a new process group if theirs is broken; return lines about it."""
+        """Replace dead ranks, create a new process group if the old one is broken, and return messages about both."""
         if not outcome.breaks_group:
             return []
         try:
@@ -131,22 +131,22 @@ class Session:
             lost = {*outcome.deaths, *left.deaths}
             for rank in left.deaths:
                 self._processes.remove(rank)
-            # After the others have left the group, because a new rank can only join a new one.
+            # After the other ranks have left the old group, because new ranks can only join a new one.
             self._processes.spawn(sorted(lost))
             self._join()
         except BaseException as error:
             self._processes.close()
             raise Shown(
-                "PacelineError", [f"the ranks could not be brought together again ({error}) and have ended; {REMEDY}"]
+                "PacelineError", [f"all ranks were ended, because a new process group failed ({error}); {REMEDY}"]
             ) from None
         return replaced(sorted(lost), self.size)
 
 
 def _loaded(name: str, rank: int, value: bytes) -> Any:
     try:
-        # Pickle is safe here, because this user's own process has written it; and the value may be of any class.
+        # Pickle, because the value may be of any class. This user's own process has written it.
         return torch.load(BytesIO(value), map_location="cpu", weights_only=False)
     except Exception as error:
         raise UsageError(
-            f"%pull: {name!r} of rank {rank} cannot be made here ({error}); pull plain values, such as a state_dict()"
+            f"%pull: cannot load {name!r} of rank {rank} ({error}); pull plain values such as a state_dict()"
         ) from None

@@ -1,4 +1,4 @@
-"""The summary of a profile in the terminal: the verdict, the parts of each rank's step, and the advice."""
+"""Terminal summary of a profile: headline, parts of each rank's step, and advice."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from paceline.profiler.report.formatting import kind_name, mean_parts, ms, notab
 from paceline.profiler.report.report import Advice, Report
 
 MOST_RANKS = 5
-"""Most ranks in the table; with more, it has the most notable ones and the mean of all."""
+"""Maximum number of rank columns; larger jobs show the most notable ranks and the mean."""
 MOST_ADVICE = 3
 STYLES = {"better": "green", "worse": "red", "": ""}
 
 
 def print_summary(report: Report) -> None:
-    """Print the verdict, the table of parts, the best advice and remarks on missing data."""
+    """Print the headline, the table of parts, the best advice and notes about missing data."""
     console = Console()
     _print(console, Text(report.headline, style="bold"))
     if report.ranks:
         print_table(parts_table(report, between="\n" if console.is_terminal else "  "))
-    for number, one in enumerate(report.advice[:MOST_ADVICE], start=1):
-        _print(console, advice_line(number, one))
+    for number, advice in enumerate(report.advice[:MOST_ADVICE], start=1):
+        _print(console, advice_line(number, advice))
     if len(report.advice) > MOST_ADVICE:
         _print(console, Text(f"{len(report.advice) - MOST_ADVICE} more in the report", style="dim"))
     for unseen in report.missing:
@@ -37,8 +37,8 @@ def print_summary(report: Report) -> None:
 
 
 def parts_table(report: Report, between: str = "  ") -> Table:
-    """Return the mean step of each rank in a column, cut into parts; `between` separates a time from its share."""
-    slow = {one.rank for one in report.stragglers}
+    """Return a table with the parts of each rank's mean step; `between` separates a time from its share."""
+    slow = {straggler.rank for straggler in report.stragglers}
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("a step")
     shown = notable_ranks(report, MOST_RANKS)
@@ -55,7 +55,7 @@ def parts_table(report: Report, between: str = "  ") -> Table:
         if seconds > 0:
             cells = [_cell(row, part, between, with_shares=report.is_firm) for row in columns]
             table.add_row(step_parts.NAMES[part], *cells)
-    # Pauses fall into any part, so they are not a part of their own.
+    # Garbage collection is not a separate part, because it can happen during any of them.
     if any(pauses := [report.collecting[at] for at in shown if report.collecting]):
         mean = [ms(fmean(report.collecting))] if len(report.ranks) > 1 else []
         table.add_row("of it garbage collection", *map(ms, pauses), *mean)
@@ -70,16 +70,16 @@ def _cell(row: Mapping[str, float] | None, part: str, between: str, *, with_shar
     return Text(f"{ms(row[part])}{between}").append(f"{percent(row[part] / (sum(row.values()) or 1.0)):>5}", "dim")
 
 
-def advice_line(number: int, one: Advice) -> Text:
-    """Return one piece of advice with its reason and its gain."""
-    line = Text(f"{number}. {kind_name(one.kind)}", style="bold")
-    if one.gain > 0:
-        line.append(f" (saves {percent(one.gain)}, predicted)", "not bold green")
-    return line.append(f": {sentence(one.text)} ", "not bold").append(sentence(one.reason), "not bold dim")
+def advice_line(number: int, advice: Advice) -> Text:
+    """Return one piece of advice with its reason and predicted gain."""
+    line = Text(f"{number}. {kind_name(advice.kind)}", style="bold")
+    if advice.gain > 0:
+        line.append(f" (saves {percent(advice.gain)}, predicted)", "not bold green")
+    return line.append(f": {sentence(advice.text)} ", "not bold").append(sentence(advice.reason), "not bold dim")
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Print the verdict about two runs, and the figures of both."""
+    """Print the headline and the table of a comparison."""
     console = Console()
     _print(console, Text(comparison.headline, style="bold"))
     if comparison.detail:
@@ -88,7 +88,7 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Return the figures of both runs in columns, with the change from the first to the second."""
+    """Return a table with the figures of both runs and the change between them."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name in (*comparison.names, "change"):
@@ -104,7 +104,7 @@ def _pair_cells(pair: Pair) -> list[str | Text]:
 
 
 def _print(console: Console, text: Text) -> None:
-    # The file may come from somebody else: no control characters and no megabytes for the terminal.
+    # Records are untrusted, so neither control characters nor megabytes must reach the terminal.
     text.plain = "".join(letter if letter.isprintable() else "�" for letter in text.plain[:2000])
-    # A pipe gets each sentence in one line, whatever width rich assumes there.
+    # Without wrapping in a pipe, because rich assumes some width for it.
     console.print(text, soft_wrap=not console.is_terminal, highlight=False)

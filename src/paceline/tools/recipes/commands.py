@@ -26,7 +26,7 @@ from paceline.launch.watching.settings import (
     supervision_of,
 )
 from paceline.tools.recipes.configs import DigitsConfig, LmConfig, MrpcConfig
-from paceline.tools.recipes.options import TrainingOptions
+from paceline.tools.recipes.options import OWN_PANEL, TrainingOptions, panel_of
 from paceline.tools.shared.program import start_program
 
 TIMEOUT_HELP = "Seconds that a collective waits for a rank. Default: 600."
@@ -105,12 +105,14 @@ def recipe_command(recipe: str) -> Any:
         raise typer.Exit(start_recipe(recipe, options))
 
     types = get_type_hints(config)
-    parameters = [_option(*option) for option in LAUNCHER_OPTIONS]
+    parameters = []
     for field in dataclasses.fields(config):
         # Named, because typer would add --no-… to a flag.
         names = [flag_of(field.name)] if field.default is False else []
         option = typer.Option(*names, help=field.metadata.get("help"), metavar=field.metadata.get("metavar"))
         parameters.append(_option(field.name, types[field.name], field.default, option))
+    parameters += [_option(*option) for option in LAUNCHER_OPTIONS]
+    parameters.sort(key=lambda parameter: panel_of(parameter.name) != OWN_PANEL)  # the help lists these first
     # typer reads the options from the signature of the function.
     start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     start.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -121,6 +123,7 @@ def recipe_command(recipe: str) -> Any:
 
 def _option(name: str, type_: Any, default: Any, option: Any) -> inspect.Parameter:
     """Return a parameter for the signature that typer reads."""
+    option.rich_help_panel = panel_of(name)
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword, default=default, annotation=Annotated[type_, option])
 

@@ -1,4 +1,4 @@
-"""The Hugging Face hub and its caches on this machine. Absent files are fetched once, before any rank starts."""
+"""The Hugging Face hub and its local cache. Missing files are downloaded once, before any rank starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from paceline.errors import UsageError
 
 ANSWER_S = 4.0
-"""Seconds that the hub may take to answer before it counts as out of reach."""
+"""Seconds after which the hub counts as unreachable."""
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 WEIGHT_FILES = (
     "model.safetensors",
@@ -27,25 +27,25 @@ OFFLINE = "HF_HUB_OFFLINE"
 
 @dataclass(frozen=True)
 class Absent:
-    """A model or data that this machine does not have."""
+    """A model or dataset that is not in the cache."""
 
     what: str
-    """Name for messages, such as ``the model gpt2``."""
+    """Name in messages, such as ``the model gpt2``."""
     remedy: str
-    """Options that make the program run without it."""
+    """Options that avoid the download."""
     fetch: Callable[[], Any]
 
 
 def work_offline() -> None:
-    """Keep Hugging Face's libraries from asking the hub in this process: call it before they are imported.
+    """Keep the Hugging Face libraries offline in this process. Call it before they are imported.
 
-    Where the hub cannot be reached, they would try for minutes before they use the cache.
+    If the hub is unreachable, they retry for minutes before they use the cache.
     """
     os.environ[OFFLINE] = "1"
 
 
 def quiet_libraries() -> None:
-    """Keep transformers from showing progress of its own, and warnings that our messages replace, on every rank."""
+    """Hide the warnings and progress bars of transformers, which every rank would print."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -53,22 +53,24 @@ def quiet_libraries() -> None:
 
 
 def fetch_all(absent: Sequence[Absent]) -> None:
-    """Fetch the files that this machine lacks."""
+    """Download the missing files."""
     if not absent:
         return
     if (reason := out_of_reach()) is not None:
         what, remedies = (" and ".join(getattr(each, name) for each in absent) for name in ("what", "remedy"))
         are = "are" if len(absent) > 1 else "is"
-        raise UsageError(f"{what} {are} not on this machine, and {reason}; to run without network, give {remedies}")
+        raise UsageError(f"{what} {are} not on this machine, and {reason}; to run without a network, give {remedies}")
     for each in absent:
         try:
             each.fetch()
         except Exception as error:  # the libraries', of many classes
-            raise UsageError(f"{each.what} cannot be fetched: {one_line(error)}; or give {each.remedy}") from error
+            raise UsageError(
+                f"cannot download {each.what}: {one_line(error)}; try again, or give {each.remedy}"
+            ) from error
 
 
 def out_of_reach() -> str | None:
-    """Return the reason why the hub cannot be asked, or None if it answers; takes seconds at most."""
+    """Return why the hub is unreachable, or None if it answers. Takes a few seconds at most."""
     if os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE"):
         return f"{OFFLINE} is set"
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
@@ -79,13 +81,13 @@ def out_of_reach() -> str | None:
         try:
             urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=ANSWER_S).close()
         except urllib.error.HTTPError:
-            pass  # an answer, so the hub is in reach
+            pass  # an answer, so the hub is reachable
         except (OSError, ValueError) as error:
             reasons.append(one_line(getattr(error, "reason", error)))
         answered.set()
 
-    # A thread, because no limit holds for a name server that does not answer: with two such, urllib and
-    # huggingface_hub take 20 s. Without a probe, huggingface_hub tries for 24 s to minutes.
+    # In a thread, because the timeout does not cover DNS: two name servers that do not answer take 20 s. Without this
+    # probe, huggingface_hub retries for 24 s to minutes.
     threading.Thread(target=ask, daemon=True).start()
     if not answered.wait(2 * ANSWER_S):
         reasons.append("no answer")
@@ -93,7 +95,7 @@ def out_of_reach() -> str | None:
 
 
 def cached_config(name: str) -> Path | None:
-    """Return the configuration of a model in the hub's cache; None if it is not there."""
+    """Return the configuration of a model in the hub's cache, or None."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -104,7 +106,7 @@ def cached_config(name: str) -> Path | None:
 
 
 def cached_model(name: str) -> Path | None:
-    """Return the folder in the hub's cache that has a whole model: configuration, tokenizer and weights; or None."""
+    """Return the folder of a complete model (configuration, tokenizer, weights) in the hub's cache, or None."""
     config = cached_config(name)
     if config is None:
         return None
@@ -119,10 +121,10 @@ def has_weights(folder: Path) -> bool:
 
 
 def fetch_model(name: str) -> None:
-    """Fetch a model's configuration, tokenizer and weights into the cache."""
+    """Download a model's configuration, tokenizer and weights into the cache."""
     from huggingface_hub import snapshot_download
 
-    # The files of PyTorch are fetched only where there are no safetensors: most models have both, and each is large.
+    # Most models have safetensors and PyTorch files, and both are large, so the latter are only a fallback.
     if not has_weights(Path(snapshot_download(name, allow_patterns=MODEL_FILES))):
         snapshot_download(name, allow_patterns=["pytorch_model*"])
     if cached_model(name) is None:

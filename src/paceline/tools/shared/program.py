@@ -1,4 +1,4 @@
-"""Programs that come with Paceline, as ranks: the command checks their configuration, ranks get it as JSON."""
+"""Programs of Paceline that run on ranks: the command checks their configuration, and ranks receive it as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Config = TypeVar("Config", bound="ProgramConfig")
 
 @dataclass(frozen=True)
 class ProgramConfig:
-    """Base of the dataclasses that configure a program. Their values must be JSON values."""
+    """Base of the dataclasses that configure a program. All values must be JSON values."""
 
     def to_json(self) -> str:
         """Return the settings as one argument for the ranks."""
@@ -49,7 +49,7 @@ def validate_script(name: str, recipes: Iterable[str]) -> None:
     """Check that `name` is an existing script or one of the `recipes`."""
     if not Path(name).is_file():
         near = or_near(name, [*recipes, *glob("*.py")])
-        raise UsageError(f"{name!r} is neither a recipe nor a file{near or '; name a recipe, or a Python script'}")
+        raise UsageError(f"{name!r} is neither a recipe nor a file{near or '; name a recipe or a Python script'}")
 
 
 def start_program(
@@ -65,16 +65,16 @@ def start_program(
     """Run ``python -m program… CONFIG`` on `nproc` ranks, and return the exit code.
 
     Args:
-        program: the module, and arguments in front of the configuration.
-        config: checked already.
+        program: the module, and the arguments before the configuration.
+        config: the configuration, already checked.
         nproc: the number of ranks.
-        screen: the stream on which rank 0 shows its progress.
-        note: a remark for the user, before the ranks start.
-        env: added to the ranks' environment.
-        modules: that every rank needs, imported before ranks are forked.
+        screen: the stream that shows rank 0's progress.
+        note: a remark to print before the ranks start.
+        env: variables to add to the ranks' environment.
+        modules: modules to import before ranks are forked.
         settings: further fields of :class:`paceline.launch.job.Job`.
     """
-    from paceline.launch import job  # imports torchelastic, which the help can do without
+    from paceline.launch import job  # loads torchelastic, which --help does not need
 
     if note:
         say(note)
@@ -82,6 +82,6 @@ def start_program(
     try:
         return job.launch(job.Job(command, nproc, env=env or {}, modules=modules, **settings))
     finally:
-        # Rank 0's progress bar hides the cursor, and a rank that is killed cannot bring it back.
+        # Rank 0's progress bar hides the cursor, and a killed rank cannot restore it.
         with suppress(OSError):
             Console(file=screen).show_cursor()

@@ -1,4 +1,4 @@
-"""The step and phase of each rank, read from its black box, and the rank that the others wait for."""
+"""Status of each rank from its black box, and the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from paceline.core.telemetry.job_directory import JobNote
 
 STARTING, RUNNING, ENDED, UNREADABLE = "starting", "running", "ended", "unreadable"
 LEAST_SHARE = 0.1
-"""Share of a step that the others must wait for a rank, more than it does, to call it slow."""
+"""Minimum extra waiting time of the other ranks, as a share of a step, to call a rank slow."""
 LEAST_SPREADS = 3.0
-"""Standard deviations of the compared averages that the others must wait more, because a difference may be noise."""
+"""Minimum extra waiting time of the other ranks in standard deviations, so that noise does not count."""
 LEAST_STEPS = 5
-"""Steps before averages are compared."""
+"""Minimum number of steps before averages are compared."""
 STUCK_S, STUCK_STEPS = 1.0, 3.0
-"""Seconds, and multiples of a mean step, that the others must wait at this moment to call a rank stuck."""
+"""Minimum current wait of the other ranks, in seconds and in mean steps, to call a rank stuck."""
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank in the view. Times are in seconds, and None where there is none yet."""
+    """Status of one rank. Times are in seconds, or None if not yet known."""
 
     rank: int
     state: str
-    """``starting``: its box is not open yet. ``running``. ``ended``: its process is gone; the other values are its
-    last. ``unreadable``: its box is damaged, or another version's."""
+    """``starting`` (no black box yet), ``running``, ``ended`` (the other values are its last ones) or ``unreadable``
+    (the black box is damaged or has another version)."""
     pid: int | None = None
     host: str | None = None
     step: int | None = None
-    """Last completed step of the job; None where it is not known."""
+    """Last completed step of the job, if known."""
     phase: str | None = None
     bucket: int | None = None
-    """Bucket that the rank waits for."""
+    """Index of the bucket that the rank waits for."""
     phase_seconds: float | None = None
     """Seconds since the phase began; None for a rank that has ended."""
     step_seconds: float | None = None
-    """Moving average of a step's length; that of the first step, while there is no other."""
+    """Moving average of the step time; after one step, the time of that step."""
     last_step_seconds: float | None = None
     waiting_seconds: float | None = None
-    """Moving average of the waiting in a step."""
+    """Moving average of the waiting time in a step."""
     waiting_spread: float | None = None
-    """Standard deviation of the waiting in a single step."""
+    """Standard deviation of the waiting time in a step."""
     timed: int = 0
     """Number of steps in the averages."""
 
     @property
     def waiting_share(self) -> float | None:
-        """Waiting as a share of the step."""
+        """Waiting time as a share of the step time."""
         if self.waiting_seconds is None or not self.step_seconds:
             return None
         return min(self.waiting_seconds / self.step_seconds, 1.0)
@@ -66,19 +66,19 @@ class Straggler:
 
     rank: int
     kind: str
-    """``slow``: in the average step. ``stuck``: at this moment, for longer than steps take."""
+    """``slow`` (in the average step) or ``stuck`` (right now, for longer than a step takes)."""
     seconds: float
-    """Seconds that the others wait for it, in a step or since they came."""
+    """Waiting time of the others, per step or so far."""
 
     def __str__(self) -> str:
-        """Say it in one sentence."""
+        """Return a sentence for people."""
         if self.kind == "stuck":
-            return f"rank {self.rank} keeps the others waiting, for {duration(self.seconds)} now"
-        return f"rank {self.rank} is slow: the others wait {duration(self.seconds)} a step for it"
+            return f"rank {self.rank} has kept the others waiting for {duration(self.seconds)}"
+        return f"rank {self.rank} is slow: the others wait {duration(self.seconds)} per step for it"
 
 
 def status_of(snapshot: Snapshot, state: str, now: float) -> RankStatus:
-    """Return the status of the rank of `snapshot` at `now`, on ``time.monotonic``."""
+    """Return the status that `snapshot` describes at the time `now` of ``time.monotonic()``."""
     has_stepped, has_means = snapshot.steps > 0, snapshot.steps > 1
     return RankStatus(
         snapshot.rank,
@@ -98,15 +98,15 @@ def status_of(snapshot: Snapshot, state: str, now: float) -> RankStatus:
 
 
 def find_straggler(statuses: Sequence[RankStatus]) -> Straggler | None:
-    """Return the rank that the others wait for; None where none stands out, or ranks are missing."""
-    # With a rank missing, the others wait for it, and none of them is slow.
+    """Return the rank that the others wait for, if one stands out."""
+    # If a rank is missing, the others wait for that one.
     if len(statuses) < 2 or any(status.state != RUNNING for status in statuses):
         return None
     return _stuck(statuses) or _slow(statuses)
 
 
 def _stuck(statuses: Sequence[RankStatus]) -> Straggler | None:
-    """Return the only rank that does not wait, while all others have waited for long."""
+    """Return the only rank that is not waiting, if all others have waited for a long time."""
     busy = [status for status in statuses if status.phase not in WAITING]
     if len(busy) != 1:
         return None
@@ -116,7 +116,7 @@ def _stuck(statuses: Sequence[RankStatus]) -> Straggler | None:
 
 
 def _slow(statuses: Sequence[RankStatus]) -> Straggler | None:
-    """Return the rank that waits least in the average step, if the others wait clearly more."""
+    """Return the rank that waits least in the average step, if the others wait significantly longer."""
     if any(status.timed < LEAST_STEPS or status.waiting_seconds is None for status in statuses):
         return None
     least = min(statuses, key=lambda status: status.waiting_seconds or 0.0)
@@ -124,19 +124,19 @@ def _slow(statuses: Sequence[RankStatus]) -> Straggler | None:
     gap = median(status.waiting_seconds or 0.0 for status in others) - (least.waiting_seconds or 0.0)
     spread = math.hypot(least.waiting_spread or 0.0, median(status.waiting_spread or 0.0 for status in others))
     step = median(status.step_seconds or 0.0 for status in statuses)
-    # A moving average of steps with a spread s of their own has the spread s * sqrt(weight / (2 - weight)).
+    # The moving average of values with standard deviation s has s * sqrt(weight / (2 - weight)).
     enough = max(LEAST_SHARE * step, LEAST_SPREADS * spread * math.sqrt(WEIGHT / (2 - WEIGHT)))
     return Straggler(least.rank, "slow", gap) if gap > enough else None
 
 
 def describe(statuses: Sequence[RankStatus]) -> str:
-    """Return one line about the ranks; empty where nothing stands out."""
+    """Return one line about the ranks, or an empty string."""
     ended = [status for status in statuses if status.state == ENDED]
     if ended:
         names = ", ".join(str(status.rank) for status in ended)
         return f"rank {names} has ended" if len(ended) == 1 else f"ranks {names} have ended"
     if all(status.state == STARTING for status in statuses):
-        return "nothing is known yet: ranks tell from the first forward of Paceline's DistributedDataParallel on"
+        return "waiting for the first forward of paceline.DistributedDataParallel"
     straggler = find_straggler(statuses)
     return "" if straggler is None else str(straggler)
 
@@ -171,15 +171,14 @@ def _read_status(folder: Path, note: JobNote, local_rank: int) -> RankStatus:
     process = note.processes.get(local_rank)
     try:
         snapshot = read_box(path_of(folder, local_rank))
-    except FileNotFoundError:  # the job has ended since
+    except FileNotFoundError:  # the job has just ended
         return RankStatus(local_rank, ENDED, process)
     except (OSError, ValueError):
         return RankStatus(local_rank, UNREADABLE, process)
     now = time.monotonic()
     if snapshot is not None and is_running(snapshot.pid):
         return status_of(snapshot, RUNNING, now)
-    # Here the box is empty, or its writer has ended. A process that lives has not opened it yet, perhaps after a
-    # restart.
+    # The box is empty or its writer has ended. If the rank's process is alive, it has not opened the box yet.
     if (process is None and snapshot is None) or (process is not None and is_running(process)):
         return RankStatus(local_rank, STARTING, process)
     return RankStatus(local_rank, ENDED, process) if snapshot is None else status_of(snapshot, ENDED, now)

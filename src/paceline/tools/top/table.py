@@ -59,13 +59,13 @@ def phase_of(status: RankStatus) -> str:
 
 
 def bar(waiting_share: float) -> Text:
-    """Return a step as a bar: first the time in which the rank was busy, then its waiting."""
+    """Return a bar of the step: busy time first, then waiting time."""
     waiting = round(BAR * waiting_share)
     return Text.assemble("█" * (BAR - waiting), ("░" * waiting, "yellow"))
 
 
 def screen(view: JobView) -> RenderableType:
-    """Return the whole view: heading, table, and a remark on a straggler or ranks that have ended."""
+    """Return the whole view: heading, table, and a remark about stragglers or ended ranks."""
     remark = describe(view.statuses)
     return Group(heading(view), table_of(view), *([Text(remark, style="bold")] if remark else []))
 

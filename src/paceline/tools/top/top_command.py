@@ -1,4 +1,4 @@
-"""The command ``paceline top``: a running job's ranks, once or live."""
+"""``paceline top``: the ranks of a running job, once or live."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from paceline.tools.top.rank_status import describe, view_job
 from paceline.tools.top.table import heading, screen, table_of
 
 PAUSE_S = 0.5
-"""Seconds between two looks at the ranks."""
+"""Refresh interval in seconds."""
 
 
 def run_top(job: int | None, json: bool) -> int:
-    """Show the ranks of a running job until it ends; once as JSON, or as a table if stdout is not a terminal.
+    """Show the ranks of a running job until it ends; print them once with `json` or if stdout is not a terminal.
 
-    `job` is the process of its launcher or of a rank; by default, the only job, or that of the current folder.
+    `job` is the process id of its launcher or of a rank. The default is the only job, or the job of the current folder.
     """
     jobs = running_jobs()
     candidates = choose(jobs, job)
     if len(candidates) > 1:
-        print(f"{len(candidates)} jobs run on this host; choose one with --job PID", file=sys.stderr)
+        print(f"{len(candidates)} jobs are running on this host; choose one with --job PID", file=sys.stderr)
         for _, note in candidates:
             about = f"{note.title}, {counted(note.nproc, 'rank')}, in {note.folder or 'an unknown folder'}"
             print(f"  {process_of(note, jobs)}  {about}", file=sys.stderr)
@@ -54,21 +54,19 @@ def run_top(job: int | None, json: bool) -> int:
 def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> list[tuple[Path, JobNote]]:
     """Return the job with the process `wanted`; without one, the job of the current folder, else all jobs."""
     if not jobs:
-        raise UsageError(
-            "no job of yours runs on this host; start one with paceline run, train or profile, which paceline top finds"
-        )
+        raise UsageError("you have no running job on this host; start one with paceline run, train or profile")
     if wanted is None:
         here = [job for job in jobs.items() if job[1].folder == os.getcwd()]
         return here if len(here) == 1 else list(jobs.items())
     candidates = [job for job in jobs.items() if wanted in (job[1].pid, *job[1].processes.values())]
     if not candidates:
         listed = "; ".join(f"{process_of(note, jobs)} ({note.title})" for note in jobs.values())
-        raise UsageError(f"--job {wanted}: no job with this process runs on this host; there are: {listed}")
+        raise UsageError(f"--job {wanted} is not a process of a running job; choose one of: {listed}")
     return candidates
 
 
 def process_of(note: JobNote, jobs: Mapping[Path, JobNote]) -> int:
-    """Return a process by which the job can be chosen: its launcher, or rank 0 if the launcher runs several jobs."""
+    """Return the process id that selects the job: its launcher, or rank 0 if the launcher runs several jobs."""
     launchers = [other.pid for other in jobs.values()]
     return note.pid if launchers.count(note.pid) == 1 else note.processes.get(0, note.pid)
 
@@ -76,16 +74,16 @@ def process_of(note: JobNote, jobs: Mapping[Path, JobNote]) -> int:
 def _follow(folder: Path, note: JobNote) -> None:
     """Show the job until it ends, or Ctrl-C."""
     try:
-        # Refreshed after each look only: in between nothing can have changed.
+        # Without auto-refresh, because the view changes only when the black boxes are read.
         with Live(screen(view_job(folder, note)), auto_refresh=False) as live:
             while True:
                 time.sleep(PAUSE_S)
-                # Asked again each time: a restart changes the note, and a launcher that was killed leaves its folder,
-                # which running_jobs() leaves out.
-                found = running_jobs().get(folder)
-                if found is None:
+                # Read again each time: a restart changes the note, and running_jobs() skips the folder that a killed
+                # launcher leaves behind.
+                current = running_jobs().get(folder)
+                if current is None:
                     break
-                live.update(screen(view_job(folder, found)), refresh=True)
+                live.update(screen(view_job(folder, current)), refresh=True)
         print("the job has ended")
     except KeyboardInterrupt:
         pass

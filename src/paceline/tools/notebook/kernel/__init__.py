@@ -1,1 +1,1 @@
-"""The notebook's side: starts ranks, sends them cells, and shows their answers."""
+"""The kernel's side: starts ranks, sends them cells, and shows their output."""

@@ -1,4 +1,4 @@
-"""The words for a failed cell, made from plain values."""
+"""Messages for a failed cell, from plain values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.tools.notebook.messages import Failure
 
 
 class Shown(PacelineError):
-    """An error that the notebook shows as these lines, without a traceback of the kernel."""
+    """An error that the notebook shows as `lines`, without the kernel's traceback."""
 
     def __init__(self, name: str, lines: list[str]) -> None:
         super().__init__("\n".join(lines))
@@ -20,19 +20,19 @@ class Shown(PacelineError):
 
 
 def problem(outcome: Outcome, size: int) -> Shown | None:
-    """Return the failure of a cell with this `outcome` on a world of `size` ranks; None if it did not fail.
+    """Return the error of a cell on a world of `size` ranks, or None if the cell succeeded.
 
-    Tracebacks come first, for the ranks whose error is no consequence of another's; the last line is the summary.
+    It begins with the tracebacks of the ranks that failed first, without those that failed in consequence.
     """
-    own = {
+    failures = {
         rank: failure
         for rank, failure in outcome.failures.items()
         if not (failure.is_interrupt and (outcome.interrupted or rank in outcome.waits))
     }
-    causes = {rank: failure for rank, failure in own.items() if not failure.breaks_group} or (
-        {} if outcome.deaths else own
+    causes = {rank: failure for rank, failure in failures.items() if not failure.breaks_group} or (
+        {} if outcome.deaths else failures
     )
-    consequences = {rank: failure for rank, failure in own.items() if rank not in causes}
+    consequences = {rank: failure for rank, failure in failures.items() if rank not in causes}
     lines: list[str] = []
     for failure, ranks in _grouped(causes):
         lines += [f"{_who(ranks, size)} raised {failure.name}:", *failure.trace]
@@ -40,12 +40,12 @@ def problem(outcome: Outcome, size: int) -> Shown | None:
         if rank not in outcome.killed:
             lines.append(f"rank {rank} died: {how}")
         elif rank not in outcome.waits:
-            lines.append(f"rank {rank} did not heed the interrupt, and was killed")
+            lines.append(f"rank {rank} ignored the interrupt and was killed")
     for failure, ranks in _grouped(consequences):
         first = failure.message.strip().partition("\n")[0]
-        lines.append(f"{_who(ranks, size)} failed because of that ({failure.name}: {first})")
+        lines.append(f"{_who(ranks, size)} failed as a result ({failure.name}: {first})")
     for rank, where in sorted(outcome.waits.items()):
-        how = "killed because it did not heed an interrupt" if rank in outcome.killed else "stopped"
+        how = "killed, because it ignored the interrupt" if rank in outcome.killed else "interrupted"
         lines.append(f"rank {rank} {where}, and was {how}")
     if outcome.interrupted:
         lines.append("interrupted: all ranks have stopped")
@@ -61,22 +61,21 @@ def problem(outcome: Outcome, size: int) -> Shown | None:
 
 
 def replaced(ranks: list[int], size: int) -> list[str]:
-    """Return the message for when ranks were replaced, perhaps none, and all have a new process group."""
-    group = "all ranks have a new process group: wrap models and make device meshes again"
+    """Return the message after all ranks got a new process group and `ranks`, if any, were replaced."""
+    group = "all ranks have a new process group: wrap models and create device meshes again"
     if not ranks:
         return [f"{group}; variables are kept"]
     who = _who(ranks, size)
-    was, has, needs = ("was", "it has", "it needs") if len(ranks) == 1 else ("were", "they have", "they need")
-    return [f"{who} {was} replaced: {has} no variables yet, so run again the cells that {needs}; {group}"]
+    return [f"{who} restarted without variables: rerun the cells that define them. {group.capitalize()}"]
 
 
 def _grouped(failures: dict[int, Failure]) -> list[tuple[Failure, list[int]]]:
-    """Return the different failures, each with its ranks, that of the first rank first."""
-    found: dict[tuple[str, ...], tuple[Failure, list[int]]] = {}
+    """Return each distinct failure with its ranks, ordered by the first rank."""
+    groups: dict[tuple[str, ...], tuple[Failure, list[int]]] = {}
     for rank, failure in sorted(failures.items()):
         key = (failure.name, failure.message, *failure.trace)
-        found.setdefault(key, (failure, []))[1].append(rank)
-    return list(found.values())
+        groups.setdefault(key, (failure, []))[1].append(rank)
+    return list(groups.values())
 
 
 def _who(ranks: list[int], size: int) -> str:

@@ -1,4 +1,4 @@
-"""Sends a message to ranks, and waits for their answers: output, questions, deaths, endless waits, interrupts."""
+"""Sends a message to ranks and handles output, questions, deaths, hangs and interrupts until they have answered."""
 
 from __future__ import annotations
 
@@ -20,60 +20,59 @@ from paceline.tools.notebook.kernel.processes import Processes
 from paceline.tools.notebook.messages import INTERRUPTED, Failure
 
 LOOK_S = 0.1
-"""Longest time between two looks at the ranks, in seconds."""
+"""Polling interval in seconds."""
 STUCK_S = 2.0
-"""Seconds that ranks wait for one that has ended the cell until their stacks are read, and until they are read
-again."""
+"""Seconds without output before stacks are read, and between two readings of the stacks."""
 HEED_S = 5.0
-"""Seconds that ranks may take to obey an interrupt."""
+"""Seconds after which a rank that ignores an interrupt is killed."""
 IDLE = 0.2
-"""Share of one core below which a process counts as waiting."""
+"""CPU usage, as a share of one core, below which a process counts as waiting."""
 
 
 @dataclass
 class Outcome:
-    """The answers of the ranks, by rank."""
+    """Answers of the ranks, by rank."""
 
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     deaths: dict[int, str] = field(default_factory=dict)
-    """Ends of processes, in words."""
+    """How processes ended."""
     killed: set[int] = field(default_factory=set)
-    """Ranks that did not obey an interrupt."""
+    """Ranks that ignored an interrupt."""
     waits: dict[int, str] = field(default_factory=dict)
-    """Places where ranks were stopped because they waited for ranks that do not come, with the names of the latter."""
+    """Where ranks were interrupted while they waited, and for which ranks."""
     interrupted: bool = False
 
     @property
     def breaks_group(self) -> bool:
-        """Whether ranks may be at different points of their communication now."""
+        """Whether ranks may have run different collectives."""
         is_broken = any(failure.breaks_group or failure.is_interrupt for failure in self.failures.values())
         return is_broken or bool(self.deaths or self.waits) or self.interrupted
 
 
 class Conversation:
-    """One message to some of the ranks, until all have answered or ended."""
+    """Exchange of one message with some of the ranks, until all have answered or ended."""
 
     def __init__(self, processes: Processes, ranks: Sequence[int], screen: Screen | None = None) -> None:
         self._processes, self._ranks, self._screen = processes, list(ranks), screen
         self._running: list[int] = []
-        """Ranks that have not answered, in their order."""
+        """Ranks that have not answered yet, in order."""
         self.outcome = Outcome()
         self._changed = self._looked = 0.0
         """Times of the last message or output of a rank, and of the last request for stacks."""
         self._seen: dict[int, tuple[Wait, float]] = {}
-        """Waits at the last request for stacks, with the processor time of the processes until then."""
+        """Waits at the last request for stacks, and the CPU time of the processes at that time."""
         self._caught = Caught((signal.SIGINT,))
 
     def hold(self, *message: Any, seconds: float | None = None) -> Outcome:
-        """Send `message`; return the answers. Ranks that have not answered after `seconds` are killed."""
+        """Send `message` and return the answers. Ranks that have not answered after `seconds` are killed."""
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._caught:
             self._changed = self._looked = time.monotonic()
             for rank in self._ranks:
                 connection = self._processes.ranks[rank].connection
                 assert connection is not None
-                with suppress(OSError):  # it has died, which _poll() notices
+                with suppress(OSError):  # a dead rank is noticed by _poll()
                     connection.send(message)
                 self._running.append(rank)
             while self._running:
@@ -92,16 +91,16 @@ class Conversation:
     # -- messages of ranks --------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        """Wait for messages and output of the ranks, :data:`LOOK_S` at most."""
+        """Handle messages and output of the ranks, waiting at most :data:`LOOK_S`."""
         running = {rank: self._processes.ranks[rank] for rank in self._running}
-        sources: list[Any] = [source for each in running.values() for source in (each.connection, each.output)]
+        sources: list[Any] = [source for process in running.values() for source in (process.connection, process.output)]
         ready = wait(sources, LOOK_S)
         for rank, process in running.items():
             if process.output in ready:
                 self._take_output(rank)
             if process.connection in ready:
                 self._take_message(rank)
-        # Looked for after the messages: a rank that has died may have sent its answer before.
+        # After the messages, because a rank may have sent its answer before it died.
         for rank in list(self._running):
             if (end := self._processes.end_of(rank)) is not None:
                 self.outcome.deaths.setdefault(rank, end)
@@ -121,11 +120,11 @@ class Conversation:
         assert connection is not None
         try:
             kind, *content = connection.recv()
-        except (EOFError, OSError):  # it ends, or a cell has closed the connection
+        except (EOFError, OSError):  # the rank is exiting, or a cell has closed the connection
             self._processes.ranks[rank].kill()
             return
         self._changed = time.monotonic()
-        self._take_output(rank)  # first, so that output before a display or an error is shown before it
+        self._take_output(rank)  # output that was printed before the message comes first
         if kind == "done":
             result, failure = content
             self.outcome.results[rank] = result
@@ -135,7 +134,7 @@ class Conversation:
         elif kind == "ask":
             number, prompt = content
             answer = self._asked(rank, prompt)
-            with suppress(OSError):  # it has died while the user typed, which _poll() notices
+            with suppress(OSError):  # a rank that died while the user typed is noticed by _poll()
                 connection.send(("answer", number, *answer))
         elif self._screen is not None and kind == "display":
             self._screen.display(rank, tuple(content))
@@ -150,28 +149,28 @@ class Conversation:
             self._screen.end(rank)
 
     def _asked(self, rank: int, prompt: str) -> tuple[str, str]:
-        """Return the user's answer to a question of `rank`, and the reason if there is none."""
-        if self._caught.received:  # while another rank asked
+        """Return the user's answer to a question of `rank`, and the reason if it is missing."""
+        if self._caught.received:  # during the question of another rank
             return "", INTERRUPTED
-        # Our own handler only notes a Ctrl-C, and input() would go on waiting.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        # With the handler of `Caught`, input() would keep waiting after a Ctrl-C.
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return input(f"rank {rank} | {prompt}"), ""
         except KeyboardInterrupt:
             self._caught.received.append(signal.SIGINT)
             return "", INTERRUPTED
-        except Exception as error:  # a frontend that cannot ask
+        except Exception as error:  # a frontend without input()
             return "", f"input() is not possible here ({error})"
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, handler)
 
     # -- ranks that hang ----------------------------------------------------------------------------------------
 
     def _look_for_waits(self) -> None:
-        """Stop ranks that wait for others which have ended the cell, and so will not come.
+        """Interrupt ranks that wait for ranks which have finished the cell.
 
-        The stacks are read twice: a rank that stands in the same call both times, and has hardly computed in between,
-        is taken to wait for good.
+        The stacks are read twice. A rank counts as hanging if it is in the same call both times and has used hardly any
+        CPU time in between.
         """
         now, boxes = time.monotonic(), self._processes.boxes
         idle = [rank for rank in range(self._processes.start.nproc) if rank not in self._running]
@@ -179,21 +178,23 @@ class Conversation:
             return
         pids = {rank: self._processes.ranks[rank].pid for rank in self._running}
         stacks = stack_requests.request_stacks(boxes.path, pids)
-        found = {rank: found for rank, text in stacks.items() if (found := wait_in(text)) is not None}
-        before, passed = self._seen, now - self._looked
-        self._seen = {rank: (found[rank], processor_seconds(pids[rank])) for rank in found}
+        waits = {rank: call for rank, text in stacks.items() if (call := wait_in(text)) is not None}
+        previous, passed = self._seen, now - self._looked
+        self._seen = {rank: (waits[rank], processor_seconds(pids[rank])) for rank in waits}
         self._looked = now
         if self._seen.keys() != pids.keys() or not all(
-            rank in before and before[rank][0] == each and (each.is_sure or computed - before[rank][1] < IDLE * passed)
-            for rank, (each, computed) in self._seen.items()
+            rank in previous
+            and previous[rank][0] == call
+            and (call.is_sure or cpu_seconds - previous[rank][1] < IDLE * passed)
+            for rank, (call, cpu_seconds) in self._seen.items()
         ):
             return
-        for rank, each in found.items():
-            self.outcome.waits[rank] = f"waited in {each} for {self._named(idle)}"
+        for rank, call in waits.items():
+            self.outcome.waits[rank] = f"waited in {call} for {self._named(idle)}"
         self._stop()
 
     def _named(self, idle: list[int]) -> str:
-        """Return the ranks that do not come, with the reason."""
+        """Return the ranks that are not coming, with the reasons."""
         reasons: dict[str, list[int]] = {}
         for rank in idle:
             if rank in self.outcome.deaths:
@@ -203,17 +204,17 @@ class Conversation:
             elif rank in self.outcome.failures:
                 reason = f"had raised {self.outcome.failures[rank].name}"
             else:
-                reason = "had ended the cell"
+                reason = "had finished the cell"
             reasons.setdefault(reason, []).append(rank)
         return " and ".join(f"{named_ranks(ranks)}, which {reason}" for reason, ranks in reasons.items())
 
     def _stop(self) -> None:
-        """Interrupt the running ranks; kill those that do not obey. A second interrupt kills them at once."""
+        """Interrupt the running ranks and kill them if they ignore it. A second interrupt kills them at once."""
         received = len(self._caught.received)
         for rank in self._running:
             with suppress(ProcessLookupError):
                 os.kill(self._processes.ranks[rank].pid, signal.SIGINT)
-        # First one of them alone, because its end may free the others, which keep their variables then.
+        # The last one first, because its end may unblock the others, which then keep their variables.
         for victims in (slice(-1, None), slice(None)):
             deadline = time.monotonic() + HEED_S
             while self._running and time.monotonic() < deadline and len(self._caught.received) == received:

@@ -1,4 +1,4 @@
-"""Finds out from a rank's stack whether it waits for other ranks, and in which call of a cell."""
+"""Detection of the call in which a rank waits for other ranks, from its stack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.launch.watching.stack_requests import ENGINE, PLACE, waiting_frames
 
 _CELL = re.compile(r"<ipython-input-(\d+)-")
-# Functions that torch puts around others: the one inside them is what a user knows.
+# Wrapper functions of torch; the user knows the function inside them.
 _WRAPPERS = {"wrapper", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl"}
 
 
@@ -19,18 +19,18 @@ class Wait:
     """A call in which a rank waits for others."""
 
     call: str
-    """Function that the cell has called."""
+    """Function that the cell called."""
     place: str
-    """Cell and line; empty if the call is elsewhere."""
+    """Cell and line; empty if the call is not in a cell."""
     is_sure: bool = True
-    """Whether the stack proves it. A backward computes or waits in C++, and only the processor time tells which."""
+    """Whether the stack is proof. A backward runs in C++, where only the CPU time shows whether it computes."""
 
     def __str__(self) -> str:
         return f"{self.call}() ({self.place})" if self.place else f"{self.call}()"
 
 
 def wait_in(stacks: str) -> Wait | None:
-    """Return the call in which a rank with these stacks waits for others; None if it does something else."""
+    """Return the call that waits for other ranks, or None if these stacks show no such call."""
     frames = waiting_frames(stacks, also="/paceline/ddp/")
     if not frames:
         return None
@@ -46,9 +46,9 @@ def wait_in(stacks: str) -> Wait | None:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the processor time of the process so far, in all of its threads."""
+    """Return the CPU time of a process, including all threads."""
     try:
-        # Behind the last parenthesis, because the program's name in parentheses may hold some, and spaces.
+        # After the last parenthesis, because the program's name may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0

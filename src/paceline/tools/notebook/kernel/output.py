@@ -1,7 +1,7 @@
-"""Shows the output of ranks in the notebook: line by line with the rank, and lines that several ranks print once.
+"""Output of ranks in the notebook: each line with its rank; equal lines of several ranks are shown once.
 
-Each rank's lines wait in a queue until those of the others have come, or for :data:`PATIENCE_S`. The head that comes
-first by its number is shown, together with all heads that are equal to it.
+Each rank's lines are queued until the other ranks have printed theirs, or for :data:`PATIENCE_S`. Of the first lines in
+the queues, the one with the lowest number is shown, together with all that are equal to it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from IPython.display import clear_output, display
 from paceline.core.processes.missing_ranks import named_ranks
 
 PATIENCE_S = 0.8
-"""Seconds that a line waits for the same line of a rank that still runs."""
+"""Seconds that a line waits for the same line of another running rank."""
 AHEAD = 200
-"""Lines of another rank that are searched for a head."""
+"""Lines of another queue that are searched for an equal line."""
 
 
 @dataclass
 class _Queue:
     items: deque[tuple[int, float, Hashable]] = field(default_factory=deque)
-    """Number, time of arrival and value of each line that is not shown yet."""
+    """Number, arrival time and value of each line that has not been shown."""
     count: int = 0
-    """Number of lines that have come."""
+    """Number of lines received."""
     ended: bool = False
-    """Whether the rank prints nothing any more."""
+    """Whether the rank has finished."""
 
 
 class Folding:
@@ -42,17 +42,17 @@ class Folding:
         self._queues = {rank: _Queue() for rank in ranks}
 
     def add(self, rank: int, value: Hashable, now: float) -> None:
-        """Append a line of `rank` that came at `now`."""
+        """Append a line of `rank` that arrived at `now`."""
         queue = self._queues[rank]
         queue.items.append((queue.count, now, value))
         queue.count += 1
 
     def end(self, rank: int) -> None:
-        """Expect nothing more from `rank`."""
+        """Mark `rank` as finished."""
         self._queues[rank].ended = True
 
     def ready(self, now: float) -> Iterator[tuple[Any, list[int]]]:
-        """Take the values to be shown now, each with the ranks that it comes from."""
+        """Yield the values to show now, each with its ranks."""
         while heads := {rank: queue.items[0] for rank, queue in self._queues.items() if queue.items}:
             oldest = min(arrival for _, arrival, _ in heads.values())
             awaited = any(not queue.items and not queue.ended for queue in self._queues.values())
@@ -65,8 +65,8 @@ class Folding:
             yield value, group
 
     def _next(self, heads: dict[int, tuple[int, float, Hashable]]) -> Hashable:
-        """Return the head that comes first: one that is in no other rank's queue behind its head, if there is one."""
-        # By number alone, a line that only one rank prints would pull all later lines of the ranks apart.
+        """Return the first head, preferring one that no other rank prints later."""
+        # By number alone, a line that only one rank prints would separate all later lines of the ranks.
         ordered = sorted(heads, key=lambda rank: (heads[rank][0], rank))
         for rank in ordered:
             value = heads[rank][2]
@@ -77,19 +77,14 @@ class Folding:
 
 
 LIVE_S = 0.5
-"""Seconds between two looks at a line that is not complete, such as a progress bar."""
+"""Interval in seconds at which an incomplete line, such as a progress bar, is updated."""
 
 _CURSOR = re.compile(rb"\x1b\[(?:\?25[hl]|\d*[A-GJK])")
-"""Escapes of progress bars that move or hide the cursor, or clear the line."""
+"""Escape sequences of progress bars that move or hide the cursor or clear the line."""
 
 
 class Screen:
-    """The output of one cell.
-
-    Args:
-        ranks: the ranks that run the cell. The first one's figures are shown.
-        size: number of ranks in the world.
-    """
+    """The output of one cell on `ranks` of a world of `size`. Figures of the first rank are shown."""
 
     def __init__(self, ranks: Sequence[int], size: int) -> None:
         self._ranks, self._size = list(ranks), size
@@ -97,13 +92,13 @@ class Screen:
         self._partial = dict.fromkeys(ranks, b"")
         """Incomplete last line of each rank."""
         self._live = 0
-        """Length of the text that the next line overwrites."""
+        """Length of the incomplete line on the screen, which the next line overwrites."""
         self._live_text, self._looked = b"", time.monotonic()
-        """Incomplete line of the first rank at the last look, and the time of that look."""
+        """Incomplete line of the first rank at the last update, and the time of that update."""
         self._shown = 0
         """Number of displays of the first rank."""
         self._others: list[tuple[int, tuple[Any, ...]]] = []
-        """Displays of the other ranks, with the rank."""
+        """Rank and content of the displays of other ranks."""
 
     def take(self, rank: int, printed: bytes) -> None:
         """Take the output of `rank`."""
@@ -111,22 +106,22 @@ class Screen:
         now = time.monotonic()
         for line in lines:
             text = _final(line)
-            if text or not line:  # a line without text is dropped, unless it was empty: it only moved the cursor
+            if text or not line:  # drops lines that only moved the cursor
                 self._folding.add(rank, text, now)
         self._partial[rank] = rest
 
     def end(self, rank: int) -> None:
-        """Expect nothing more from `rank`."""
+        """Mark `rank` as finished."""
         if self._partial[rank]:
             self.take(rank, b"\n")
         self._folding.end(rank)
 
     def show(self) -> None:
-        """Print the lines that are ready, and where the first rank's progress bar stands."""
+        """Print the lines that are ready, and update the first rank's progress bar."""
         now = time.monotonic()
         lines = [f"{self.name(group)} | {text}" for text, group in self._folding.ready(now)]
         if lines:
-            lines[0] = lines[0].ljust(self._live)  # covers the rest of a progress bar that stood there
+            lines[0] = lines[0].ljust(self._live)  # overwrites the progress bar
             self._write("\n".join(lines), "\n")
             self._live = 0
         if now - self._looked >= LIVE_S:
@@ -146,12 +141,12 @@ class Screen:
         return "all ranks" if len(group) == self._size > 1 else named_ranks(sorted(group))
 
     def note(self, text: str) -> None:
-        """Print a line of the kernel's own."""
+        """Print a line without a rank."""
         self._write(text.ljust(self._live), "\n")
         self._live = 0
 
     def display(self, rank: int, content: tuple[Any, ...]) -> None:
-        """Show a figure or another display of the first rank; keep those of the others."""
+        """Show a figure of the first rank, or keep a figure of another rank."""
         if rank != self._ranks[0]:
             self._others.append((rank, content))
             return
@@ -160,26 +155,26 @@ class Screen:
         _display(content)
 
     def clear(self, rank: int, wait: bool) -> None:
-        """Clear the output, if the first rank says so."""
+        """Clear the output if the first rank requests it."""
         if rank == self._ranks[0]:
             clear_output(wait)  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
-        """Show the rest when all ranks have ended."""
+        """Show the remaining output after all ranks have finished."""
         for rank in self._ranks:
             self.end(rank)
         self.show()
         if self._live:
             self._write("", "\n")
             self._live = 0
-        if not self._shown:  # nothing came from the first rank, as in "if rank == 1: show()"
+        if not self._shown:  # such as in "if rank == 1: show()"
             for rank, content in self._others:
                 self.note(f"{self.name([rank])} |")
                 _display(content)
 
 
 def _final(line: bytes) -> str:
-    """Return the visible text of a line in which carriage returns go back to its beginning."""
+    """Return the visible text of a line with carriage returns."""
     parts = [part for part in _CURSOR.sub(b"", line).split(b"\r") if part]
     return parts[-1].decode(errors="replace") if parts else ""
 

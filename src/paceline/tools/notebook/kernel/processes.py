@@ -1,4 +1,4 @@
-"""The processes of a notebook's ranks: started from a fork server, watched, replaced when they die."""
+"""The rank processes of a notebook: forked from a fork server, monitored, and replaced when they die."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from paceline.tools.notebook.messages import SETTING
 
 COMMAND = [sys.executable, "-u", "-m", "paceline.tools.notebook"]
 MODULES = ("paceline.tools.notebook.rank.main",)
-"""Modules that are imported before ranks are forked, besides those of every training."""
+"""Additional modules to import before ranks are forked."""
 CONNECT_S = 120.0
-"""Seconds that a rank may take to start; a busy machine without a fork server needs many."""
+"""Start timeout in seconds; long, because a busy machine without a fork server is slow."""
 END_S = 2.0
-"""Seconds that a rank may take to end when the kernel closes its connection."""
+"""Seconds that a rank may take to exit after the kernel closes its connection."""
 
 
 @dataclass
@@ -47,9 +47,9 @@ class Process:
     rank: int
     process: ForkedRank | subprocess.Popen[bytes]
     output: int
-    """Descriptor of the pipe with the rank's output."""
+    """File descriptor of the pipe with the rank's output."""
     connection: Connection | None = None
-    """Connection for messages; None until the rank has connected."""
+    """Message connection; None until the rank has connected."""
 
     @property
     def pid(self) -> int:
@@ -57,24 +57,23 @@ class Process:
         return self.process.pid
 
     def read(self) -> bytes:
-        """Return the output since the last call, without waiting: all that a pipe holds at once, which is 64 KiB."""
+        """Return the output since the last call without blocking, 1 MiB at most."""
         parts: list[bytes] = []
-        # The end of what has been printed so far; the pipe does not block.
-        with suppress(BlockingIOError):
-            # Not without end, because a rank may print faster than this reads (`!yes`), and nobody heeds a Ctrl-C here.
+        with suppress(BlockingIOError):  # the pipe is empty
+            # Limited, because a rank may print faster than this reads (`!yes`), and Ctrl-C is not handled here.
             while len(parts) < 16 and (part := os.read(self.output, 65536)):
                 parts.append(part)
         return b"".join(parts)
 
     def kill(self) -> None:
-        """End the process and its children at once."""
+        """Kill the process and its children."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
 
     def close(self) -> None:
-        """Release the kernel's ends."""
+        """Close the connection and the pipe."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
@@ -84,27 +83,27 @@ class Process:
 
 
 class Processes:
-    """The ranks' processes, and the parts that they share: fork server, stores, black boxes.
+    """The rank processes and their shared resources: fork server, stores, black boxes.
 
-    Used by one thread, which lives as long as the kernel, because the system ends the ranks together with that thread.
+    Must be used by a thread that lives as long as the kernel, because the ranks are killed when that thread exits.
     """
 
     def __init__(self, start: Start) -> None:
         check_room(start.nproc)
         if start.backend is not None:
-            check_available(start.backend)  # before seconds are spent on ranks
+            check_available(start.backend)  # before the slow start of ranks
         self.start = start
         self._resources = ExitStack()
-        """Resources that :meth:`close` releases."""
+        """Resources to release in :meth:`close`."""
         self.ranks: dict[int, Process] = {}
-        """Processes that are there, by rank."""
+        """Processes by rank."""
         gpus = {} if start.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": visible_gpus(start.gpu_ids, os.environ)}
-        # The backend makes figures displays, which travel to the kernel, as it does in a kernel.
+        # This backend turns figures into displays, which are sent to the kernel.
         env = {**gpus, **timeout_environment(start.timeout), "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
         try:
             self._listener, self._address = _listen()
             self._resources.callback(self._listener.close)
-            # The abstract socket can be reached by every user of the host, so ranks prove that they are ours.
+            # Any user of the host can connect to the abstract socket, so ranks authenticate with a secret.
             self._word = secrets.token_hex(16)
             stores = LoopbackStores()
             self._resources.callback(stores.close)
@@ -117,7 +116,7 @@ class Processes:
             files.reify(slots)
             common = {**os.environ, **rank_environment(job), **env, STORE: stores.private}
             common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(stores.port), "GROUP_RANK": "0"}
-            # The store at MASTER_PORT is the kernel's; without this, rank 0 would try to open one there.
+            # The kernel has the store at MASTER_PORT; without this variable, rank 0 would open another one.
             common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(start.nproc)}
             common |= {"LOCAL_WORLD_SIZE": str(start.nproc), SETTING: f"{self._address.hex()}:{self._word}"}
             common[FOLDER] = "" if self.boxes is None else str(self.boxes.path)
@@ -130,8 +129,8 @@ class Processes:
             raise
 
     def spawn(self, wanted: list[int]) -> None:
-        """Start these ranks, and wait until they are connected."""
-        # Started now, if it is not running, because a fork server may have ended since.
+        """Start these ranks and wait until they are connected."""
+        # Restarts the fork server if it has died.
         self._server.prepare(lambda: False)
         for rank in wanted:
             reading, writing = os.pipe()
@@ -146,7 +145,11 @@ class Processes:
                 code = self.ranks[rank].process.poll()
                 if code is not None or time.monotonic() > deadline:
                     printed = self.ranks[rank].read().decode(errors="replace").strip()
-                    how = "did not start in time" if code is None else f"ended at its start ({End(rank, code, 0).how})"
+                    how = (
+                        "did not start in time"
+                        if code is None
+                        else f"ended during its start ({End(rank, code, 0).how})"
+                    )
                     raise PacelineError(f"rank {rank} {how}{': ' + printed if printed else ''}")
         if self.boxes is not None:
             self.boxes.began({rank: each.pid for rank, each in self.ranks.items()})
@@ -166,20 +169,20 @@ class Processes:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            # A group of its own, which kill() ends with its children and a Ctrl-C in the kernel's terminal spares.
+            # A separate process group, so that kill() includes children and Ctrl-C in the kernel's terminal does not.
             start_new_session=True,
         )
 
     def _accept(self, missing: list[int]) -> None:
-        """Accept a connection, and close it unless it begins with the secret word: any user of the host can connect."""
+        """Accept a connection, and close it unless it begins with the secret."""
         link = self._listener.accept()[0]
-        if credentials(link)[1] != os.geteuid():  # before a read, which half a message would block
+        if credentials(link)[1] != os.geteuid():  # before reading, which could block
             link.close()
             return
         connection = Connection(link.detach())
         try:
             word, rank = connection.recv_bytes(100).split() if connection.poll(END_S) else (b"", b"")
-            # As bytes, because compare_digest() raises for text beyond ASCII.
+            # As bytes, because compare_digest() raises for non-ASCII text.
             if hmac.compare_digest(word, self._word.encode()) and int(rank) in missing:
                 self.ranks[int(rank)].connection = connection
                 return
@@ -188,7 +191,7 @@ class Processes:
         connection.close()
 
     def end_of(self, rank: int) -> str | None:
-        """Return how this rank's process ended, with its phase by the black box; None if it runs."""
+        """Return how this rank's process ended, and in which phase; None if it is running."""
         code = self.ranks[rank].process.poll()
         if code is None:
             return None
@@ -199,17 +202,17 @@ class Processes:
         return how
 
     def remove(self, rank: int) -> None:
-        """End a rank and its children, and forget it."""
+        """Kill a rank with its children and forget it."""
         process = self.ranks.pop(rank)
         process.kill()
         process.close()
         if self.boxes is not None:
             with suppress(OSError), path_of(self.boxes.path, rank).open("r+b") as box:
-                # Emptied, or its last phase would be shown for the rank that is started in its place.
+                # Cleared, so that the last phase is not shown for the rank that replaces this one.
                 box.write(bytes(os.fstat(box.fileno()).st_size))
 
     def close(self) -> None:
-        """End all ranks and release everything; harmless when it is done."""
+        """End all ranks and release all resources. Can be called twice."""
         for process in self.ranks.values():
             if process.connection is not None:
                 process.connection.close()
@@ -217,7 +220,7 @@ class Processes:
         deadline = time.monotonic() + END_S
         for process in self.ranks.values():
             while process.process.poll() is None and time.monotonic() < deadline:
-                process.read()  # a rank that prints into a full pipe could not end
+                process.read()  # a rank blocked on a full pipe could not exit
                 time.sleep(0.01)
         for rank in list(self.ranks):
             self.remove(rank)
@@ -225,7 +228,7 @@ class Processes:
 
 
 def _listen() -> tuple[socket.socket, bytes]:
-    """Return a socket to which ranks connect, and its address, which is abstract: no file is left after a crash."""
+    """Return a listening socket and its abstract address, which leaves no file behind after a crash."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     address = b"\0paceline-" + secrets.token_hex(8).encode()
     listener.bind(address)
@@ -234,13 +237,13 @@ def _listen() -> tuple[socket.socket, bytes]:
 
 
 def visible_gpus(gpu_ids: tuple[int, ...], environment: Any) -> str:
-    """Return the value of ``CUDA_VISIBLE_DEVICES`` that shows ranks these GPUs of the kernel."""
+    """Return ``CUDA_VISIBLE_DEVICES`` for ranks that use these GPUs of the kernel."""
     import torch
 
     count = torch.cuda.device_count()
     if count == 0:
-        raise UsageError("--gpu-ids was given, but torch sees no GPU here; leave it out to run on the CPU")
+        raise UsageError("--gpu-ids was given, but torch finds no GPU; omit it to run on the CPU")
     if unknown := [gpu for gpu in gpu_ids if gpu >= count]:
-        raise UsageError(f"--gpu-ids: there is no GPU {unknown[0]}; torch sees {count}, from 0 to {count - 1}")
+        raise UsageError(f"--gpu-ids: GPU {unknown[0]} does not exist; choose from 0 to {count - 1}")
     names = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return ",".join(names[gpu] if names else str(gpu) for gpu in gpu_ids)

@@ -1,4 +1,4 @@
-"""The shell of a rank: IPython without a terminal, which sends errors, figures and questions to the kernel."""
+"""The IPython shell of a rank, which sends errors, figures and questions to the kernel."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _LIBRARIES = re.compile(r"/(torch|paceline)/")
 
 
 class Channel:
-    """The connection to the kernel; threads of a cell may send, too."""
+    """The connection to the kernel. Any thread may send."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
         self._questions = 0
-        """Number of questions so far; an answer has the number of its question."""
+        """Number of the last question; its answer has the same number."""
         self.in_message = False
-        """Whether the main thread is in the middle of a message, which no interrupt may divide."""
+        """Whether the main thread is in the middle of a message, which must not be interrupted."""
         self.is_due = False
-        """Whether an interrupt came meanwhile."""
+        """Whether an interrupt was postponed."""
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
-        """Postpone an interrupt until the message is whole, because half of one would garble all later ones."""
+        """Postpone interrupts, because a partial message would corrupt all later ones."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -54,7 +54,7 @@ class Channel:
                 raise KeyboardInterrupt
 
     def send(self, *message: Any) -> None:
-        """Send a message, after the output that was printed before it."""
+        """Send a message after flushing the output."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         with self._lock, self._undivided():
@@ -66,19 +66,19 @@ class Channel:
         return message
 
     def ask(self, prompt: str) -> tuple[str, str]:
-        """Ask the user through the kernel; return the answer, and the reason if there is none."""
+        """Ask the user through the kernel; return the answer, and the reason if it is missing."""
         self._questions += 1
         self.send("ask", self._questions, prompt)
         while True:
-            self._connection.poll(None)  # waits outside of _undivided(), so that an interrupt can end it
+            self._connection.poll(None)  # outside of _undivided(), so that an interrupt can end the wait
             with self._undivided():
                 kind, number, *answer = self.receive()
-            if (kind, number) == ("answer", self._questions):  # another number is that of an interrupted question
+            if (kind, number) == ("answer", self._questions):  # other numbers belong to interrupted questions
                 return answer[0], answer[1]
 
 
 class RankDisplay(DisplayPublisher):
-    """Prints text, and sends figures and other displays to the kernel."""
+    """Prints text and sends other displays to the kernel."""
 
     channel: Channel
 
@@ -92,8 +92,8 @@ class RankDisplay(DisplayPublisher):
         update: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Show `data`, by type, in the notebook."""
-        # As output, in which lines that ranks have in common are shown once.
+        """Show `data`, a dict by MIME type, in the notebook."""
+        # Text is printed, so that equal lines of several ranks are shown once.
         if set(data) <= {PLAIN} and not transient:
             print(data.get(PLAIN, ""))
         else:
@@ -108,38 +108,38 @@ class RankResults(DisplayHook):
     """Shows the value of a cell's last expression."""
 
     def quiet(self) -> bool:
-        """Return whether a semicolon ends the cell, whose value is then not shown."""
+        """Return whether the cell ends with a semicolon, which hides its value."""
         shell: Any = self.shell
         ends: Any = self.semicolon_at_end_of_expression
         return bool(ends(shell.text))
 
     def write_output_prompt(self) -> None:
-        """Show none: the kernel puts the rank in front."""
+        """Show no prompt, because the kernel shows the rank."""
 
     def write_format_data(self, format_dict: Any, md_dict: Any = None) -> None:
-        """Show the value as text, or in all its formats if there are others."""
+        """Publish the value in all its formats."""
         shell: Any = self.shell
         shell.display_pub.publish(format_dict, md_dict)
 
     def finish_displayhook(self) -> None:
-        """Do nothing more."""
+        """Skip IPython's final newline."""
         self._is_active = False
 
 
 class RankShell(InteractiveShell):
-    """Runs the cells of one rank in a namespace of its own."""
+    """Runs the cells of one rank in a separate namespace."""
 
     display_pub_class = Type(RankDisplay)
     displayhook_class = Type(RankResults)
     text = ""
-    """The cell that runs, or ran last; it is in no history."""
+    """The current cell, which is not in the history."""
     failure: Failure | None = None
-    """Failure of the present cell; None as long as it has not failed."""
+    """Failure of the current cell, if any."""
 
     @classmethod
     def start(cls, channel: Channel, names: Mapping[str, Any]) -> RankShell:
-        """Make the shell of this process, in which `names` are known."""
-        # Without a history: the kernel keeps that of cells, and each rank would open the user's database beside it.
+        """Create the shell of this process with the variables `names`."""
+        # Without a history, because the kernel has one, and each rank would open the user's database.
         config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"separate_in": "", "banner1": ""}})
         shell: RankShell = cls.instance(config=config)
         publisher: Any = shell.display_pub
@@ -148,9 +148,9 @@ class RankShell(InteractiveShell):
         return shell
 
     def run(self, text: str, number: int) -> Failure | None:
-        """Run the cell with this number; return its failure, if it failed."""
+        """Run a cell; return its failure, if any."""
         self.text, self.failure, self.execution_count = text, None, number
-        # With a history, IPython would format every error once more, for the history.
+        # With a history, IPython would format every error twice.
         result = self.run_cell(text, store_history=False)  # type: ignore[no-untyped-call]
         if not result.success and self.failure is None:
             error = result.error_in_exec or result.error_before_exec
@@ -158,7 +158,7 @@ class RankShell(InteractiveShell):
         return self.failure
 
     def showtraceback(self, exc_tuple: Any = None, *arguments: Any, **options: Any) -> None:
-        """Keep the cell's failure: for an interrupt only the name, for an error of ours no frames below the user's."""
+        """Keep the failure: only the name of an interrupt, and no internal frames of a PacelineError."""
         kind, error, trace = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
         if issubclass(kind, KeyboardInterrupt):  # IPython takes seconds to find the sources of its frames
             self._showtraceback(kind, error, [kind.__name__])
@@ -172,27 +172,27 @@ class RankShell(InteractiveShell):
             self.failure = _failure(etype, evalue, list(stb))
 
     def show_usage_error(self, exc: Any) -> None:
-        """Keep a magic's refusal, which is one line."""
+        """Keep a magic's usage error, which is one line."""
         self.failure = self.failure or _failure(type(exc), exc, [f"UsageError: {exc}"])
 
     def ask_exit(self) -> None:
-        """Print how ranks can be ended: an ``exit()`` in a cell is meant for the kernel, or a mistake."""
-        print("exit() ends no rank; %dist_shutdown ends all of them")
+        """Print how to end ranks, because ``exit()`` does not."""
+        print("exit() does not end ranks; use %dist_shutdown")
 
     def enable_gui(self, gui: Any = None) -> None:
-        """Do nothing: there is no window on a rank."""
+        """Do nothing, because ranks have no windows."""
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback up to the last frame outside of torch and Paceline: an error of ours explains itself."""
+    """Return a traceback without the frames of torch and Paceline at its end."""
     frames = []
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
     while len(frames) > 1 and _LIBRARIES.search(frames[-1].tb_frame.f_code.co_filename):
         frames.pop()
-    for each in reversed(frames):
-        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    for frame in reversed(frames):
+        trace = TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return trace
 
 
@@ -202,7 +202,7 @@ def _failure(kind: type[BaseException], error: Any, lines: list[str]) -> Failure
 
 
 def asking(channel: Channel) -> Callable[..., str]:
-    """Return a function in the place of ``input``, which asks the user through the kernel."""
+    """Return a replacement of ``input`` that asks the user through the kernel."""
 
     def ask(prompt: object = "") -> str:
         answer, problem = channel.ask(str(prompt))
