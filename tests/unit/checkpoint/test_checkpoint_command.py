@@ -277,7 +277,7 @@ def test_an_unknown_step_is_one_line_with_the_known_ones(
     line = refused(command(name, run_folder, "--step", 9, *options(name, tmp_path)))
     assert "has no checkpoint of step 9; choose one of [1, 2, 3]" in line
     line = refused(command(name, run_folder / "step-00000002", "--step", 1, *options(name, tmp_path)))
-    assert "is the checkpoint of step 2, not of step 1; leave out --step" in line
+    assert "is the checkpoint of step 2, not of step 1; omit --step" in line
     assert "--step" in refused(command(name, run_folder, "--step", "last", *options(name, tmp_path)))
 
 

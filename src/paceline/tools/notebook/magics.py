@@ -97,14 +97,15 @@ class RankMagics(Magics):
     def rank(self, line: str, cell: str) -> None:
         """Run a cell on some ranks: ``%%rank [0]``, ``%%rank [0,2]``."""
         session = self._running()
-        session.run(ranks_in(line, session.size), cell, self.shell.execution_count - 1)  # counted before it runs
+        number = self.shell.execution_count - 1  # already incremented for this cell
+        session.execute(ranks_in(line, session.size), "run", cell, number)
 
     @line_magic
     @shown
     def sync(self, line: str) -> None:
         """Run a barrier of all ranks."""
         session = self._running()
-        session.sync()
+        session.execute(range(session.size), "barrier")
         print(f"{counted(session.size, 'rank')} synchronized")
 
     @line_magic

@@ -44,15 +44,7 @@ class Session:
         """The number of ranks."""
         return self.start.nproc
 
-    def run(self, ranks: Sequence[int], text: str, number: int) -> None:
-        """Run a cell on `ranks`."""
-        self._execute(ranks, "run", text, number)
-
-    def sync(self) -> None:
-        """Run a barrier of all ranks."""
-        self._execute(range(self.size), "barrier")
-
-    def _execute(self, ranks: Sequence[int], *message: Any) -> None:
+    def execute(self, ranks: Sequence[int], *message: Any) -> None:
         """Send a message to `ranks` and show their output until they have answered."""
         self._replace_dead()
         outcome = Conversation(self._processes, ranks, Screen(ranks, self.size)).hold(*message)

@@ -140,11 +140,6 @@ class Screen:
         """Return "rank 0", "ranks 0, 2" or "all ranks"."""
         return "all ranks" if len(group) == self._size > 1 else named_ranks(sorted(group))
 
-    def note(self, text: str) -> None:
-        """Print a line without a rank."""
-        self._write(text.ljust(self._live), "\n")
-        self._live = 0
-
     def display(self, rank: int, content: tuple[Any, ...]) -> None:
         """Show a figure of the first rank, or keep a figure of another rank."""
         if rank != self._ranks[0]:
@@ -169,7 +164,7 @@ class Screen:
             self._live = 0
         if not self._shown:  # such as in "if rank == 1: show()"
             for rank, content in self._others:
-                self.note(f"{self.name([rank])} |")
+                self._write(f"{self.name([rank])} |", "\n")
                 _display(content)
 
 

@@ -44,7 +44,6 @@ END_S = 2.0
 class Process:
     """One rank's process, and the kernel's ends of its pipe and connection."""
 
-    rank: int
     process: ForkedRank | subprocess.Popen[bytes]
     output: int
     """File descriptor of the pipe with the rank's output."""
@@ -136,7 +135,7 @@ class Processes:
             reading, writing = os.pipe()
             os.set_blocking(reading, False)
             with os.fdopen(writing, "wb") as output:
-                self.ranks[rank] = Process(rank, self._started(rank, output), reading)
+                self.ranks[rank] = Process(self._started(rank, output), reading)
         deadline = time.monotonic() + CONNECT_S
         while missing := [rank for rank in wanted if self.ranks[rank].connection is None]:
             if wait([self._listener], 0.05):

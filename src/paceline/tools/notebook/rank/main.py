@@ -136,7 +136,7 @@ def main() -> None:
     connection = connect(os.environ.pop(SETTING))
     channel = Channel(connection)
     options = channel.receive()[0]
-    shell = RankShell.start(channel, {})
+    shell = RankShell.start(channel)
     # A rank has no terminal, so the kernel asks.
     builtins.input = asking(channel)
     getpass.getpass = asking(channel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -137,14 +137,13 @@ class RankShell(InteractiveShell):
     """Failure of the current cell, if any."""
 
     @classmethod
-    def start(cls, channel: Channel, names: Mapping[str, Any]) -> RankShell:
-        """Create the shell of this process with the variables `names`."""
+    def start(cls, channel: Channel) -> RankShell:
+        """Create the shell of this process."""
         # Without a history, because the kernel has one, and each rank would open the user's database.
         config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"separate_in": "", "banner1": ""}})
         shell: RankShell = cls.instance(config=config)
         publisher: Any = shell.display_pub
         publisher.channel = channel
-        shell.user_ns.update(names)
         return shell
 
     def run(self, text: str, number: int) -> Failure | None:
