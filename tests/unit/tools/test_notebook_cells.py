@@ -120,7 +120,7 @@ def test_a_start_that_means_nothing_is_refused_in_one_line(text: str, message: s
 
 
 def test_a_rank_that_prints_without_end_does_not_keep_the_kernel() -> None:
-    process: Any = Process(0, process=None, output=os.open("/dev/zero", os.O_RDONLY))  # type: ignore[arg-type]
+    process: Any = Process(process=None, output=os.open("/dev/zero", os.O_RDONLY))  # type: ignore[arg-type]
     assert len(process.read()) >= 65536
     process.close()
 
@@ -131,7 +131,7 @@ class Listening(Processes):
     def __init__(self) -> None:
         self._listener, self._address = kernel_processes._listen()
         self._word = "secret"
-        self.ranks = {0: Process(0, process=None, output=-1)}  # type: ignore[arg-type]
+        self.ranks = {0: Process(process=None, output=-1)}  # type: ignore[arg-type]
 
     def accepts(self, first: bytes) -> bool:
         """Whether a connection that begins with these bytes is taken for rank 0's."""
