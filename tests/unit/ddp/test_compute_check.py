@@ -458,7 +458,7 @@ def make_mistake(mistake: str) -> None:
     [
         (
             "no virtual ranks",
-            "check_compute_every=10 compares slices that have the same bits on any rank; give virtual",
+            "check_compute_every=10 compares slices that have the same bits on any rank; also give virtual",
         ),
         ("0", "check_compute_every must be a number of optimizer steps >= 1, or None, not 0"),
         ("-3", "check_compute_every must be a number of optimizer steps >= 1, or None, not -3"),
