@@ -67,7 +67,7 @@ def load_weights(
         raise UsageError(f"{name!r} in {place} is not a module; give the name of the registered model")
     weights: dict[str, torch.Tensor] = state
     if node["metadata"] is not None:  # versions of modules, by which they convert older states
-        state._metadata = state_codec.decode(node["metadata"], tensors)  # type: ignore[attr-defined]  # type: ignore[attr-defined]
+        state._metadata = state_codec.decode(node["metadata"], tensors)  # type: ignore[attr-defined]
     if model is not None:
         entry = Registered(name, model)
         entry.check(Outline(weights, None), step, allow_changed=False)
