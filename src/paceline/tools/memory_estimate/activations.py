@@ -21,7 +21,7 @@ from paceline.nn.data_parallel import nested_tensors
 from paceline.tools.memory_estimate.models import BuiltModel, described, empty
 
 LARGE = 32 * MIB
-"""Bytes from which glibc's malloc returns a freed block: DEFAULT_MMAP_THRESHOLD_MAX in ``man mallopt``."""
+"""Minimum bytes of a block that glibc's malloc returns when freed (DEFAULT_MMAP_THRESHOLD_MAX in ``man mallopt``)."""
 
 
 class Batch(NamedTuple):
@@ -71,7 +71,7 @@ def activations_of(model: BuiltModel, batch: Batch, autocast: torch.dtype | None
             inputs = _inputs(model, batch)
             cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
             hooks = saved_tensors_hooks(save, lambda tensor: tensor)
-            # oneDNN's LSTM keeps what it saves in a workspace that the hooks cannot see.
+            # oneDNN's LSTM saves its tensors in a workspace that the hooks cannot see.
             native = torch.backends.mkldnn.flags(enabled=False)
             with torch.enable_grad(), hooks, cast, native, _Attention(model.input_name is not None, on_gpu):
                 outputs = module(**inputs) if model.input_name else module(*inputs.values())

@@ -33,7 +33,7 @@ class Footprint:
     state: int
     """Bytes of the optimizer's state."""
     communication: int
-    """Bytes of the buffers in which weights and gradients travel."""
+    """Bytes of the buffers for communicating weights and gradients."""
     largest: int
     """Bytes of the largest piece that the optimizer updates at once."""
 
@@ -162,7 +162,7 @@ class Training:
 
 
 def _layers_of(module: nn.Module) -> list[nn.Module]:
-    """Return the layers to which users apply fully_shard: the children of the outermost lists of layers."""
+    """Return the usual units of fully_shard: the children of the outermost lists of layers."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
         return list(module.children())
     return [layer for child in module.children() for layer in _layers_of(child)]

@@ -21,7 +21,7 @@ from paceline.tools.shared.hub import one_line
 
 Gradient = Literal["dense", "sparse", "none"]
 EXTENTS = (11, 7, 5, 3, 2, 13, 17, 19)
-"""Extents of the tiny parameter: all different, so that each dimension of a state tensor shows where it comes from."""
+"""Extents of the tiny parameter: all different, to identify the dimensions of a state tensor by size."""
 DEFAULT_MOMENTUM = 0.9
 """Value of a numeric option that is named without a value."""
 

@@ -24,7 +24,7 @@ LOOK_S = 0.1
 STUCK_S = 2.0
 """Seconds without output before stacks are read, and between two readings of the stacks."""
 HEED_S = 5.0
-"""Seconds after which a rank that ignores an interrupt is killed."""
+"""Seconds until a rank that ignores an interrupt is killed."""
 IDLE = 0.2
 """CPU usage, as a share of one core, below which a process counts as waiting."""
 
@@ -40,7 +40,7 @@ class Outcome:
     killed: set[int] = field(default_factory=set)
     """Ranks that ignored an interrupt."""
     waits: dict[int, str] = field(default_factory=dict)
-    """Where ranks were interrupted while they waited, and for which ranks."""
+    """The call of each rank that was interrupted while waiting, and the ranks it waited for."""
     interrupted: bool = False
 
     @property

@@ -1,4 +1,4 @@
-"""Detection of the call in which a rank waits for other ranks, from its stack."""
+"""Detection of calls that wait for other ranks, from the stack of a rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WRAPPERS = {"wrapper", "decorate_context", "__call__", "_wrapped_call_impl", "_
 
 @dataclass(frozen=True)
 class Wait:
-    """A call in which a rank waits for others."""
+    """A call that waits for other ranks."""
 
     call: str
     """Function that the cell called."""
