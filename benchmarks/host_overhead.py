@@ -19,7 +19,7 @@ Gloo's threads, like torch's; "paceline" reduces in shared memory, in the thread
 With --by-stage, where a steady backward of ours spends its time, for a layout or for a model of your own.
 
 Run by: paceline run --nproc 2 benchmarks/host_overhead.py --help
-What was predicted and seen is in decision 0051.
+Decision 0051 has the results.
 """
 
 from __future__ import annotations
