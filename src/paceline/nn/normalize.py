@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from paceline.errors import UsageError
 from paceline.nn.moments import Moments, wide
 
 
@@ -44,9 +44,14 @@ class Normalize(Function):
         return torch.native_batch_norm(x, scale, shift, moments.mean, moments.variance, False, 0.0, layer.eps)[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         """Compute the gradients. Collective, unless the input needs no gradient."""
+        # torch's once_differentiable does not notice a second derivative if dy is a constant.
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "SyncBatchNorm cannot be differentiated twice, which create_graph=True is for; use nn.GroupNorm or "
+                "nn.LayerNorm in a model with a gradient penalty"
+            )
         x, weight, mean, variance = ctx.saved_tensors
         gradients = _gradients(x, weight, dy, mean, variance, ctx.count, ctx.layer, ctx.needs_input_grad[0])
         dx, dw, db = (
