@@ -191,7 +191,9 @@ class ShardedOptimizer(Optimizer):
 
     def local_state(self) -> dict[str, Any]:
         """Return this rank's shard of the state, see :mod:`~paceline.core.state.optimizer_shards`."""
-        return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject)
+        # The state has the order of memory that the parameters had when they were cut, maybe not their present one.
+        strides = self._sharding.strides
+        return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject, strides)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard, like :meth:`local_state`; see :meth:`full_state_dict` for the whole state."""

@@ -57,6 +57,11 @@ class Sharding:
         """All parameters, numbered as in states."""
         return [parameter for group in self.groups for parameter in group]
 
+    @property
+    def strides(self) -> list[tuple[int, ...]]:
+        """Strides of the parameters when they were cut."""
+        return [stride for _, _, stride, _ in self._places]
+
     def check_equal(self, description: Any) -> None:
         """Compare the optimizers and parameter groups of all ranks."""
         if self.channel is None:

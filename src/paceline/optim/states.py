@@ -26,6 +26,7 @@ def local_state(
     groups: Sequence[Mapping[str, Any]],
     inner: Optimizer,
     subject: Subject,
+    strides: Sequence[tuple[int, ...]],
 ) -> dict[str, Any]:
     """Return this rank's shard, see :mod:`~paceline.core.state.optimizer_shards`."""
     state: dict[int, dict[str, Any]] = {}
@@ -43,7 +44,7 @@ def local_state(
             "ranks": subject.size,
             "pieces": {each.index: list(each.piece) for each in owned if each.piece is not None},
             "shapes": {index: list(each.shape) for index, each in enumerate(parameters)},
-            "strides": {index: list(each.stride()) for index, each in enumerate(parameters)},
+            "strides": dict(enumerate(map(list, strides))),
             "dtypes": {index: each.dtype for index, each in enumerate(parameters)},
         },
     }

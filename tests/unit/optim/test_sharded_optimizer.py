@@ -450,12 +450,13 @@ def of_another_memory_format(world: World) -> tuple[bool, str]:
             optimizer = ShardedOptimizer(model, AdamW, lr=1e-2)
         for step in range(4):
             if step == 2:
-                state = optimizer.full_state_dict() if is_sharded else optimizer.state_dict()
+                state = optimizer.state_dict()
                 model.to(memory_format=torch.channels_last)
                 if is_sharded:
                     F.mse_loss(model(torch.ones(2, 3, 8, 8)), torch.ones(2, 3)).backward()
                     message = refused(optimizer.step)
                     model.zero_grad()
+                    state = optimizer.full_state_dict()  # as the message says
                     optimizer = ShardedOptimizer(model, AdamW, lr=1e-2)
                 optimizer.load_state_dict(state)
             image_step(model, optimizer, step, world.rank)
