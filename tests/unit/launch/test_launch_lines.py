@@ -170,6 +170,25 @@ if os.environ["RANK"] == "1": print(input("(ask)"))
     assert {"True 0", "True 1", "an answer"} <= set(said.splitlines())
 
 
+def test_the_rest_of_a_line_that_another_rank_interrupted_begins_with_the_rank(tmp_path: Path) -> None:
+    text = """
+import os, sys, time
+def wait_for(name):
+    while not os.path.exists(name): time.sleep(0.01)
+if os.environ["RANK"] == "0":
+    print("half", end="", flush=True)
+    wait_for("printed")
+    time.sleep(0.3)
+    print("rest")
+else:
+    time.sleep(1)  # longer than an incomplete line is held back
+    print("whole", flush=True)
+    open("printed", "w").close()
+"""
+    code, said = on_a_terminal(tmp_path, text, "--nproc", "2", "--prefix-ranks")
+    assert (code, said.splitlines()) == (0, ["rank 0 | half", "rank 1 | whole", "rank 0 | rest"])
+
+
 def test_after_ctrl_c_the_launcher_begins_a_new_line_behind_a_progress_bar(tmp_path: Path) -> None:
     text = "import time; print('\\r 50 % (stop)', end='', flush=True); time.sleep(60)"
     code, said = on_a_terminal(tmp_path, text)

@@ -143,7 +143,8 @@ class Channel:
         self.stream.add(text, self)
 
     def _prefixed(self, line: bytes) -> bytes:
-        begins = self._at_line_start and line != b"\r"
+        # Another channel or the launcher may have ended this channel's incomplete line.
+        begins = (self._at_line_start or self.stream.owner is not self) and line != b"\r"
         self._at_line_start = line.endswith((b"\n", b"\r"))
         return self._prefix + line if begins else line
 
