@@ -180,5 +180,6 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
-    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
-        raise ValueError(f"it is not a safetensors file ({error})") from None
+    # KeyError: a dtype that torch does not have. TypeError: a dimension that torch cannot count.
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"it is not a safetensors file ({str(error).partition(chr(10))[0]})") from None
