@@ -26,10 +26,7 @@ from paceline.checkpoint.steps.rank_states import OwnStatesFile, read_own_states
 from paceline.checkpoint.steps.slot_file import SlotFile
 from paceline.checkpoint.steps.step_barrier import StepBarrier, states_path
 from paceline.checkpoint.steps.step_boundary import Boundary
-from paceline.checkpoint.steps.step_snapshot import (
-    from_snapshot,
-    snapshot,
-)
+from paceline.checkpoint.steps.step_snapshot import SmallBuffers, from_snapshot, snapshot
 from paceline.core.state.rng import rng_state, set_rng_state
 from paceline.core.telemetry.step_progress import StepRecord, record_path
 from paceline.errors import CheckpointError, CommunicationError
@@ -116,6 +113,16 @@ def test_what_changes_in_place_is_copied() -> None:
 
 
 # -- the barrier -----------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_of_nine_dimensions_is_not_taken_for_none() -> None:
+    module = nn.Module()
+    module.register_buffer("deep", torch.ones((1,) * 9))
+    module.register_buffer("nothing", None)
+    buffers = SmallBuffers([Registered.of("model", module, False, {})])
+    buffers.load(buffers.current())
+    assert module.deep.shape == (1,) * 9
+    assert module.nothing is None
 
 
 def test_no_rank_passes_before_all_have_come(tmp_path: Path) -> None:

@@ -177,4 +177,4 @@ class SmallBuffers:
         for (part, name), value in zip(self._places, values, strict=True):
             is_complex = (buffer := getattr(part, name)) is not None and buffer.is_complex()
             loaded = torch.view_as_complex(value) if is_complex else value  # as states are stored
-            setattr(part, name, None if value.dim() == _NONE.dim() else loaded)
+            setattr(part, name, None if value.shape == _NONE.shape else loaded)
