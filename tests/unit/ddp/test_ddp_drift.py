@@ -129,7 +129,16 @@ def test_a_single_backward_past_the_wrapper_is_refused_two_steps_later(pools: Po
         assert "'parameter 2.weight'" in message
 
 
-@pytest.mark.parametrize("step", [update, equal_penalty, local_perturbation])
+def perturbation_beside_another_graph(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: Tensor
+) -> None:
+    """Rank 0 alone differentiates past the wrapper, such as for a saliency map, so it asks for a comparison alone."""
+    if dist.get_rank() == 0:
+        torch.autograd.grad(model.module(x).sum(), list(model.parameters()))
+    local_perturbation(model, optimizer, x)
+
+
+@pytest.mark.parametrize("step", [update, equal_penalty, local_perturbation, perturbation_beside_another_graph])
 def test_equal_changes_of_averages_and_passing_changes_of_weights_are_allowed(pools: Pools, step: Step) -> None:
     assert pools.run(2, outcome, step, build) == ["", ""]
 

@@ -103,13 +103,18 @@ class ReplicaCheck(Extension):
     def _compare(self, statuses: Sequence[Status]) -> Pausing[str | None]:
         """Compare if a check is due on all ranks; returns one sentence about the first difference, or None."""
         # Decided from the statuses, which are the same on every rank, and not from this rank's own count.
-        if any(status.compares for status in statuses) or self._ledger.synchronizations >= self._ledger.compare_at:
-            self._ledger.compare_at = 2 * self._ledger.synchronizations + 1  # ever more seldom, so the cost fades away
-            self._ledger.compares_out_of_turn = False
-        is_asked = any(status.compares for status in statuses)
-        steps = statuses[0].optimizer_steps
+        steps, ledger = statuses[0].optimizer_steps, self._ledger
         # A rank that ran out of data, inside join(), takes no steps; it gets the others' model at the end.
         stands_apart = any(one.aborted or one.joined or one.optimizer_steps != steps for one in statuses)
+        is_asked = all(status.compares for status in statuses)
+        if any(status.compares for status in statuses) or ledger.synchronizations >= ledger.compare_at:
+            # Ever more seldom, so the cost fades away. If some ranks asked out of turn, the others have not digested
+            # their parameters before the forward, so all do so in the next step.
+            postponed = not (is_asked or stands_apart)
+            ledger.compare_at = ledger.synchronizations + 1 if postponed else 2 * ledger.synchronizations + 1
+            ledger.compares_out_of_turn = False
+            if postponed:
+                self._noted = {}
         if stands_apart or not (is_asked or self._is_due(steps)):
             return None
         self._checked_at = steps
