@@ -460,7 +460,21 @@ def in_join_without_data(world: World) -> None:
             twin.zero_grad()
 
 
-AROUND = [in_a_copy_of_the_wrapper, another_module]
+def undone_on_one_rank(world: World) -> None:
+    """A parameter that is frozen again after a refusal."""
+    torch.manual_seed(0)
+    net, twin = frozen_body(), frozen_body()
+    twin.load_state_dict(net.state_dict())
+    model = DistributedDataParallel(net)
+    net.get_submodule("body").requires_grad_(world.rank == 1)
+    with pytest.raises(ReplicaMismatch):
+        model(batch(0, 1)).mean().backward()
+    net.get_submodule("body").requires_grad_(False)
+    model.zero_grad()
+    compare(world, model, twin)
+
+
+AROUND = [in_a_copy_of_the_wrapper, another_module, undone_on_one_rank]
 AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed, weighed_micro_batches]
 AROUND += [used_outside_of_the_forward]
 AROUND += [after_an_exception_in_eval_mode, in_join_without_data]

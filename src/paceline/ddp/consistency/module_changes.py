@@ -105,7 +105,8 @@ class ModuleWatch:
         if task == self._looked_in != -1:
             return self.change
         self._looked_in = task
-        if self._differs():
+        # A change that is not averaged yet may have been undone, such as by freezing, which _differs() does not see.
+        if self.change is not None or self._differs():
             self.change = self._find()
             self._remember()
         return self.change
