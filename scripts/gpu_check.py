@@ -1,6 +1,6 @@
 """Checks Paceline's DistributedDataParallel on the GPUs of this machine, beside torch's.
 
-    python scripts/gpu_check.py --json result.json       # every part; less than an hour on one GPU
+    python scripts/gpu_check.py --json result.json       # every part; about 15 minutes on one H100
     python scripts/gpu_check.py --part one stand-in      # some parts, each of them less than ten minutes
     python scripts/gpu_check.py --part share/abort       # one check
     python scripts/gpu_check.py --list
