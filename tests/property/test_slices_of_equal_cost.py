@@ -205,7 +205,7 @@ def test_costs_that_are_none_are_refused(cost: Any, message: str) -> None:
 def test_costs_need_a_data_set_to_be_taken_from_and_a_window_needs_costs() -> None:
     with pytest.raises(UsageError, match="knows no data set"):
         GlobalBatchSampler(3, 2, cost=len)
-    with pytest.raises(UsageError, match="give cost, or leave it out"):
+    with pytest.raises(UsageError, match="give cost, or leave accumulate out"):
         GlobalBatchSampler(3, 2, accumulate=2)
     with pytest.raises(UsageError, match="padded is for slices of equal cost"):
         DataLoader([1, 2], 2, padded=True)

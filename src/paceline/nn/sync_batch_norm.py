@@ -37,9 +37,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     rank's values; :class:`paceline.DistributedDataParallel` averages them like all others.
 
     In training mode, forward is one all-gather of 2C + 4 elements a rank (the first one also compares the layers) and
-    backward one all-reduce of 2C, on `process_group`. All ranks must therefore run their layers in the same order, also
-    under ``torch.no_grad()``. Backward cannot be differentiated again. In eval mode, and in a world of one, the layer
-    is ``torch.nn.functional.batch_norm``.
+    backward one all-reduce of 2C, on `process_group`; with ``create_graph=True`` backward is three all-reduces and can
+    be differentiated again. All ranks must therefore run their layers in the same order, also under
+    ``torch.no_grad()``. In eval mode, and in a world of one, the layer is ``torch.nn.functional.batch_norm``.
 
     Raises:
         ReplicaMismatch: on every rank, if ranks differ in the number of channels or the type of statistics.

@@ -285,7 +285,7 @@ def test_slices_of_which_only_some_are_weighted_are_refused(pools: Pools) -> Non
 def refused_twice(world: World) -> list[str]:
     """Add a layer that is refused, and train twice all the same; then without it, where the statistics move."""
     module: Any = network("thawed")
-    model = DistributedDataParallel(module, virtual_ranks=COUNT)
+    model = DistributedDataParallel(module, virtual_ranks=COUNT, unused_parameters="allow")  # the layer that goes again
     messages = []
     module.append(nn.SyncBatchNorm(4))
     for _ in range(2):
@@ -363,7 +363,7 @@ def make_mistake(mistake: str, virtual_ranks: int) -> None:
         ("sparse layer", "'table.weight' has a torch.sparse_coo gradient"),
         ("sparse", "'table.weight' has a torch.sparse_coo gradient"),
         ("gradient in parts", "got its gradient in several parts in one backward"),
-        ("shared", "which another wrapper has, too"),
+        ("shared", "which another wrapper also has"),
         ("buffers", "a forward has changed buffer '0.mean', which is another on each rank"),
         (
             "buffers through .data",

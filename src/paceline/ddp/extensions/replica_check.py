@@ -143,7 +143,9 @@ class ReplicaCheck(Extension):
         return _number(" ".join(str(digests.get(name)) for name in self._common))
 
     def _digests(self) -> dict[str, int]:
-        tensors = {**(self._noted or self._parameters()), **self._buffers}
+        # Digests noted in an earlier step are out of date, for instance if a rank was inside join() then.
+        is_current = self._noted_at == self._ledger.synchronizations
+        tensors = {**(self._noted if is_current else self._parameters()), **self._buffers}
         self._buffers, self._noted = {}, {}
         for name, parameter in self._named_parameters() if self._every else ():
             for optimizer in self._ledger.optimizers:
