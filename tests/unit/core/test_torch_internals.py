@@ -900,6 +900,7 @@ NOT_OF_TORCH = {
     "_optionals": "argparse",
     "_positionals": "argparse",
     "_fingerprint": "data sets of Hugging Face",
+    "_index": "rich",
     **dict.fromkeys(("_capture", "_capture_fixture", "_global_capturing", "_fixtureinfo", "_setupstate"), "pytest"),
     "_fixture_defs": "pytest",
     "_hypothesis_internal_use_settings": "hypothesis",
