@@ -474,7 +474,20 @@ def undone_on_one_rank(world: World) -> None:
     compare(world, model, twin)
 
 
-AROUND = [in_a_copy_of_the_wrapper, another_module, undone_on_one_rank]
+def two_wrappers_reached_in_another_order(world: World) -> None:
+    """Ranks wait for each other to take a change in, so they have to do so in one order."""
+    (first, net, twin), (second, other, other_twin) = wrapped(), wrapped()
+    change_both(new_head, net, twin)
+    change_both(lora, other, other_twin)
+    models = [first, second] if world.rank else [second, first]
+    sum(model(batch(world.rank, 1)).sin().mean() for model in models).backward()
+    for rank in range(world.size):
+        (sum(each(batch(rank, 1)).sin().mean() for each in (twin, other_twin)) / world.size).backward()
+    same_gradients(net, twin)
+    same_gradients(other, other_twin)
+
+
+AROUND = [in_a_copy_of_the_wrapper, another_module, undone_on_one_rank, two_wrappers_reached_in_another_order]
 AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed, weighed_micro_batches]
 AROUND += [used_outside_of_the_forward]
 AROUND += [after_an_exception_in_eval_mode, in_join_without_data]

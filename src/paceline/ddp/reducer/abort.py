@@ -41,6 +41,10 @@ class Member:
         """Return whether the backward under way will reach an output of this wrapper, and be synchronized."""
         raise NotImplementedError
 
+    def follow_module(self) -> None:
+        """Average the parameters that the module has now, once all ranks agree."""
+        raise NotImplementedError
+
     def begin_early(self) -> None:
         """Begin in a backward that has reached another wrapper first, so that an exception ends both."""
         raise NotImplementedError
@@ -155,6 +159,19 @@ def unregister(number: int) -> None:
     """Forget a wrapper that averages no more."""
     unfinished.discard(number)
     _members().pop(number, None)
+
+
+def follow_modules(last: Member) -> None:
+    """Follow the modules of wrappers up to `last` in one order on all ranks, whichever a rank's backward reaches first.
+
+    Ranks wait for each other in this.
+    """
+    for member in _in_order():
+        if member is last:
+            break
+        if member.is_expected():
+            member.follow_module()
+    last.follow_module()
 
 
 def begin_others(first: Member) -> None:

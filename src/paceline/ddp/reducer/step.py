@@ -38,6 +38,7 @@ from paceline.ddp.reducer.abort import (
     Member,
     begin_others,
     break_off,
+    follow_modules,
     in_turn,
     notice_exception,
     unfinished,
@@ -69,10 +70,6 @@ class Step(Exchange, Member):
     """The nodes of the averaged parameters in the graphs that are not run by a plain ``backward()``."""
     _on_change: OnChange
     """Function to call with all parameters to average when the module has new ones."""
-
-    def follow_module(self) -> None:
-        """Average the parameters that the module has now, once all ranks agree."""
-        raise NotImplementedError
 
     # -- 2. the outputs of a forward are hooked -----------------------------------------------------------------
 
@@ -111,7 +108,7 @@ class Step(Exchange, Member):
     def begin_in_graph_task(self, forward: Forward | None) -> None:
         """Begin a backward whose end autograd runs in a callback of the graph task."""
         if self.watch.detect() is not None:
-            self.follow_module()
+            follow_modules(self)
         ledger = self.ledger
         ledger.backward_began(ledger.blocks.waiting() if forward is None else forward.block)
         if ledger.local_backwards:
