@@ -76,7 +76,7 @@ MISTAKES = {
     "lengths": "error: epochs 2 and max_steps 9 both set the length; give one of them (",
     "monitor": "error: the monitor of EarlyStopping is 'accuracy', but the evaluation has 'error'; name one of them (",
     "best": "error: keep_best is 'loss', but the Trainer has no evaluation; give Trainer(…, evaluation=…) (",
-    "stateless": "error: the object to register as 'mine', a Stateless, does not have both state_dict and",
+    "stateless": "error: the object to register as 'mine', a Stateless, must have the methods state_dict and",
     "mlflow": "error: logging to MLflow needs the package 'mlflow', which is not installed; ",
 }
 
