@@ -42,14 +42,12 @@ LEFT_OUT = {
     "test_ddp_broadcast_buffers_deprecation_warning": "asserts that broadcast_buffers is deprecated; here it is not",
     **dict.fromkeys(
         (
-            "test_ddp_hook_with_optimizer_parity_adamw",
-            "test_ddp_hook_with_optimizer_parity_adam",
-            "test_ddp_hook_with_optimizer_parity_sgd",
             "test_ddp_apply_optim_in_backward",
             "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false",
             "test_ddp_apply_optim_in_backward_ignored_params",
             "test_ddp_buffer_hook_allreduce_return_future",
             "test_ddp_buffer_hook_allreduce",
+            "test_ddp_broadcast_buffer_via_hook",
         ),
         REFUSED,
     ),

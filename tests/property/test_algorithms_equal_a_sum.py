@@ -175,14 +175,14 @@ def processes() -> Iterator[Pools]:
 
 def in_processes(world: World, backend: str, dtype: torch.dtype, counts: list[int]) -> list[Tensor]:
     group = dist.group.WORLD if backend == "paceline" else dist.new_group(backend=backend)
-    return every_algorithm(group, dtype, counts, check=True)
+    return every_algorithm(group, dtype, counts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "backend"), [(2, "gloo"), (3, "paceline"), (4, "gloo")])
 def test_processes_give_the_bits_that_threads_give(size: int, backend: str, processes: Pools) -> None:
     counts = [0, size - 1, 1000]
-    alone = ThreadRanks(size).run(every_algorithm, torch.float32, counts, False)
+    alone = ThreadRanks(size).run(every_algorithm, torch.float32, counts)
     together = processes.run(size, in_processes, backend, torch.float32, counts)
     for mine, others in zip(alone, together, strict=True):
         for one, other in zip(mine, others, strict=True):
@@ -196,7 +196,7 @@ def in_a_part(world: World) -> list[Tensor]:
         return []
     made = []
     for name in NAMES:
-        made.append(call(name, operand(world.rank - 1, 11, torch.float64).clone(), group, 2, check=True))
+        made.append(call(name, operand(world.rank - 1, 11, torch.float64).clone(), group, 2))
     return made
 
 
