@@ -124,7 +124,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"the site is {tmp_path / 'site' / 'index.html'}"
     html = list((tmp_path / "site").glob("**/*.html"))
-    assert {"guide.html", "drop-in.html", "paceline.data.html", "benchmarks.html"} <= {page.name for page in html}
+    assert {"launching.html", "drop-in.html", "paceline.data.html", "benchmarks.html"} <= {page.name for page in html}
     for page in html:
         for shown in types_shown(page):
             ast.parse(shown, mode="eval")  # prose is no expression
