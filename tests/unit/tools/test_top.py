@@ -103,7 +103,7 @@ def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -
 @pytest.mark.slow
 def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path) -> None:
     nothing = "error: you have no running job on this host; start one with paceline run, train or profile"
-    assert top(tmp_path) == (2, "", f"{nothing}, which paceline top finds\n")
+    assert top(tmp_path) == (2, "", f"{nothing}\n")
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
