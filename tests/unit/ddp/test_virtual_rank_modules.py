@@ -324,7 +324,7 @@ class Rows(nn.Module):
 
 
 def refusal(world: World, mistake: str) -> str:
-    gc.collect()  # the refused wrapper of the case before, on every rank: one that has it alone would wait for the others
+    gc.collect()  # the refused wrapper of the case before: a rank that has it alone would wait for the others
     with pytest.raises(UsageError) as refused:
         make_mistake(mistake, virtual_ranks=world.size)  # a slice for each rank, which nothing is added to
     return str(refused.value)
