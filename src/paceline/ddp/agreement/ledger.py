@@ -226,11 +226,11 @@ class Ledger:
     def _note_other_backward(self) -> None:
         """Compare the replicas in the next step, because a backward ran that this wrapper did not see.
 
-        It may have added to gradients after they were averaged, on each rank its own, which changes weights
-        differently. A program may run such backwards in every step, so comparisons become ever more seldom.
+        That backward may have added different gradients to the averages on each rank, so that weights drift apart. A
+        program may run one in every step, so only the 1st, 2nd, 4th, 8th, … asks for a comparison.
         """
         self._other_backwards += 1
-        is_due = self._other_backwards & (self._other_backwards - 1) == 0  # the 1st, 2nd, 4th, 8th, …
+        is_due = self._other_backwards & (self._other_backwards - 1) == 0
         if is_due and self.synchronizations + 1 < self.compare_at < inf:
             self.compare_at, self.compares_out_of_turn = self.synchronizations + 1, True
 

@@ -108,13 +108,11 @@ class ReplicaCheck(Extension):
         stands_apart = any(one.aborted or one.joined or one.optimizer_steps != steps for one in statuses)
         is_asked = all(status.compares for status in statuses)
         if any(status.compares for status in statuses) or ledger.synchronizations >= ledger.compare_at:
-            # Ever more seldom, so the cost fades away. If some ranks asked out of turn, the others have not digested
-            # their parameters before the forward, so all do so in the next step.
-            postponed = not (is_asked or stands_apart)
-            ledger.compare_at = ledger.synchronizations + 1 if postponed else 2 * ledger.synchronizations + 1
+            # The interval doubles, so the cost fades away. But if some ranks asked out of turn, the others have not
+            # digested their parameters before the forward, so all ranks compare in the next step instead.
+            is_postponed = not (is_asked or stands_apart)
+            ledger.compare_at = (1 if is_postponed else 2) * ledger.synchronizations + 1
             ledger.compares_out_of_turn = False
-            if postponed:
-                self._noted = {}
         if stands_apart or not (is_asked or self._is_due(steps)):
             return None
         self._checked_at = steps
