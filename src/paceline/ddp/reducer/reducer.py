@@ -105,15 +105,16 @@ class Reducer(Step):
 
     def follow_module(self) -> None:
         """Average the parameters that the module has now, once all ranks agree; called before a step begins."""
-        if self._new_parameters():
-            self._take_in(self.watch.change or self.watch.unchanged())
+        if (change := self._detect_change()) is not None:
+            self._take_in(change)
 
     def follow_module_on_all_ranks(self) -> None:
         """Do so on all ranks at once, because not all of them run a backward afterwards."""
-        changed, launched = self.channel.gather_rows(torch.tensor(len(self._new_parameters())))
+        change = self._detect_change()
+        changed, launched = self.channel.gather_rows(torch.tensor(int(change is not None)))
         self.channel.meet(launched, "comparison of the module's parameters")
         if changed.any():
-            self._take_in(self.watch.change or self.watch.unchanged())
+            self._take_in(change or self.watch.unchanged())
 
     def _take_in(self, change: Change) -> None:
         for extension in self.extensions.all:

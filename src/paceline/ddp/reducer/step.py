@@ -33,7 +33,7 @@ from paceline.core.torch_internals.compile import check_eager_backward, class_ne
 from paceline.core.torch_internals.profiler import is_profiling
 from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.agreement.weight_block import WEIGHTED, Block
-from paceline.ddp.consistency.module_changes import OnChange
+from paceline.ddp.consistency.module_changes import Change, OnChange
 from paceline.ddp.reducer.abort import (
     Member,
     begin_others,
@@ -305,10 +305,8 @@ class Step(Exchange, Member):
             self.forwards.warn_of_graph()
 
     def _accumulates(self) -> bool:
-        if self._accumulators.are_accumulated():
-            return True
-        new = self._new_parameters()  # which may be all that trains
-        return bool(new) and Accumulators([*self.trained.originals, *new]).are_accumulated()
+        # New parameters may be all that trains.
+        return self._accumulators.are_accumulated() or Accumulators(self._new_parameters()).are_accumulated()
 
     def _begin_local(self, forward: Forward | None) -> None:
         self.resync_aborted()
@@ -362,19 +360,19 @@ class Step(Exchange, Member):
         """Return whether the backward under way will reach a forward of this wrapper, and be synchronized."""
         if self.backward is not None or not self.sync_enabled or not self.forwards:
             return False
-        if self._accumulators.are_reached(self.common):
-            return True
-        new = self._new_parameters()
-        return bool(new) and Accumulators([*self.trained.originals, *new]).are_reached(self.common)
+        return self._accumulators.are_reached(self.common) or Accumulators(self._new_parameters()).are_reached(())
 
     def begin_early(self) -> None:
         """Begin in a backward that has reached another wrapper first, so that an exception ends both."""
         self.begin_in_graph_task(None)
 
+    def _detect_change(self) -> Change | None:
+        """Return how the module has changed, and guard steps over its new parameters; None without new ones."""
+        if (change := self.watch.detect()) is not None:
+            self._on_change(change.named, False)
+        return change
+
     def _new_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the module got since and that are not averaged yet; guards steps over them."""
-        change = self.watch.detect()
-        if change is None:
-            return []
-        self._on_change(change.named, False)
-        return [parameter for _, parameter in change.new]
+        """Return the parameters of the module that are not averaged yet."""
+        change = self._detect_change()
+        return [] if change is None else [parameter for _, parameter in change.new]
