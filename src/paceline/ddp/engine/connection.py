@@ -15,7 +15,7 @@ from paceline.core.telemetry.spans import Recorder
 from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.initial_sync import make_equal
-from paceline.ddp.consistency.module_changes import ModuleWatch, OnChange
+from paceline.ddp.consistency.module_changes import OnChange
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.extensions.finite_check import FiniteCheck
 from paceline.ddp.extensions.graph_capture import CHECK_FINITE, GraphCapture
@@ -59,16 +59,13 @@ class Connection:
     compute_check: ComputeCheck | None = None
     """Computes slices twice; None without ``check_compute_every``."""
 
-    def with_virtual_ranks(self, options: Options, watch: ModuleWatch) -> Connection:
-        """Return the connection with gradients and statistics summed over slices; on all ranks.
-
-        `watch` looks at the wrapped module.
-        """
+    def with_virtual_ranks(self, options: Options) -> Connection:
+        """Return the connection with gradients and statistics summed over slices; on all ranks."""
         from paceline.ddp.slices.compute_check import ComputeCheck  # few wrappers have virtual ranks
         from paceline.ddp.slices.gradients import VirtualRanks
 
         count, every = options.virtual_ranks, options.check_compute_every
-        virtual_ranks = VirtualRanks(self.reducer, count, watch)
+        virtual_ranks = VirtualRanks(self.reducer, count)
         self.buffers.statistics = virtual_ranks.statistics
         # Before extensions that look at the gradients of all slices, and after the two that may refuse a backward:
         # SharedParameters notes that parameters are shared.
@@ -114,7 +111,7 @@ def connect(
     buffers_may_differ = channel.size > 1 and not (replicated and init_sync)
     connection = _average_over(channel, wrapper, replica, options, recorder, on_change, buffers_may_differ)
     if options.virtual_ranks:
-        connection = connection.with_virtual_ranks(options, replica.watch)
+        connection = connection.with_virtual_ranks(options)
     # The module outlives the wrapper, and must not keep hooks of it.
     finalize(wrapper, connection.reducer.close)
     return connection

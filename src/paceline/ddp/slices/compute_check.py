@@ -128,7 +128,7 @@ class ComputeCheck:
         if sent is None:  # the owner has no samples in this step
             yield from in_order(begin, batches, filled)
             return
-        buffers = SavedBuffers(self._slices.watch.module)
+        buffers = SavedBuffers(self._reducer.watch.module)
         try:
             yield from self._check(begin, batches, filled, sent, buffers)
         except BaseException:  # also if the caller leaves the loop
@@ -252,7 +252,7 @@ class ComputeCheck:
         devices = self._channel.all_gather_object(_device_of(self._reducer.trained.parameters[0].device))
         changed: list[str] = []
         if len(set(map(tuple, rows))) > 1:  # else all ranks agree by now, so their weights do
-            held = self._channel.all_gather_object(_bits_of(self._slices.watch.module))
+            held = self._channel.all_gather_object(_bits_of(self._reducer.watch.module))
             changed = [name for name in held[0] if len({bits.get(name) for bits in held}) > 1]
         wrong = tuple(members[rank] for rank in ranks)
         who = " and ".join(f"{named_ranks([members[rank]])} ({devices[rank]})" for rank in ranks)

@@ -21,7 +21,6 @@ from torch import Tensor
 from paceline.core.state.virtual_ranks import Slices
 from paceline.core.torch_internals.autograd import queue_callback
 from paceline.core.torch_internals.tensors import add_each
-from paceline.ddp.consistency.module_changes import ModuleWatch
 from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
@@ -49,17 +48,16 @@ class VirtualRanks(Extension):
     Args:
         reducer: averages the wrapper's gradients.
         count: the number of virtual ranks, a multiple of the number of ranks.
-        watch: looks at the wrapped module.
     """
 
-    def __init__(self, reducer: Reducer, count: int, watch: ModuleWatch) -> None:
-        self._reducer, self.count, self.watch = reducer, count, watch
+    def __init__(self, reducer: Reducer, count: int) -> None:
+        self._reducer, self.count = reducer, count
         self._check_parameters()
         self.slices = count // reducer.channel.size
         """Slices that this rank computes in a step."""
-        self.statistics = SliceStatistics(watch, reducer.channel, self.slices)
+        self.statistics = SliceStatistics(reducer.watch, reducer.channel, self.slices)
         """Adds up BatchNorm's running statistics."""
-        self._buffers = SliceBuffers(watch, self.statistics, reducer.buffers)
+        self._buffers = SliceBuffers(reducer.watch, self.statistics, reducer.buffers)
         self.number = 0
         """The slice under way."""
         self._filled: Sequence[int] = ()
@@ -244,7 +242,7 @@ class VirtualRanks(Extension):
         self._reducer.ledger.gradients_are_set_aside = False
 
     def _check_parameters(self) -> None:
-        if (name := self.watch.untrained()) is not None:
+        if (name := self._reducer.watch.untrained()) is not None:
             raise UsageError(
                 f"parameter {name!r} is trained but not averaged (_ddp_params_and_buffers_to_ignore), so it is another "
                 f"on each rank; leave it in with virtual_ranks={self.count}, or freeze it"

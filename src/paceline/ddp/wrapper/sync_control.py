@@ -232,7 +232,7 @@ class SyncControl(Joinable):
         connection = self._connected()
         if owner := connection.reducer.finisher.owner:
             raise UsageError(f"{owner} adds up gradients in another order; leave it out with virtual_ranks={count}")
-        self._connection = connection.with_virtual_ranks(options, self._replica.watch)
+        self._connection = connection.with_virtual_ranks(options)
         self._options = options
 
     def _connected(self) -> Connection:
