@@ -14,7 +14,7 @@ _PIECE = 1024
 """Characters that fit into a pipe that poll() calls writable, as UTF-8."""
 
 
-class Unfailing:
+class _Unfailing:
     """The current ``sys.stderr``, with a :meth:`write` that never raises and never blocks for long.
 
     A job must not fail or hang if stderr is closed, on a full disk, or a pipe without a reader.
@@ -61,7 +61,7 @@ def drop_unwritten() -> None:
 
 def end_echo() -> None:
     """Begin a new line on a terminal after Ctrl-C, which the terminal has shown as ``^C``."""
-    stderr = Unfailing()
+    stderr = _Unfailing()
     with suppress(OSError, ValueError, AttributeError):
         if stderr.isatty():
             stderr.write("\n")
@@ -69,4 +69,4 @@ def end_echo() -> None:
 
 def say(text: str) -> None:
     """Print a message of the command or the launcher, in one write; a message that cannot be written is dropped."""
-    Unfailing().write(f"{text}\n")
+    _Unfailing().write(f"{text}\n")

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed made of `parts`, so that neighbouring ranks, epochs or batches get unrelated streams."""
+    """Return a 63-bit hash of `parts`, so that neighboring ranks, epochs and batches get unrelated streams."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -40,21 +40,20 @@ def seed_all(seed: int) -> None:
 class set_seed:
     """Seed this rank's generators so that dropout and augmentation differ by rank.
 
-    As a context manager, the generators are the same on every rank inside the block, in which the model is built, and
-    differ by rank after it::
+    As a context manager, it seeds all ranks alike for the block and differently after it. Build the model inside::
 
         with paceline.set_seed(7):
             model = Net()
 
-    Nested blocks and calls are the same on every rank as well; after an inner block, the streams of the outer block
-    continue. The streams are part of a checkpoint (:func:`rng_state`). Before :func:`paceline.init`, the rank is the
-    environment's ``RANK``.
+    Nested blocks and calls inside a block also seed all ranks alike. At the end of an inner block, the streams of the
+    outer block continue. A checkpoint includes the streams (:func:`rng_state`). Before :func:`paceline.init`, the rank
+    is read from the environment variable ``RANK``.
 
     Args:
-        seed: any whole number that is not negative, NumPy's included.
+        seed: a whole number >= 0, which may be a NumPy integer.
 
     Raises:
-        UsageError: if `seed`, or the environment's ``RANK``, is negative or not a whole number.
+        UsageError: if `seed` or ``RANK`` is negative or not a whole number.
     """
 
     def __init__(self, seed: SupportsIndex) -> None:
@@ -89,7 +88,7 @@ _blocks: list[dict[str, Any] | None] = []
 
 
 def _rank() -> int:
-    """Return this process's rank; before there is a process group, the one that the launcher gave it."""
+    """Return this process's rank in the process group, or the launcher's ``RANK`` before the group exists."""
     if dist.is_initialized():
         return dist.get_rank()
     rank_text = os.environ.get("RANK", "0")

@@ -36,7 +36,7 @@ def at_failure(function: Callable[[BaseException], None]) -> Callable[[], None]:
     return forget
 
 
-def say_last_words(error: BaseException) -> None:
+def _say_last_words(error: BaseException) -> None:
     """Call the functions once each, latest first, and log their errors, because `error` is more important."""
     if os.getpid() != _process:  # a forked child has no state to save
         return
@@ -59,7 +59,7 @@ def _notice() -> None:
             shown(kind, error, trace)
         finally:
             if not issubclass(kind, KeyboardInterrupt):
-                say_last_words(error)
+                _say_last_words(error)
 
     sys.excepthook = note
 

@@ -41,10 +41,10 @@ class _Value(str):
 
 
 def _description(tensor: Tensor) -> str:
-    return describe_form(tensor) + ("" if tensor.requires_grad else ", no gradient")
+    return _describe_form(tensor) + ("" if tensor.requires_grad else ", no gradient")
 
 
-def describe_form(tensor: Tensor) -> str:
+def _describe_form(tensor: Tensor) -> str:
     """Describe a parameter's memory, as far as it must be equal on all ranks."""
     # Strides too: a bucket holds the gradient in the parameter's own memory layout.
     strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
@@ -62,16 +62,16 @@ def _compare(
     everyone = channel.all_gather_object(described)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
-            raise ReplicaMismatch(first_difference(everyone[0], theirs, rank, remedy))
+            raise ReplicaMismatch(_first_difference(everyone[0], theirs, rank, remedy))
 
 
 def check_same_change(channel: Channel, named: Named, new: Named) -> None:
     """Compare the parameters that the module has after a change, and the values of the `new` ones; on all ranks."""
     remedy = "make the same change on every rank, or wrap the module again"
     added = {id(parameter) for _, parameter in new}
-    usual = [(name, f"{describe_form(p)}, on {p.device.type}") for name, p in named if id(p) not in added]
+    usual = [(name, f"{_describe_form(p)}, on {p.device.type}") for name, p in named if id(p) not in added]
     # The new ones first: the message names the first difference.
-    described = [(name, f"{describe_form(p)}, on {p.device.type}, new") for name, p in new] + usual
+    described = [(name, f"{_describe_form(p)}, on {p.device.type}, new") for name, p in new] + usual
     try:
         _compare(channel, described, remedy)
         _compare(channel, [(name, _value(parameter)) for name, parameter in new], remedy)
@@ -79,7 +79,7 @@ def check_same_change(channel: Channel, named: Named, new: Named) -> None:
         raise ReplicaMismatch(f"the module was given other parameters after it was wrapped: {error}") from None
 
 
-def first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int, remedy: str) -> str:
+def _first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int, remedy: str) -> str:
     """Describe in one sentence where rank `rank` differs from rank 0, with the `remedy`."""
     here, there = dict(reference), dict(theirs)
     for name, form in reference:

@@ -33,9 +33,9 @@ class OutOfBucket(Extension):
         targets = {index: self._target(index) for index in late}
         if late:
             dense = {index: as_dense(local[index]) for index in late if index in local}
-            launched = launch_late(dense, targets, self._channel)
+            launched = _launch_late(dense, targets, self._channel)
             yield True
-            wait_for_late(launched, targets, scale, self._channel)
+            _wait_for_late(launched, targets, scale, self._channel)
         averages = {index: target for index, target in targets.items() if index in self._buckets.unbucketed}
         if sparse:
             found = average_sparse(sparse, local, trained.parameters, trained.names, scale, self._channel)
@@ -50,7 +50,7 @@ class OutOfBucket(Extension):
 
 
 @dataclass
-class LateReduction:
+class _LateReduction:
     """One launched reduction: the deltas of `indices`, flat and one after the other."""
 
     indices: list[int]
@@ -58,7 +58,7 @@ class LateReduction:
     launched: Launched
 
 
-def launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], channel: Channel) -> list[LateReduction]:
+def _launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], channel: Channel) -> list[_LateReduction]:
     """Launch sums of the deltas for `targets`, one for each dtype and device; this rank has `local` ones."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, target in targets.items():
@@ -69,12 +69,12 @@ def launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], chan
         # Half precision is added up in single precision: a sum of N may overflow although the mean does not.
         dtype = torch.promote_types(targets[same[0]].dtype, torch.float32)
         flat = torch.cat([part.detach().reshape(-1).to(dtype) for part in parts])
-        launched.append(LateReduction(same, flat, channel.all_reduce(flat)))
+        launched.append(_LateReduction(same, flat, channel.all_reduce(flat)))
     return launched
 
 
-def wait_for_late(
-    launched: Sequence[LateReduction], targets: Mapping[int, Tensor], scale: float, channel: Channel
+def _wait_for_late(
+    launched: Sequence[_LateReduction], targets: Mapping[int, Tensor], scale: float, channel: Channel
 ) -> None:
     """Wait for the sums and add them, scaled, to the averages in `targets`."""
     for reduction in launched:
