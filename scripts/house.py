@@ -18,6 +18,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -39,18 +40,7 @@ ACCEPTED_BASES = frozenset(
 PUBLIC_MODULES = ("", ".checkpoint", ".compression", ".data", ".ddp", ".nn", ".optim", ".testing", ".train")
 
 
-def docstrings(tree: ast.Module) -> Iterator[ast.Expr]:
-    """Yield the expression statements that are only a string."""
-    for node in ast.walk(tree):
-        for child in ast.iter_child_nodes(node):
-            if (
-                isinstance(child, ast.Expr)
-                and isinstance(child.value, ast.Constant)
-                and isinstance(child.value.value, str)
-            ):
-                yield child
-
-
+@cache
 def code_lines(path: Path) -> int:
     """Return the lines of a file that are not blank, comment or docstring."""
     source = path.read_text("utf-8")
@@ -58,7 +48,7 @@ def code_lines(path: Path) -> int:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NOT_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for docstring in docstrings(ast.parse(source)):
+    for docstring in prose.docstrings(ast.parse(source)):
         lines.difference_update(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
     return len(lines)
 

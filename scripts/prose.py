@@ -43,12 +43,20 @@ PHRASES = re.compile(
 )
 
 
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Yield the strings that are whole statements."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value
+
+
 def python_texts(source: str) -> Iterator[tuple[int, str]]:
     """Yield docstrings, messages of raised errors and comments, each with its line."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, node.value.value
-        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+    tree = ast.parse(source)
+    for docstring in docstrings(tree):
+        yield docstring.lineno, str(docstring.value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             for part in ast.walk(node.exc):
                 if isinstance(part, ast.Constant) and isinstance(part.value, str) and " " in part.value:
                     yield part.lineno, part.value
