@@ -99,14 +99,15 @@ def find_stragglers(
     begin = _warm_up(times)
     least = math.log(min_slowdown)
     slow = torch.zeros_like(times, dtype=torch.bool)
+    of_all = _median_of_others(times, ~slow)
     # Stragglers distort the usual times, so each pass excludes the previous result. The first finds clear ones.
     for limit in (NEAR * least, least, least):
         differences, usual = _usual_differences(torch.where(slow, torch.nan, times)[:, begin:], least)
-        reference = _reference(times, usual[:, None] & ~slow)
+        reference = _reference(times, usual[:, None] & ~slow, of_all)
         log_ratio = torch.log(times / reference).nan_to_num(torch.nan, torch.nan, -10.0)
         slow = torch.zeros_like(slow)
         slow[:, begin:] = _find(log_ratio[:, begin:] - differences[:, None], limit)
-    reference = _reference(times, ~slow)
+    reference = _reference(times, ~slow, of_all)
     stragglers = [
         _describe(rank, times[rank], reference[rank], slow[rank], begin, names[rank] if names is not None else None)
         for rank in slow.any(1).nonzero().flatten().tolist()
@@ -157,11 +158,11 @@ def _warm_up(times: Tensor) -> int:
     return begin if begin <= len(typical) // 3 else 0
 
 
-def _reference(times: Tensor, peers: Tensor) -> Tensor:
-    """Return the median of the other ranks, for each rank and step: of its `peers`, or of all if there are none."""
+def _reference(times: Tensor, peers: Tensor, of_all: Tensor) -> Tensor:
+    """Return the median of the other ranks, for each rank and step: of its `peers`, or `of_all` if there are none."""
     reference = _median_of_others(times, peers)
-    reference = torch.where(reference > 0, reference, _median_of_others(times, torch.ones_like(peers)))
-    return torch.where(reference > 0, reference, torch.nan)  # 0 is below the clock's resolution
+    # 0 is below the clock's resolution
+    return torch.where(reference > 0, reference, torch.where(of_all > 0, of_all, torch.nan))
 
 
 def _median_of_others(times: Tensor, peers: Tensor) -> Tensor:
