@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 SETTINGS = "max_steps virtual_ranks clip_norm precision evaluate_every resume allow_changed_settings allow_changed_data"
 """Options with the same names as settings of the Trainer."""
 PANELS = {
-    "Training": "epochs max_steps batch_size lr warmup_steps decay weight_decay dropout clip_norm precision seed "
+    "Training": "epochs max_steps batch_size lr warmup_steps decay dropout clip_norm precision seed "
     "micro_batches virtual_ranks sharded evaluate_every",
     "Checkpoints": "checkpoint_dir checkpoint_every resume allow_changed_settings allow_changed_data",
     "Results": "metrics tensorboard log_every json profile report",
     "Ranks": "nproc backend timeout",
-    "Failures": "max_restarts grace hang_timeout min_nproc requeue_exit_code",
+    "Failures": "max_restarts hang_timeout min_nproc requeue_exit_code",
 }
 """Sections of ``--help`` and their options; the others are in :data:`OWN_PANEL`."""
 OWN_PANEL = "Data and model"
