@@ -22,21 +22,21 @@ def planned(noise: str, plan: str, seed: int) -> dict[str, Any]:
     """Return how many slow ranks of tables of a kind were named, with their span, and how many others."""
     row: dict[str, Any] = {"noise": noise, "plan": plan, "tables": 0, "slow": 0, "found": 0, "with_span": 0, "false": 0}
     factors = (1.0,) if plan.startswith("even") else (1.2, 1.5, 2.0)
-    for steps, ranks in ((300, 8),):
-        for scale, factor in itertools.product((0.03, 0.1, 0.3), factors):
-            draw = np.random.default_rng([seed, steps, ranks, int(100 * scale), int(10 * factor), *noise.encode()])
-            made = (PLANS | OTHER_PLANS)[plan](draw, steps, ranks, factor)
-            times = 0.1 * made.factors * (NOISES | OTHER_NOISES)[noise](draw, steps, ranks, scale)
-            found = {straggler.rank: straggler for straggler in find_stragglers(times)}
-            row["tables"] += 1
-            row["slow"] += len(made.slow)
-            row["false"] += len(found.keys() - made.slow.keys())
-            for rank in found.keys() & made.slow.keys():
-                first, last = made.slow[rank]
-                late = found[rank].first_step - first
-                off = max(-late, late - made.begins.get(rank, 0), abs(found[rank].last_step - last))
-                row["found"] += 1
-                row["with_span"] += off <= max(5, 0.05 * steps)
+    steps, ranks = 300, 8
+    for scale, factor in itertools.product((0.03, 0.1, 0.3), factors):
+        draw = np.random.default_rng([seed, steps, ranks, int(100 * scale), int(10 * factor), *noise.encode()])
+        made = (PLANS | OTHER_PLANS)[plan](draw, steps, ranks, factor)
+        times = 0.1 * made.factors * (NOISES | OTHER_NOISES)[noise](draw, steps, ranks, scale)
+        found = {straggler.rank: straggler for straggler in find_stragglers(times)}
+        row["tables"] += 1
+        row["slow"] += len(made.slow)
+        row["false"] += len(found.keys() - made.slow.keys())
+        for rank in found.keys() & made.slow.keys():
+            first, last = made.slow[rank]
+            late = found[rank].first_step - first
+            off = max(-late, late - made.begins.get(rank, 0), abs(found[rank].last_step - last))
+            row["found"] += 1
+            row["with_span"] += off <= max(5, 0.05 * steps)
     return row
 
 

@@ -133,8 +133,7 @@ def test_train_starts_the_recipe_with_only_what_was_asked(
 
 
 def test_train_supervises_as_run_does(started: list[launching.Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--max-restarts", "5", "--report", "ended.json", "--hang-timeout", "90"]
-    options += ["--min-nproc", "1"]
+    options = ["--max-restarts", "5", "--report", "ended.json", "--hang-timeout", "90", "--min-nproc", "1"]
     assert run(monkeypatch, "train", "digits", "--nproc", "1", *options) == 0
     assert run(monkeypatch, "train", "digits", "--nproc", "1") == 0
     asked, usual = started
