@@ -1,10 +1,11 @@
-"""The confidence rule for all advice.
+"""Conditions that measurements must meet before the profiler gives advice.
 
-- Enough steps were measured (:data:`~paceline.profiler.report.report.ENOUGH`).
-- A named cause takes a tenth of the time, and advice saves a twentieth: :data:`NOTABLE`, :data:`WORTH`.
-- One rank is blamed only if it was late permanently (:func:`is_lasting`), or if stack samples saw the time that it lost
-  (:func:`was_seen`). Other work on a host comes and goes but lasts for about a second, which slows a rank in a hundred
-  short steps in a row. So stretches of a second count as independent, and steps do not.
+- At least :data:`~paceline.profiler.report.report.ENOUGH` steps were measured.
+- The cause takes at least a tenth of the time (:data:`NOTABLE`), or the change saves at least a twentieth
+  (:data:`WORTH`).
+- A single rank is blamed only if it was late throughout (:func:`is_lasting`), or if stack samples show the time that it
+  lost (:func:`was_seen`). Other programs can slow a rank for about a second, which may be a hundred short steps in a
+  row. The statistics therefore treat stretches of a second as independent, but not single steps.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ STRETCH_S, STRETCHES = 1.0, 13
 """Seconds of the shortest stretch, and the largest number of stretches. A long profile has longer stretches, because it
 may include other work that lasts longer."""
 CHANCE = 0.004
-"""Largest probability of the late stretches, if late and early ones are equally likely: 8 of 8 or 12 of 13."""
+"""Largest p-value of the sign test. It needs at least 8 late stretches of 8, or 12 of 13."""
 SEEN = 1 / 3
-"""Share of the time lost in a rank's own code that stack samples must have seen. Under load they come late."""
+"""Smallest share of the time lost in a rank's own code that stack samples must show. Under load, samples come late."""
 FEWEST = 3
 """Fewest steps or samples for a conclusion."""
 WAKE_S = 0.001
-"""Seconds for waking another rank of the host. A shorter wait has no cause worth naming."""
+"""Seconds that ranks of one host need to wake each other. No rank is blamed for less."""
 
 
 def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: int) -> bool:
-    """Return whether `rank` was late permanently in these steps.
+    """Return whether `rank` was late throughout these steps, and not only for a while.
 
-    Either it was far behind in nearly all steps for at least one stretch, or a sign test over the stretches, by their
-    sums of seconds, leaves no doubt.
+    Compares the rank with the median of the others. It is late throughout if it was far slower in nearly all steps of
+    at least one stretch, or if a sign test on the total time of each stretch rules out chance.
 
     Args:
         busy: seconds of computing in each step on each rank; NaN if missing.
@@ -71,7 +72,7 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
 
 
 def was_seen(sampled: Sequence[float], rank: int, lost: Sequence[float]) -> bool:
-    """Return whether stack samples saw the seconds that `rank` lost in its own code, and on no other rank.
+    """Return whether stack samples show that `rank`, and no other rank, lost this time in its own code.
 
     Args:
         sampled: sampled seconds of each rank in its own code.
@@ -85,23 +86,24 @@ def was_seen(sampled: Sequence[float], rank: int, lost: Sequence[float]) -> bool
 
 
 def steps_to_profile(length: float) -> int:
-    """Return the number of steps of `length` seconds that every rule needs: :data:`ENOUGH` and a whole stretch."""
+    """Return how many steps of `length` seconds to profile: at least :data:`ENOUGH`, and at least a whole stretch."""
     return max(ENOUGH, 10 * math.ceil(STRETCH_S / length / 10))
 
 
 def late_since(differences: Sequence[float]) -> int | None:
-    """Return the index from which nearly all steps are late, if nearly none was late before; None otherwise.
+    """Return the index of the step in which a rank became late, or None if it did not.
 
-    Uses seconds, because ratios of short steps vary and make a rank appear slow too early.
+    From that step on, at least :data:`MOSTLY` of the steps are late; before it, at least as large a share is not.
+    The rule uses seconds, because ratios of short steps are noisy and would date the change too early.
 
     Args:
-        differences: seconds by which each step was longer on a rank than on the others.
+        differences: how many seconds longer the rank took for each step than the others.
     """
-    # Half of the median in the last eighth of the steps.
+    # A step is late if its difference exceeds half of the median over the last eighth of the steps.
     border = median(differences[-(len(differences) // 8 + 1) :]) / 2 if differences else 0.0
     if border <= 0:
         return None
-    # The suffix with most evidence. That of one step is clipped, so that a spike weighs no more than a late step.
+    # Find the suffix with the most evidence. Each step's evidence is clipped, so a spike counts like any late step.
     start, most, evidence = 0, 0.0, 0.0
     for index in reversed(range(len(differences))):
         evidence += max(-border, min(border, differences[index] - border))
@@ -113,5 +115,5 @@ def late_since(differences: Sequence[float]) -> int | None:
 
 
 def others_of(row: Sequence[float], rank: int) -> list[float]:
-    """Return the values of the ranks other than `rank` in a row of a table, without missing ones."""
+    """Return the values of all ranks except `rank`, without missing ones."""
     return [time for place, time in enumerate(row) if place != rank and not math.isnan(time)]

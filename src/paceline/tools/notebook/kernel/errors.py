@@ -20,9 +20,9 @@ class Shown(PacelineError):
 
 
 def problem(outcome: Outcome, size: int) -> Shown | None:
-    """Return the error of a cell on a world of `size` ranks, or None if the cell succeeded.
+    """Return the error to show for a cell on a world of `size` ranks, or None if the cell succeeded.
 
-    It begins with the tracebacks of the ranks that failed first, without those that failed in consequence.
+    Original errors come first, with their tracebacks. A failure that another rank caused takes one line.
     """
     failures = {
         rank: failure
@@ -61,7 +61,7 @@ def problem(outcome: Outcome, size: int) -> Shown | None:
 
 
 def replaced(ranks: list[int], size: int) -> list[str]:
-    """Return the message after all ranks got a new process group and `ranks`, if any, were replaced."""
+    """Return the line to show once all ranks have a new process group; `ranks` were restarted."""
     group = "all ranks have a new process group: wrap models and create device meshes again"
     if not ranks:
         return [f"{group}; variables are kept"]
