@@ -260,6 +260,6 @@ def _ended_early(stream: GlobalBatchStream) -> UsageError:
     if start == 0:
         return UsageError(f"rank {stream.rank}: {name} gave no batch in epoch {stream.epoch}; check its source")
     return CheckpointMismatch(
-        f"rank {stream.rank}: {name} ended before batch {start} of epoch {stream.epoch}, at which this run resumes; "
-        "restore the data, or start the epoch again with restart()"
+        f"rank {stream.rank}: {name} ended before batch {start} of epoch {stream.epoch}, so the run cannot resume "
+        "there; restore the data, or start the epoch again with restart()"
     )

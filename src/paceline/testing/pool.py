@@ -121,7 +121,7 @@ class Ranks:
         return ok, value if ok else f"rank {rank} raised:\n{value}"
 
     def _failures_of(self, ranks: set[int]) -> str:
-        """Return the failures of other `ranks`, one of which may be the cause, or their stacks."""
+        """Return errors and stacks of the other `ranks`. One of them may have caused the first failure."""
         failures = ""
         while ranks and (ready := wait([self._pipes[rank] for rank in ranks], ECHO_S)):
             for rank in [rank for rank in sorted(ranks) if self._pipes[rank] in ready]:

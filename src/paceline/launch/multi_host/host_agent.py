@@ -51,7 +51,7 @@ class HostAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._poll()
         if any(end.code for end in self._ended.values()):
-            # Before torchelastic ends the other ranks, one of which may be the cause.
+            # Before torchelastic ends the other ranks, because one of them may have caused the failure.
             await_cause(self._reported_ends, self._ends_of_running, self._poll_later)
         else:
             self._slow.show({self._rank(local): self._error_file(local) for local in self._running()})

@@ -1,4 +1,4 @@
-"""Check of the rendezvous options before a launcher waits for other hosts."""
+"""Checks the rendezvous options before a launcher waits for other hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 
 
 def check_meeting_point(options: Namespace, hosts: int) -> None:
-    """Refuse options with which the launchers of up to `hosts` hosts could not meet."""
+    """Check that these options let the launchers of up to `hosts` hosts find each other."""
     endpoint, is_static = options.rdzv_endpoint, options.rdzv_backend == "static"
     if is_static and not 0 <= options.node_rank < hosts:
         raise UsageError(
