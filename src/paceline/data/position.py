@@ -31,8 +31,6 @@ class Position:
         position: how many global batches of this epoch were handed over.
     """
 
-    window = 1
-    """Micro-batches per step, if the sampler was given ``accumulate``."""
     size = -1
     """Samples of the data set, as of the beginning of the epoch; -1 for a stream."""
 
