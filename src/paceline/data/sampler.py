@@ -173,12 +173,12 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     def _tickets_by_rank(self) -> Iterator[Slice]:
         epoch, start = self._started
-        order = self._order.of(epoch)
+        order, speeds = self._order.of(epoch), self.slicing.speeds
         loads: list[float] = []
         # From the beginning of the window, because earlier micro-batches decide how later ones are split.
         for number in range(start - start % self.window, batch_count(len(order), self.batch_size, self.drop_last)):
             begin, end = batch_bounds(number, len(order), self.batch_size)
-            batch, speeds = order[begin:end], self.slicing.speeds
+            batch = order[begin:end]
             if self._costs is None:
                 low, high = slice_bounds(end - begin, self.rank, self.world_size, speeds)
                 indices = batch[low:high]

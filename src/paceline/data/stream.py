@@ -85,7 +85,7 @@ class GlobalBatchStream(Position):
         if start != self.length:  # the length is known only after a pass that has reached the end
             is_cut = self.slicing.virtual_ranks is not None
             for number in count(start):
-                yield Ticket(epoch, number, shares, self.slicing.speeds, is_cut=is_cut)
+                yield Ticket(epoch, number, shares, is_cut)
 
     @property
     def samples_consumed(self) -> int:
@@ -123,9 +123,7 @@ class Ticket:
     number: int
     shares: tuple[int, Sequence[int]]
     """The number of slices, and the numbers of this rank's slices."""
-    speeds: tuple[float, ...] | None = None
-    """Speeds of the ranks; None for equal slices."""
-    is_cut: bool = False
+    is_cut: bool
     """Whether the batch is cut for virtual ranks, so that its slices come as a list."""
 
 
@@ -154,7 +152,7 @@ class Reader(Dataset[Any]):
         self.dataset: Any = stream.dataset
         self.collate_fn = collate_fn
         self.batch_size, self.drop_last, self.seed = stream.batch_size, stream.drop_last, stream.seed
-        self.rank = stream.rank
+        self.rank, self._speeds = stream.rank, stream.slicing.speeds
         is_alone = stream.world_size == 1 and workers <= 1
         self._is_compared = not is_alone and not isinstance(getattr(self.dataset, "fingerprint", None), str)
         self._digest = self._digest_before = -1
@@ -184,7 +182,7 @@ class Reader(Dataset[Any]):
 
     def _collated(self, batch: list[Any], ticket: Ticket, share: int) -> Any:
         """Return the slice `share` of a global batch, collated; None if it is empty."""
-        low, high = slice_bounds(len(batch), share, ticket.shares[0], ticket.speeds)
+        low, high = slice_bounds(len(batch), share, ticket.shares[0], self._speeds)
         if low == high:
             return None
         # Seeded by slice from here on: every process read the stream with the same seed, but augmentation differs.
