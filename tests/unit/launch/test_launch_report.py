@@ -87,7 +87,7 @@ def test_a_consequence_is_known_by_its_class_not_by_its_words(
 
 def test_a_consequence_is_nobodys_mistake_of_usage() -> None:
     # main_first raises a WorldError, which is a UsageError, on the ranks that waited: rank 0's own error was hidden.
-    assert not failure_record.of(WorldError("the block failed on rank 0").because_of([0]), usage=True).usage
+    assert not failure_record.of(WorldError("the block failed on rank 0").because_of([0])).usage
 
 
 def test_a_half_written_record_is_none_and_a_full_disk_hides_no_error(tmp_path: Path) -> None:

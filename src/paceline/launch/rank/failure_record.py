@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
@@ -122,33 +122,26 @@ def _read(path: str) -> Any:
         return None
 
 
-def of(error: BaseException, usage: bool = False) -> Record:
-    """Return the record of an error that was just raised."""
-    blamed = consequence(error)
-    usage = usage and blamed is None
-    named = f"{type(error).__name__}: {message_of(error)}"
-    text = message_of(error) if usage else named
-    try:
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except BaseException:  # raised by the error's __getattr__ when Python asks for its notes
-        trace = "".join([*traceback.format_tb(error.__traceback__), named])
-    at, passing = time.time(), may_pass(error)
-    is_one_of = type(error).__name__ == "WrongComputation" and len(getattr(error, "ranks", ())) > 1
-    return Record(text, trace, at, usage, blamed, passing, passing or _has_optimizer(), is_one_of)
-
-
-def of_script(error: BaseException) -> Record:
-    """Return the record of an error that ended a script. A UsageError gets the line of the script.
+def of(error: BaseException) -> Record:
+    """Return the record of an error that was just raised. A UsageError gets the line of the script.
 
     It is recognized by the name of its class, because importing the class would import torch.
     """
+    blamed, message = consequence(error), message_of(error)
+    text = f"{type(error).__name__}: {message}"
+    try:
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException:  # raised by the error's __getattr__ when Python asks for its notes
+        trace = "".join([*traceback.format_tb(error.__traceback__), text])
+    at, passing = time.time(), may_pass(error)
+    is_one_of = type(error).__name__ == "WrongComputation" and len(getattr(error, "ranks", ())) > 1
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
-    record = of(error, usage="paceline.errors.UsageError" in kinds)
-    if not record.usage:
-        return record
-    from paceline.core.telemetry.users_code import place_in  # paceline has already been imported
+    usage = "paceline.errors.UsageError" in kinds and blamed is None
+    if usage:
+        from paceline.core.telemetry.users_code import place_in  # paceline has already been imported
 
-    return replace(record, message=record.message + place_in(error.__traceback__))
+        text = message + place_in(error.__traceback__)
+    return Record(text, trace, at, usage, blamed, passing, passing or _has_optimizer(), is_one_of)
 
 
 def message_of(error: BaseException) -> str:
@@ -252,7 +245,7 @@ def install() -> None:
     def note(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_own_error = os.getpid() == process and not issubclass(error_type, KeyboardInterrupt)
         if is_own_error:
-            write(path, of_script(error))
+            write(path, of(error))
             atexit.register(_leave_gloo)
         if not is_own_error or not is_shown_by_launcher():
             shown(error_type, error, trace)
