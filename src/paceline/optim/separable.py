@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.core.output.wording import with_article
+from paceline.core.state.optimizer_shards import settings_of
 from paceline.core.torch_internals.tensors import tree_leaves
 from paceline.errors import UsageError
 
@@ -27,7 +28,6 @@ _ELEMENTWISE = {getattr(torch.optim, name) for name in [*_NAMES, "SparseAdam"]}
 _STEPS = 40
 """Steps of a trial. Some optimizers change their behavior only after 10 or 25 steps."""
 _RATES = ("lr", "initial_lr")
-_NOT_SETTINGS = ("params", "param_names")
 _SHAPES = {
     1: ((240,), (160,)),
     2: ((6, 40), (10, 16)),
@@ -83,7 +83,7 @@ def template_parameters(optimizer_class: type[Optimizer], shapes: Sequence[Seque
 
 def check_separable(make: Make, name: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """Refuse settings of `groups` if ranks cannot update their tensors separately with them."""
-    settings = [{key: value for key, value in group.items() if key not in _NOT_SETTINGS} for group in groups]
+    settings = [settings_of(group) for group in groups]
     devices = (parameter.device for group in groups for parameter in group["params"])
     device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))
     # Some optimizers treat vectors, matrices or convolutions in their own way.
@@ -183,7 +183,7 @@ def _train(make: Make, settings: Sequence[Mapping[str, Any]], start: Tensors, gr
     groups = [[nn.Parameter(value.clone()) for value in values] for values in start]
     optimizer = make(
         [
-            {**copy.deepcopy(dict(group_settings)), "params": group}
+            {**copy.deepcopy(group_settings), "params": group}
             for group_settings, group in zip(settings, groups, strict=True)
         ]
     )
@@ -194,7 +194,7 @@ def _train(make: Make, settings: Sequence[Mapping[str, Any]], start: Tensors, gr
         for parameter, gradient in zip(chain(*groups), chain(*step_gradients), strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
-    common = _numbers([{**group, "params": None, "param_names": None} for group in optimizer.param_groups])
+    common = _numbers([settings_of(group) for group in optimizer.param_groups])
     return _Run(
         [
             [parameter.detach() - value for parameter, value in zip(group, values, strict=True)]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.comm.forking import finalize
-from paceline.core.state.optimizer_shards import Assembly, Window
+from paceline.core.state.optimizer_shards import Assembly, Window, settings_of
 from paceline.core.torch_internals.compile import never_compiled
 from paceline.core.torch_internals.optimizer_hooks import (
     after_load,
@@ -34,8 +34,6 @@ from paceline.optim.arguments import Subject, describe_groups, subject_of, valid
 from paceline.optim.owned_shard import Owned
 from paceline.optim.separable import check_class, check_separable, is_elementwise, template_parameters
 from paceline.optim.sharding import Sharding
-
-_NOT_SETTINGS = ("params", "param_names")
 
 
 class ShardedOptimizer(Optimizer):
@@ -155,7 +153,7 @@ class ShardedOptimizer(Optimizer):
     def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         members = {id(parameter) for parameter in group["params"]}
         trained = [owned.trained for owned in self.owned if id(owned.parameter) in members]
-        return {**_settings(group), "params": trained}
+        return {**settings_of(group), "params": trained}
 
     def _description(self) -> Any:
         return describe_groups(self._class, self._by, self._master_dtype, self.param_groups)
@@ -173,7 +171,7 @@ class ShardedOptimizer(Optimizer):
         # Users may have moved parameters, written to them, or changed settings.
         self._sharding.follow()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(_settings(group))
+            inner.update(settings_of(group))
         try:
             for owned in self.owned:
                 owned.take_changes()
@@ -183,7 +181,7 @@ class ShardedOptimizer(Optimizer):
             for owned in self.owned:
                 owned.end_step()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(_settings(inner))  # some optimizers keep state in their settings
+            group.update(settings_of(inner))  # some optimizers keep state in their settings
         self._sharding.gather()
         # Pieces are views that do not share the parameters' version counters.
         changed = [parameter for parameter in self.parameters if parameter.grad is not None]
@@ -227,7 +225,3 @@ class ShardedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a ShardedOptimizer cannot be copied or pickled; create another one and load its state_dict()")
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in _NOT_SETTINGS}

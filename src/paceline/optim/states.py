@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.core.state.optimizer_shards import KEY, Assembly, Window, cut_state, is_shard, uncast
+from paceline.core.state.optimizer_shards import KEY, Assembly, Window, cut_state, is_shard, settings_of, uncast
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import CheckpointMismatch
 from paceline.optim.arguments import Subject
@@ -190,10 +190,7 @@ def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dic
     entries = {number.get(index, index): _copied(entry) for index, entry in loaded["state"].items()}
     places = {id(each.trained): place for place, each in enumerate(owned)}
     packed = [
-        {
-            **{name: value for name, value in group.items() if name not in ("params", "param_names")},
-            "params": [places[id(trained)] for trained in own["params"]],
-        }
+        {**settings_of(group), "params": [places[id(trained)] for trained in own["params"]]}
         for group, own in zip(saved, inner.param_groups, strict=True)
     ]
     for each in owned:

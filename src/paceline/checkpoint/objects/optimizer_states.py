@@ -22,13 +22,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from paceline.checkpoint.objects.module_states import part_of
-from paceline.core.state.optimizer_shards import uncast
+from paceline.core.state.optimizer_shards import settings_of, uncast
 from paceline.core.state.unwrapping import plain_name, unwrap
 from paceline.core.strict_json import shown
 from paceline.core.torch_internals.distributed.dtensor import has_sharded
 from paceline.errors import CheckpointMismatch
 
-_NO_OPTIONS = ("params", "param_names")
 _RATES = ("lr", "initial_lr")
 
 Options = list[dict[str, Any]]
@@ -36,11 +35,8 @@ Options = list[dict[str, Any]]
 
 def options_of(optimizer: Optimizer) -> Options:
     """Return a copy of the settings of each group of `optimizer`."""
-    return [
-        # Copied, because a learning rate can be a tensor that schedulers fill in place.
-        {name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_OPTIONS}
-        for group in optimizer.param_groups
-    ]
+    # Copied, because a learning rate can be a tensor that schedulers fill in place.
+    return [copy.deepcopy(settings_of(group)) for group in optimizer.param_groups]
 
 
 def parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -149,6 +149,11 @@ class Assembly:
         return window.cut(flat.as_strided(window.shape, self._strides[index]))
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group, without its parameters and their names."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
 def uncast(loaded: Any, saved: Any) -> Any:
     """Return the state `loaded`, with the tensors of `saved` that torch's ``load_state_dict`` has cast."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
