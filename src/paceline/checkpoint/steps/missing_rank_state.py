@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.captures import Capture
+from paceline.checkpoint.format.safetensors_file import bytes_view
 from paceline.checkpoint.steps.rank_states import OwnStates
 
 
@@ -67,7 +68,7 @@ def are_equal(one: Any, other: Any) -> bool:
         return (
             isinstance(other, torch.Tensor)
             and (one.dtype, one.shape) == (other.dtype, other.shape)
-            and bool(torch.equal(_bits(one), _bits(other)))
+            and bool(torch.equal(bytes_view(one.contiguous()), bytes_view(other.contiguous())))
         )
     if isinstance(one, Mapping):
         return (
@@ -78,7 +79,3 @@ def are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Sequence) and not isinstance(one, str | bytes):
         return isinstance(other, Sequence) and len(one) == len(other) and all(map(are_equal, one, other))
     return bool(one == other)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
