@@ -63,6 +63,8 @@ class Recovery:
         self.record, barrier, problem = _open(records, world, contents.folder)
         """This rank's record, from which the launcher knows that the run can continue."""
         self._barrier = _agreed_barrier(world, barrier, problem)
+        if self._barrier is None and self.record is not None:
+            self.record.is_alone = True
         self._reached, self._redone = 0, 0
         """The last step that an earlier start completed, and the recomputed steps at that point."""
         self.boundary = Boundary(contents.entries, self._barrier, self.record)
@@ -158,20 +160,16 @@ class Recovery:
 
 def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRecord | None, StepBarrier | None, str]:
     """Return this rank's record in `records`, its barrier, and the problem with that folder."""
+    if records is None:
+        return None, None, ""
     record = None
     try:
-        if records is not None:
-            records.mkdir(mode=0o700, parents=True, exist_ok=True)
-            record = StepRecord(record_path(records, world.rank), make=True, folder=checkpoints)
-            timeout = float(os.environ.get(TIMEOUT, "600"))
-            return record, StepBarrier(records, world.rank, world.size, timeout, record), ""
+        records.mkdir(mode=0o700, parents=True, exist_ok=True)
+        record = StepRecord(record_path(records, world.rank), make=True, folder=checkpoints)
+        timeout = float(os.environ.get(TIMEOUT, "600"))
+        return record, StepBarrier(records, world.rank, world.size, timeout, record), ""
     except OSError as error:
-        assert records is not None
-        if record is not None:
-            # Otherwise ranks with a barrier would wait for this one.
-            record.is_alone = True
         return record, None, nothing_is_kept(error, records)
-    return None, None, ""
 
 
 def _agreed_barrier(world: World, barrier: StepBarrier | None, problem: str) -> StepBarrier | None:
@@ -180,8 +178,4 @@ def _agreed_barrier(world: World, barrier: StepBarrier | None, problem: str) -> 
     problems = {rank: reason for rank, (_, reason) in enumerate(answers) if reason}
     if problems and world.rank == 0:
         logger.warning("%s: %s", named_ranks(list(problems)), next(iter(problems.values())))
-    if all(has_barrier for has_barrier, _ in answers):
-        return barrier
-    if barrier is not None:
-        barrier.record.is_alone = True
-    return None
+    return barrier if all(has_barrier for has_barrier, _ in answers) else None
