@@ -81,7 +81,7 @@ class DueSaves:
     """Outcomes of the saves that are due, the same on every rank.
 
     Args:
-        record: this rank's record, from which the launcher knows whether anything was saved.
+        record: this rank's record, which tells the launcher whether anything was saved.
         warns: whether this rank warns about failures.
     """
 

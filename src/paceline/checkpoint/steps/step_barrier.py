@@ -78,7 +78,7 @@ class StepBarrier:
 
     def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
         """Store this rank's own states at the end of `step`."""
-        # Before the record, from which the other ranks know that the states are stored.
+        # The record tells the other ranks that the states are stored, so it is updated after them.
         self._states.write(step, objects, buffers)
         now = time.monotonic()
         self.record.complete(step, 0.0 if self._completed_at is None else now - self._completed_at)

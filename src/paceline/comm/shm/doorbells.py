@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from paceline.comm.shm.introduction import Peer
 
 _DONE = 32
-"""Bits of a ring's value from this one on count operations done; the lower bits count operations posted."""
+"""Position of the bit where the count of done operations starts in a ring's value; lower bits count posted ones."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Signals:
         self.progress = {peer.rank: Progress() for peer in peers}
         self.ended = set()
         self._untold = 0
-        """Value of the next ring; 0 if there is no news."""
+        """Value of the next ring: the operations posted and done since the last one."""
         self._interrupt = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._heard = {peer.ringing: self.progress[peer.rank] for peer in peers}
         """Progress of each peer, by the eventfd that it rings."""
@@ -51,14 +51,14 @@ class Signals:
         return self._untold >> _DONE
 
     def ring(self) -> None:
-        """Ring every peer if there is news."""
+        """Ring every peer, unless this rank has posted and done nothing since the last ring."""
         if self._untold:
             value, self._untold = self._untold, 0
             for peer in self._peers:
                 os.eventfd_write(peer.bell, value)
 
     def listen(self) -> bool:
-        """Read the rings of peers, and note their progress; return whether there were any."""
+        """Read the peers' rings and update their progress; return whether any peer has rung."""
         # Poll first, because reading an eventfd that has not rung raises, which is slower.
         rung = self._rings.poll(0)
         for descriptor, _ in rung:
