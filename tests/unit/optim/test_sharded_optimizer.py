@@ -57,11 +57,9 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randint(50, (6, 4), generator=generator), torch.randint(7, (6,), generator=generator)
 
 
-def step_once(model: nn.Module, optimizer: Any, step: int, rank: int, accumulate: int = 1) -> None:
-    for number in range(accumulate):
-        tokens, target = batch(accumulate * step + number, rank)
-        model.require_backward_grad_sync = number == accumulate - 1  # type: ignore[assignment]
-        F.cross_entropy(model(tokens, step).float(), target).backward()
+def step_once(model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
+    tokens, target = batch(step, rank)
+    F.cross_entropy(model(tokens, step).float(), target).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -270,7 +268,7 @@ def test_ranks_hold_a_share_of_the_state_and_together_all_of_it(pools: Pools) ->
         assert own < whole / 3 + 1000
 
 
-def trained_to_shards(world: World, rows: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def trained_to_shards(world: World) -> tuple[dict[str, Any], dict[str, Tensor]]:
     model = wrap(world, Net())
     optimizer = ShardedOptimizer(model, Adam, lr=0.01)
     for step in range(4):
@@ -293,7 +291,7 @@ def gone_on(world: World, shards: Any, state: dict[str, Tensor], is_sharded: boo
 
 @pytest.mark.parametrize("before", [1, 4])
 def test_shards_of_any_number_of_ranks_are_loaded(pools: Pools, before: int) -> None:
-    shards, states = zip(*pools.run(before, trained_to_shards, ""), strict=True)
+    shards, states = zip(*pools.run(before, trained_to_shards), strict=True)
     [expected] = pools.run(1, gone_on, list(shards), states[0], True)
     for size in (2, 4):
         for result in pools.run(size, gone_on, list(shards), states[0], True):
@@ -599,15 +597,10 @@ def with_muon(world: World) -> float:
             optimizer.step()
             optimizer.zero_grad()
         results.append(weights(model))
-    with pytest.raises(
-        ValueError, match=r"Muon only supports 2D parameters .*\[16\]"
-    ):  # also on ranks that own matrices
+    # Also on ranks that own only matrices.
+    with pytest.raises(ValueError, match=r"Muon only supports 2D parameters .*\[16\]"):
         ShardedOptimizer(nn.Linear(16, 16), torch.optim.Muon, lr=0.02, by="tensor")
-    return max(
-        float((one - other).abs().max())
-        for result in results[1:]
-        for one, other in zip(results[0], result, strict=True)
-    )
+    return max(float((plain - sharded).abs().max()) for plain, sharded in zip(*results, strict=True))
 
 
 def test_muon_trains_whole_matrices(pools: Pools) -> None:
