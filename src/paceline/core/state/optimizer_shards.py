@@ -96,9 +96,7 @@ class Assembly:
     def _take(self, index: int, window: Window, entry: Mapping[str, Any], piece: Sequence[int] | None) -> None:
         merged = self._entries.setdefault(index, {})
         for key, value in entry.items():
-            if piece is None:
-                merged.setdefault(key, value)
-            elif isinstance(value, Tensor) and value.shape == (piece[1] - piece[0],):
+            if piece is not None and isinstance(value, Tensor) and value.shape == (piece[1] - piece[0],):
                 start, stop = self._span(index, window)
                 first, last = max(start, piece[0]), min(stop, piece[1])
                 if first < last:
