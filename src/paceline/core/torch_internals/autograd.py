@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.core.thread_stacks import readable_stacks
 from paceline.core.torch_internals.tensors import content_of
 
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2] / "ddp"))
@@ -111,11 +112,12 @@ def count_running_calls() -> int:
     # Every backward() and autograd.grad() goes through this function, in torch 2.11 to 2.15.
     call: Any = torch.autograd.graph._engine_run_backward
     count = 0
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            count += frame.f_code is call.__code__
-            frame = frame.f_back
+    with readable_stacks():
+        for innermost in sys._current_frames().values():
+            frame: FrameType | None = innermost
+            while frame is not None:
+                count += frame.f_code is call.__code__
+                frame = frame.f_back
     return count
 
 
@@ -123,7 +125,8 @@ def backward_call() -> FrameType | None:
     """Return the frame of torch's ``backward`` that is running; in a thread of autograd's own, another thread's."""
     if (call_here := _innermost(sys._getframe())) is not None:
         return call_here
-    calls_elsewhere = [call for frame in sys._current_frames().values() if (call := _innermost(frame)) is not None]
+    with readable_stacks():
+        calls_elsewhere = [call for frame in sys._current_frames().values() if (call := _innermost(frame)) is not None]
     return calls_elsewhere[0] if len(calls_elsewhere) == 1 else None
 
 
@@ -136,8 +139,9 @@ def _innermost(frame: FrameType | None) -> FrameType | None:
 def place_of(call: FrameType) -> tuple[str, int]:
     """Return file and line of the user's own call of it."""
     frame: FrameType | None = call
-    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_FOREIGN):
-        frame = frame.f_back
+    with readable_stacks():
+        while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+            frame = frame.f_back
     assert frame is not None
     return frame.f_code.co_filename, frame.f_lineno
 

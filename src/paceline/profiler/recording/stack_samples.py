@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.core.telemetry.users_code import is_users
+from paceline.core.thread_stacks import readable_stacks
 from paceline.profiler.recording.host_load import CollectorPauses
 from paceline.profiler.report import step_parts
 
@@ -79,7 +80,8 @@ class StackSampler:
         # A separate function, because a frame keeps its variables alive. Held until the next sample, the variables of a
         # function that has returned would be freed late and by this thread. At the end of a rank these may be the whole
         # training, and a destructor that releases the interpreter's lock cannot get it back and aborts.
-        return function_of(sys._current_frames().get(self._watched))
+        with readable_stacks():
+            return function_of(sys._current_frames().get(self._watched))
 
 
 def function_of(frame: FrameType | None) -> str:

@@ -1,0 +1,25 @@
+"""Reads the stacks of other threads."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def readable_stacks() -> Iterator[None]:
+    """Keep the frames of ``sys._current_frames()`` valid: in Python 3.11, pause the garbage collector.
+
+    ``f_back`` creates the frame that it returns there. If that starts a collection whose callbacks release the
+    interpreter's lock, the other thread may return from the function meanwhile, and the frame refers to reused memory.
+    """
+    pauses = sys.version_info[:2] == (3, 11) and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()
