@@ -18,7 +18,7 @@ NAV = {
     "Train": {
         "data-parallel": "Data parallelism",
         "uneven-inputs": "Uneven inputs",
-        "unlike-devices": "Devices of different speeds",
+        "balance": "Balance work across ranks",
         "same-bits": "Same bits",
         "sync-batch-norm": "SyncBatchNorm",
         "compression": "Compression",
@@ -48,8 +48,7 @@ LEFT_OUT: dict[str, str] = {}
 
 ABOUT = {
     "readme": "README",
-    "promises": "Guarantees",
-    "stability": "API stability",
+    "promises": "Guarantees and API stability",
     "security": "Security",
     "measurements": "Measurements",
     "benchmarks": "Benchmarks",
