@@ -94,7 +94,7 @@ bench-mpi: $(VENV)/.dev  ## the same for all-reduce, beside Open MPI, which it i
 	$(BIN)/paceline run --nproc 2 benchmarks/collectives.py $(ARGS)
 
 pictures: $(VENV)/.digits  ## draw the pictures of the docs again
-	for what in collectives ring tree halving-doubling bucket-overlap workflow bubble reduce same-bits; do \
+	for what in collectives ring tree halving-doubling broadcast reduce bucket-overlap workflow bubble data-parallel same-bits; do \
 		$(BIN)/paceline explain $$what --ranks 4 --out docs/pictures/$$what.svg || exit 1; done
 
 gallery: $(VENV)/.digits  ## take the screenshots of docs/index.md again, in headless Chromium

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,7 @@ import torch.distributed as dist
 from paceline.tools.explain.explain_command import MOST_RANKS
 from paceline.tools.explain.grid import Cell
 from paceline.tools.explain.subjects.buckets import BANDWIDTH, LATENCY
-from paceline.tools.explain.subjects.collectives import Collective, collectives, outcome
+from paceline.tools.explain.subjects.collectives import BEFORE_2_13, Collective, collectives, outcome
 from paceline.tools.explain.subjects.schedules import states
 
 
@@ -32,9 +30,9 @@ def called(collective: Collective, tensor: torch.Tensor, rank: int) -> torch.Ten
     """What a rank holds after the call below the picture, made with the data of the picture."""
     part = tensor[rank : rank + 1].clone()
     given = {"tensor": tensor, "part": part, "input": tensor, "output": torch.zeros_like(tensor)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer torches have other names, which older ones lack
-        eval(f"dist.{collective.call}", {"dist": dist}, given)
+    name, _, arguments = collective.call.partition("(")
+    name = name if hasattr(dist, name) else BEFORE_2_13[name]
+    eval(f"dist.{name}({arguments}", {"dist": dist}, given)
     if collective.schedule.result == "reduce-scatter":
         return torch.zeros_like(tensor).index_put_((torch.tensor([rank]),), given["part"])
     return given["output"] if collective.schedule.result == "all-to-all" else tensor

@@ -13,23 +13,26 @@ if TYPE_CHECKING:
     from paceline.tools.explain.scene import Scene
 
 SCHEDULES = {
-    "ring": "ring_all_reduce",
-    "tree": "tree_all_reduce",
-    "halving-doubling": "halving_doubling_all_reduce",
+    "ring": ("ring_all_reduce",),
+    "tree": ("tree_all_reduce",),
+    "halving-doubling": ("halving_doubling_all_reduce",),
+    "broadcast": ("linear_broadcast", "tree_broadcast", "scatter_all_gather_broadcast"),
+    "reduce": ("linear_reduce", "tree_reduce"),
 }
-"""Subjects that are one schedule, by its name."""
-KNOWN = ("collectives", *SCHEDULES, "bucket-overlap", "workflow", "bubble", "reduce", "same-bits")
+"""Subjects that are schedules, by their names."""
+KNOWN = ("collectives", *SCHEDULES, "bucket-overlap", "workflow", "bubble", "data-parallel", "same-bits")
 MOST_RANKS = 16
 """Most ranks of a picture that can be read."""
 EXAMPLES = "\n\n".join(
     (
         "Examples:",
         "paceline explain ring  (a table in the terminal)",
+        "paceline explain broadcast  (one to all: one by one, as a tree, and as scatter and all-gather)",
         "paceline explain ring --ranks 6 --out ring.html  (a page that plays it)",
         "paceline explain collectives --out collectives.svg  (all steps in one picture)",
         "paceline explain workflow  (one training step, and where its ranks meet)",
         "paceline explain bubble --out bubble.html  (why ranks wait for each other)",
-        "paceline explain reduce  (DataParallel against DistributedDataParallel, in bytes)",
+        "paceline explain data-parallel  (DataParallel against DistributedDataParallel, in bytes)",
         "paceline explain same-bits --out bits.html  (virtual ranks: one tree of sums on 1, 2 and 4 ranks)",
     )
 )
@@ -70,12 +73,12 @@ def scenes(what: str, ranks: int) -> list[Scene]:
     from paceline.tools.explain.subjects import bubble, buckets, collectives, schedules, slices, ways, workflow
 
     if what in SCHEDULES:
-        return [schedules.scene(build(SCHEDULES[what], ranks))]
+        return [schedules.scene(build(name, ranks)) for name in SCHEDULES[what]]
     return {
         "collectives": collectives.scenes,
         "bucket-overlap": buckets.scenes,
         "workflow": workflow.scenes,
         "bubble": bubble.scenes,
-        "reduce": ways.scenes,
+        "data-parallel": ways.scenes,
         "same-bits": slices.scenes,
     }[what](ranks)

@@ -12,6 +12,9 @@ from paceline.tools.explain.scene import Frame, Scene, ms
 from paceline.tools.explain.subjects import schedules
 from paceline.tools.explain.subjects.buckets import LINK, LINKS
 
+BEFORE_2_13 = {"reduce_scatter_single": "reduce_scatter_tensor", "all_gather_single": "all_gather_into_tensor"}
+"""Names of functions of torch.distributed until torch 2.12."""
+
 
 class Collective(NamedTuple):
     """A collective, with the schedule that is drawn."""
@@ -34,8 +37,8 @@ def collectives(size: int) -> list[Collective]:
         Collective(broadcast, "broadcast(tensor, src=0)", "every rank holds rank 0's tensor"),
         Collective(reduce, "reduce(tensor, dst=0)", "rank 0 holds the sum; the others have no result"),
         Collective(all_reduce, "all_reduce(tensor)", "every rank holds the sum of every row"),
-        Collective(reduce_scatter, "reduce_scatter_tensor(part, tensor)", "every rank holds the sum of one row"),
-        Collective(all_gather, "all_gather_into_tensor(tensor, part)", "every rank holds all ranks' parts"),
+        Collective(reduce_scatter, "reduce_scatter_single(part, tensor)", "every rank holds the sum of one row"),
+        Collective(all_gather, "all_gather_single(tensor, part)", "every rank holds all ranks' parts"),
         Collective(exchange, "all_to_all_single(output, input)", "every rank holds the parts that were for it"),
     ]
 
@@ -70,6 +73,8 @@ def _scene(collective: Collective) -> Scene:
 def outcome(collective: Collective) -> str:
     """Return the call, the steps, the bytes and the time as a sentence."""
     call, schedule = f"torch.distributed.{collective.call}", collective.schedule
+    if (name := collective.call.partition("(")[0]) in BEFORE_2_13:
+        call += f" ({BEFORE_2_13[name]} before torch 2.13)"
     if schedule.size == 1:
         return f"{call}. One rank has nothing to send."
     # An all-to-all has chunks of all ranks' tensors.

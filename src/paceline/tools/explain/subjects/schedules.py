@@ -16,8 +16,10 @@ from paceline.comm.algorithms import Schedule, Step, Transfer, holdings
 from paceline.comm.algorithms.schedule import Terms
 from paceline.core.output.tables import new_table
 from paceline.core.output.wording import counted
+from paceline.ddp.options.buckets import CAPACITY, MIB
 from paceline.tools.explain.grid import Cell, Grid
-from paceline.tools.explain.scene import Frame, Scene
+from paceline.tools.explain.scene import Frame, Scene, ms
+from paceline.tools.explain.subjects.buckets import LINK, LINKS
 
 ABOUT = {
     "broadcast": "Rank 0's tensor goes to every rank. Training starts all replicas with it.",
@@ -29,6 +31,9 @@ ABOUT = {
 }
 """What each collective is for."""
 HINTS = {
+    "linear_broadcast": "rank 0: it sends the tensor to one rank after the other, and all other links are idle.",
+    "scatter_all_gather_broadcast": "how little a message holds: each rank gets one part, then parts go around a ring.",
+    "linear_reduce": "rank 0: it receives one tensor after the other, and all other links are idle.",
     "tree_broadcast": "how many ranks have the tensor: up to twice as many after each step, because each passes it on.",
     "tree_reduce": "rank 0: a broadcast run backwards, with sums.",
     "tree_all_reduce": "rank 0: the sums come together there. Then the result spreads the same way back.",
@@ -51,7 +56,10 @@ def scene(schedule: Schedule) -> Scene:
     grid = grid_of(schedule)
     algorithm = schedule.name.removesuffix("_" + schedule.result.replace("-", "_")).replace("_", "-")
     title = f"{algorithm} {schedule.result}, {counted(schedule.size, 'rank')}"
-    cost = f"{traffic_of(schedule, 1)} times the tensor." if schedule.steps else "One rank has nothing to send."
+    cost = "One rank has nothing to send."
+    if schedule.steps:
+        seconds = ms(LINK.seconds(schedule, CAPACITY))
+        cost = f"{traffic_of(schedule, 1)} times the tensor. {CAPACITY // MIB} MiB take {seconds} over {LINKS}."
     return Scene(
         title,
         ABOUT[schedule.result],

@@ -1,7 +1,7 @@
 """A training step: its four stages on every rank, and the meetings of all ranks.
 
-    1 data ──► 2 forward ──A──B──► 3 backward ──D──E──► F ──► 4 optimizer
-                                         C: buckets, beside backward
+    1 data ──► 2 forward ──A──B──C──► 3 backward ──E──F──► G ──► 4 optimizer
+                                            D: buckets, beside backward
 
 The bytes of a meeting follow from the example's sizes, and its length from its schedule. SyncBatchNorm's small
 messages are assumed not to wait for a bucket that is under way.
@@ -40,7 +40,8 @@ EXPERTS_AT, NORM_AT = 2 / 3, 1 / 2
 ABOUT = "One step of data-parallel training: each rank computes on its own batch, and all meet at the lettered points."
 HINT = (
     "the letters: the red bubble is the time until the last rank comes to A, where each needs the moments of all. "
-    "C works beside backward. At B and D (dashed) a mixture of experts would meet, if there were one."
+    "D works beside backward. If the model had them, a mixture of experts would meet at B and E, and a softmax whose "
+    "classes are divided over the ranks at C (dashed)."
 )
 ASSUMPTION = (
     f"An example: forward {1000 * FORWARD:g} ms, backward {1000 * BACKWARD:g}, {LINKS}, one SyncBatchNorm of "
@@ -103,10 +104,11 @@ def training_step(ranks: int) -> TrainingStep:
     meetings = [
         Meeting("A", "forward", "SyncBatchNorm, in forward", "all-gather", moments, norm, norm_end),
         Meeting("B", "forward", "experts (MoE), in forward", "2 all-to-alls", 0, experts, experts),
-        Meeting("C", rest, "gradients, bucket by bucket", "all-reduces", sum(SIZES), buckets.full[0], summed),
-        Meeting("D", rest, "experts (MoE), in backward", "2 all-to-alls", 0, experts_back, experts_back),
-        Meeting("E", rest, "SyncBatchNorm, in backward", "all-reduce", SUMS_SENT, norm_back, norm_back_end),
-        Meeting("F", rest, "buffers", "broadcast", BUFFERS, summed, buckets.end[-1]),
+        Meeting("C", "forward", "softmax over divided classes", "2 all-reduces", 0, forward, forward),
+        Meeting("D", rest, "gradients, bucket by bucket", "all-reduces", sum(SIZES), buckets.full[0], summed),
+        Meeting("E", rest, "experts (MoE), in backward", "2 all-to-alls", 0, experts_back, experts_back),
+        Meeting("F", rest, "SyncBatchNorm, in backward", "all-reduce", SUMS_SENT, norm_back, norm_back_end),
+        Meeting("G", rest, "buffers", "broadcast", BUFFERS, summed, buckets.end[-1]),
     ]
     end = buckets.end[-1] + OPTIMIZER
     return TrainingStep(data, came, forward, forward + BACKWARD + pause, buckets, meetings, end)
@@ -118,7 +120,7 @@ def outcome(step: TrainingStep) -> str:
         return f"One step takes {ms(step.end)}. One rank meets nobody."
     waits = step.meetings[-1].end - step.backward
     return (
-        f"A step takes {ms(step.end)}. Its ranks meet at A, C, E and F: an earlier one waits up to "
+        f"A step takes {ms(step.end)}. Its ranks meet at A, D, F and G: an earlier one waits up to "
         f"{ms(max(step.came) - min(step.came))} for the last at A, and all wait {ms(waits)} at the end of backward."
     )
 
@@ -129,8 +131,8 @@ def scenes(ranks: int) -> list[Scene]:
     names, marks = [f"rank {rank}" for rank in range(ranks)], list[tuple[float, str, str]]()
     reading = ", ".join(f"{stage}: {name}" for stage, name in enumerate(STAGES, start=1)) + "."
     if ranks > 1:
-        names.append("C: network")
-        letters = ((one, "way" if one.nbytes else "elsewhere") for one in step.meetings if one.letter != "C")
+        names.append("D: network")
+        letters = ((one, "way" if one.nbytes else "elsewhere") for one in step.meetings if one.letter != "D")
         marks = [(one.end, one.letter, kind) for one, kind in letters]
         reading += f" {'; '.join(f'{one.letter}: {one.name}' for one in step.meetings)}."
     panel = Panel("stages and meetings", names, list(_bars(step)), [f"{ms(step.end)} in total"], marks)
@@ -143,7 +145,7 @@ def scenes(ranks: int) -> list[Scene]:
 
 def _bars(step: TrainingStep) -> Iterator[Bar]:
     ranks = len(step.data)
-    first, norm = (one for one in step.meetings if one.letter in "AE")
+    first, norm = (one for one in step.meetings if one.letter in "AF")
     for rank, (batch, came) in enumerate(zip(step.data, step.came, strict=True)):
         yield Bar(rank, 0.0, batch, "k0", "1")
         yield Bar(rank, batch, came, "k1", "2")
@@ -176,7 +178,7 @@ def _events(step: TrainingStep) -> Iterator[tuple[float, str]]:
     for one in step.meetings:
         if not one.nbytes:
             yield one.end, f"{one.letter}: here {one.name} would meet, {one.collective}"
-        elif one.letter != "C":
+        elif one.letter != "D":
             yield one.end, f"{one.letter}: {one.name}, {one.collective} of {one.nbytes:,} bytes, is over"
 
 
