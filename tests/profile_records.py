@@ -94,7 +94,6 @@ def records(
         "buckets": list(buckets),
         "parameters": [(f"layer{place}", nbytes) for place, nbytes in enumerate(buckets)],
         "memory": {"peak": 10**8},
-        "loaders_seen": True,
     }
     return [
         RankRecord(rank=rank, steps=found[rank], offsets=[(0.0, clocks[rank], 0.0)], **common | fields)

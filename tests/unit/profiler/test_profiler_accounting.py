@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.core.telemetry.spans import BACKWARD, COLLECTIVE, FORWARD, LAUNCH, OPTIMIZER, REDUCE, WAIT, Span
 from paceline.profiler.analysis.step_breakdown import account, find_bubbles, mean_of
 from paceline.profiler.records.clock_offsets import bound_offset, offset_at
-from paceline.profiler.records.steps import LEAD, MEETING
+from paceline.profiler.records.steps import MEETING
 from paceline.profiler.report import step_parts
 from profile_records import GROUP, cut, records
 
@@ -46,13 +46,12 @@ def test_a_stretch_belongs_to_its_innermost_span_and_meetings_take_what_is_insid
     ]
     seconds, meetings = cut(spans, 0, 10)
     assert seconds == {
-        LEAD: 1,
         "forward": 2,
         "backward": 3,
         step_parts.COMMUNICATION: 1,
         MEETING: 2,
         "optimizer": 0.5,
-        step_parts.OTHER: 0.5,
+        step_parts.OTHER: 1.5,
     }
     assert [(meeting.group, meeting.came, meeting.left) for meeting in meetings] == [("g", 7, 9)]
 
@@ -118,12 +117,6 @@ def test_meetings_of_a_part_of_the_ranks_are_matched_among_them() -> None:
     bubbles = find_bubbles(paired, made)
     assert bubbles[0] == bubbles[2] == bubbles[3] == {}
     assert bubbles[1] == pytest.approx({2: 0.01})
-
-
-def test_without_a_loader_what_comes_before_forward_counts_as_data() -> None:
-    with_one, without = (account(records(2, loaders_seen=seen)) for seen in (True, False))
-    assert without.mean(step_parts.DATA) == pytest.approx(with_one.mean(step_parts.DATA) + 0.0005)
-    assert without.mean(step_parts.OTHER) == pytest.approx(0.0, abs=1e-9)
 
 
 @given(st.integers(0, 1000), st.floats(-1e4, 1e4))

@@ -65,7 +65,7 @@ def test_steps_come_some_steps_later_with_the_devices_times(times: Imitated) -> 
         assert step.length == pytest.approx(0.030)
         assert following.start == pytest.approx(step.end)
         seconds, meetings = cut(step.spans, step.start, step.end)
-        expected = {"lead": 0, "forward": 0.010, "backward": 0.015, MEETING: 0.005, "other": 0}
+        expected = {"forward": 0.010, "backward": 0.015, MEETING: 0.005, "other": 0}
         assert {part: seconds.get(part, 0) for part in expected} == pytest.approx(expected, abs=1e-9)
         assert meetings[0].left - meetings[0].came == pytest.approx(0.005)
 

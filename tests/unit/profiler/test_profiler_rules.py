@@ -132,25 +132,12 @@ def test_a_few_long_evaluations_on_one_rank_are_its_own_code() -> None:
     assert "own-code" not in kinds(verdict([replace(both[0], own_code=seen), both[1]])), "both ranks have such steps"
 
 
-def test_evaluations_without_a_data_loader_are_own_code_too() -> None:
-    """The time before a forward counts as waiting for data there, and they were told as a slow loader."""
-    made = records(2, 190, lambda rank, step: evaluations(rank, step) | {"data": 0.0}, loaders_seen=False)
-    found = verdict([replace(made[0], own_code={"evaluate() (train.py:30)": 80}), made[1]])
-    assert kinds(found)[0] == "own-code"
-    assert "data-loading" not in kinds(found)
-    assert "its own code in the loop takes 4.8 ms longer in a step, most of it in evaluate()" in found.headline
-    mended = verdict(records(2, 190, lambda *_: {"data": 0.0}, loaders_seen=False))
-    assert found.advice[0].gain == pytest.approx(1 - length(mended) / length(found), rel=0.1)
-
-
-def test_work_before_forward_is_not_said_to_be_data_without_a_data_loader() -> None:
-    made = records(2, 40, lambda *_: {"data": 0.0, "gap": 0.05}, loaders_seen=False)
-    found = verdict([replace(record, own_code={"tidy() (train.py:8)": 80}) for record in made])
-    assert found.headline == (
-        "Work before forward (data loading or own code) takes 57% of a step, much in tidy() (train.py:8)."
-    )
-    slow = verdict(records(2, 40, lambda rank, _: {"data": 0.0, "gap": 0.05 * rank}, loaders_seen=False))
-    assert "its work before forward (data loading or own code) takes 50.0 ms longer" in slow.headline
+def test_batches_that_the_loop_makes_itself_are_its_own_code() -> None:
+    made = records(2, 40, lambda *_: {"data": 0.0, "gap": 0.05})
+    found = verdict([replace(record, own_code={"get_batch() (train.py:8)": 80}) for record in made])
+    assert found.headline == "The loop's own code takes 57% of a step, much in get_batch() (train.py:8)."
+    slow = verdict(records(2, 40, lambda rank, _: {"data": 0.0, "gap": 0.05 * rank}))
+    assert "its own code in the loop takes 50.0 ms longer" in slow.headline
 
 
 @pytest.mark.parametrize("lost", [0.1, 0.3])

@@ -131,8 +131,6 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
             "the program used torch's profiler itself, and only one can run: operators are missing, and the program's "
             "profiler slowed some steps"
         )
-    if not facts.has_loader:
-        notes.append("no DataLoader was seen, so the time before a step's forward counts as waiting for data")
     # The note on torch's wrapper says the same.
     if len(records) > 1 and not facts.overlap and records[0].wrapper == "paceline":
         notes.append("the ends of all-reduces were not seen, so overlap is not known")

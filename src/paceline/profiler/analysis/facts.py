@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
@@ -48,11 +48,6 @@ class Facts:
     def accounts(self) -> Accounts:
         """The measured steps."""
         return account(self.records)
-
-    @property
-    def has_loader(self) -> bool:
-        """Whether a DataLoader was used; without one, the time before a step's forward counts as waiting for data."""
-        return any(record.loaders_seen for record in self.records)
 
     @cached_property
     def length(self) -> float:
@@ -161,10 +156,9 @@ class Facts:
         limits = [self.shares[part] / (2 if part in step_parts.WAITING else 1) for part in parts]
         return self.load.share >= max(limits)
 
-    def longer(self, rank: int, parts: Iterable[str]) -> dict[int, float]:
-        """Return by how much these `parts` are longer on `rank` than on the others, by row of the accounts."""
-        tables = [differences(self.accounts.parts[part], rank) for part in parts]
-        return {row: math.fsum(table[row] for table in tables) for row in tables[0]} if tables else {}
+    def longer(self, rank: int, part: str) -> dict[int, float]:
+        """Return by how much `part` is longer on `rank` than on the others, by row of the accounts."""
+        return differences(self.accounts.parts[part], rank)
 
     def delays(self, rank: int) -> dict[int, float]:
         """Return by how much longer `rank` lacked a core than the others, by row; empty without other load."""
@@ -204,7 +198,7 @@ class Facts:
         """Describe when it was late, using the part of the step that lost most: it has less noise than the sum."""
         rank, accounts = straggler.rank, self.accounts
         first, last, kind = straggler.first_step, straggler.last_step, straggler.kind
-        longer = {part: self.longer(rank, [part]) for part in _BUSY}
+        longer = {part: self.longer(rank, part) for part in _BUSY}
 
         def lost(part: str) -> float:
             seconds = [late for row, late in longer[part].items() if first <= row <= last]

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.records.steps import LEAD, MEETING, Meeting, Step
+from paceline.profiler.records.steps import MEETING, Meeting, Step
 from paceline.profiler.report import step_parts
 
 Seconds = list[float]
@@ -79,12 +79,11 @@ def account(records: Sequence[RankRecord]) -> Accounts:
     steps = steps_by_number(records)
     numbers = [number for number, ranks in steps.items() if any(step and step.is_measured() for step in ranks)]
     taken = [steps[number] for number in numbers]
-    counts_lead = not any(record.loaders_seen for record in records)
     waited_for = [[0.0] * len(records) for _ in records]
     cut: list[list[dict[str, float]]] = []
     for ranks in taken:
         bubbles = find_bubbles(ranks, records)
-        cut.append([_cut_step(step, bubbles[rank], counts_lead) if step else {} for rank, step in enumerate(ranks)])
+        cut.append([_cut_step(step, bubbles[rank]) if step else {} for rank, step in enumerate(ranks)])
         for rank, causes in enumerate(bubbles):
             for cause, seconds in causes.items():
                 waited_for[rank][cause] += seconds / len(numbers)
@@ -103,20 +102,14 @@ def steps_by_number(records: Sequence[RankRecord]) -> dict[int, list[Step | None
     return {number: [steps.get(number) for steps in by_rank] for number in numbers}
 
 
-def _cut_step(step: Step, bubbles: dict[int, float], counts_lead: bool) -> dict[str, float]:
-    """Return the step's parts, with its meetings split into bubbles and communication.
-
-    With `counts_lead`, the time before the first forward counts as waiting for data: a program without a DataLoader
-    gets its batches there.
-    """
+def _cut_step(step: Step, bubbles: dict[int, float]) -> dict[str, float]:
+    """Return the step's parts, with its meetings split into bubbles and communication."""
     seconds = dict(step.seconds)
     met = seconds.pop(MEETING, 0.0)
     # Meetings and parts are rounded to ticks separately.
     bubble = min(met, math.fsum(bubbles.values()))
     seconds[step_parts.BUBBLE] = bubble
     seconds[step_parts.COMMUNICATION] = seconds.get(step_parts.COMMUNICATION, 0.0) + met - bubble
-    lead = step_parts.DATA if counts_lead else step_parts.OTHER
-    seconds[lead] = seconds.get(lead, 0.0) + seconds.pop(LEAD, 0.0)
     return seconds
 
 

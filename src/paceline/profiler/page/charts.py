@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from paceline.core.telemetry.spans import CHECKPOINT
+from paceline.core.telemetry.spans import CHECKPOINT, Span
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import notable_ranks
-from paceline.profiler.report.report import Report, Timeline
+from paceline.profiler.report.report import Report
 
 DEVIATIONS, LEAST_RATIO, ALWAYS = 6.0, 1.1, 2.0
 """An outlier is this many scaled median absolute deviations, and this ratio, above the rank's median. The ratio is for
@@ -64,70 +64,64 @@ def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlie
 
 
 def timeline_chart(report: Report) -> dict[str, Any] | None:
-    """Return a typical step, rank by rank; None if none was recorded in detail."""
+    """Return a typical step, rank by rank, in milliseconds; None if none was recorded in detail."""
     step = report.timeline
     if step is None or not any(step.spans):
         return None
-    saves = any(one.label == CHECKPOINT for row in step.spans for one in row)
-    return {"has_saves": saves, "data": timeline_data(step, report, notable_ranks(report, NOTABLE))}
-
-
-def timeline_data(step: Timeline, report: Report, notable: Sequence[int]) -> dict[str, Any]:
-    """Return the timeline in milliseconds, rounded to microseconds."""
 
     def short(seconds: float | None) -> float | None:
         return None if seconds is None else round(1e3 * seconds, 3)
 
-    spans = [[[one.label, short(one.start), short(one.end), one.bucket] for one in row] for row in step.spans]
-    ends = [one.end for row in step.spans for one in row]
-    ends += [one for bucket in step.buckets for one in bucket.finished if one is not None]
-    return {
-        "end": short(max(ends)),
-        "ranks": [one.rank for one in report.ranks],
-        "notable": list(notable),
-        "stragglers": [one.rank for one in report.stragglers],
-        "slices": spans,
+    def slice_of(span: Span) -> list[Any]:
+        return [span.label, short(span.start), short(span.end), span.bucket]
+
+    spans = [span for row in step.spans for span in row]
+    ends = [end for bucket in step.buckets for end in bucket.finished if end is not None]
+    data = {
+        "end": short(max([span.end for span in spans] + ends)),
+        "ranks": [info.rank for info in report.ranks],
+        "notable": notable_ranks(report, NOTABLE),
+        "stragglers": [slow.rank for slow in report.stragglers],
+        "slices": [
+            [[span.label, short(span.start), short(span.end), span.bucket] for span in row] for row in step.spans
+        ],
         "buckets": [
             {
-                "bucket": one.bucket,
-                "nbytes": one.nbytes,
-                "launched": [short(at) for at in one.launched],
-                "finished": [short(at) for at in one.finished],
+                "bucket": bucket.bucket,
+                "nbytes": bucket.nbytes,
+                "launched": [short(at) for at in bucket.launched],
+                "finished": [short(at) for at in bucket.finished],
             }
-            for one in step.buckets
+            for bucket in step.buckets
         ],
     }
+    return {"has_saves": any(span.label == CHECKPOINT for span in spans), "data": data}
 
 
 def step_chart(report: Report) -> dict[str, Any]:
-    """Return the chart of every step, and the outliers that took longest."""
-    outliers, width = find_outliers(report.step_seconds), bin_width(report)
-    return {
-        "width": width,
-        "most_drawn": MOST_DRAWN,
-        "metrics": [(name, shown) for name, (shown, _) in METRICS.items()],
-        "choices": [("-1", "none")] + [(str(at), f"rank {one.rank}") for at, one in enumerate(report.ranks)],
-        "slowest": sorted(outliers, key=lambda one: -one.seconds)[:10],
-        "data": step_data(report, outliers, width),
-    }
-
-
-def bin_width(report: Report) -> int:
-    """Return the number of steps per point that keeps each figure within ``MOST_POINTS``."""
-    return max(1, -(-len(report.steps) * len(report.ranks) // MOST_POINTS))
-
-
-def step_data(report: Report, outliers: Sequence[Outlier], width: int) -> dict[str, Any]:
-    """Return each metric of each rank over the steps, in milliseconds with four digits."""
+    """Return every step, in milliseconds with four digits, and the outliers that took longest."""
+    outliers = find_outliers(report.step_seconds)
+    # The number of steps per point that keeps each figure within the limit.
+    width = max(1, -(-len(report.steps) * len(report.ranks) // MOST_POINTS))
     metrics = {}
     for name, (_, parts) in METRICS.items():
         rows = _sums(report, parts) if parts else report.step_seconds
         metrics[name] = [_binned([row[at] for row in rows], width) for at in range(len(report.ranks))]
     return {
-        "ranks": [one.rank for one in report.ranks],
-        "steps": list(report.steps[::width]),
-        "metrics": metrics,
-        "outliers": [[report.steps[one.index], report.ranks[one.rank].rank, _short(one.seconds)] for one in outliers],
+        "width": width,
+        "most_drawn": MOST_DRAWN,
+        "metrics": [(name, shown) for name, (shown, _) in METRICS.items()],
+        "choices": [("-1", "none")] + [(str(at), f"rank {info.rank}") for at, info in enumerate(report.ranks)],
+        "slowest": sorted(outliers, key=lambda outlier: -outlier.seconds)[:10],
+        "data": {
+            "ranks": [info.rank for info in report.ranks],
+            "steps": list(report.steps[::width]),
+            "metrics": metrics,
+            "outliers": [
+                [report.steps[outlier.index], report.ranks[outlier.rank].rank, _short(outlier.seconds)]
+                for outlier in outliers
+            ],
+        },
     }
 
 

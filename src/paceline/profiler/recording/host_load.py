@@ -10,10 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.core.processes.control_groups import MOUNT, OWN, folders_of
+from paceline.core.processes.processor_time import processor_seconds
 from paceline.profiler.records.rank_file import RankRecord
 
 PROC = Path("/proc")
+MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Mount point of control groups, and the file with the groups of this process."""
 
 
 class HostLoad:
@@ -101,17 +103,18 @@ def core_numbers() -> list[int]:
 
 
 def quota(mount: Path = MOUNT, own: Path = OWN) -> float | None:
-    """Return the limit of control groups in cores; None without a limit.
-
-    Args:
-        mount: mount point of control groups.
-        own: a file with the groups of this process, such as ``/proc/self/cgroup``.
-    """
+    """Return the limit of control groups in cores; None without a limit."""
     limits = []
     with suppress(OSError, ValueError):
-        for inner, root in folders_of("cpu", mount, own):
-            # A group is also limited by the groups around it.
-            limits += [_limit(group) for group in (inner, *inner.parents) if group.is_relative_to(root)]
+        for line in own.read_text().splitlines():
+            hierarchy, controllers, path = line.split(":", 2)
+            # Version 2 (hierarchy 0) has all controllers at the mount point, version 1 has a folder for each.
+            if hierarchy == "0" or "cpu" in controllers.split(","):
+                root = mount if hierarchy == "0" else mount / "cpu"
+                # A container often sees its group at the mount point but reads the host's path, which need not exist.
+                inner = root / path.lstrip("/")
+                # A group is also limited by the groups around it.
+                limits += [_limit(group) for group in (inner, *inner.parents) if group.is_relative_to(root)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -149,17 +152,5 @@ def own_seconds() -> float:
     for children in (PROC / "self" / "task").glob("*/children"):
         # The thread may have ended in the meantime.
         with suppress(OSError):
-            for child in children.read_text().split():
-                running += _seconds_of(child)
+            running += sum(processor_seconds(int(child)) for child in children.read_text().split())
     return ended + running
-
-
-def _seconds_of(child: str) -> float:
-    """Return the core seconds of the process with the number `child`; 0 if it has ended."""
-    try:
-        # The second field, a program's name in parentheses, may itself hold spaces and parentheses.
-        fields = (PROC / child / "stat").read_text().rpartition(")")[2].split()
-        # User and system time are fields 14 and 15 in proc(5), and the first two are cut off here.
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return 0.0

@@ -97,8 +97,8 @@ class Session:
         self._wrapper: Any = None
         """The wrapper with most parameters."""
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._is_crowded = False
-        """Whether spans of the current step were dropped."""
+        self._is_crowded = self._has_loader = False
+        """Whether spans of the current step were dropped; whether a DataLoader gave a batch."""
         self._is_closed = self._is_over = False
         self._load = HostLoad()
         self._stacks = StackSampler()
@@ -155,8 +155,8 @@ class Session:
     def batch_came(self, iterator: Any, seconds: float) -> None:
         """Note that a DataLoader gave a batch, which took the loop `seconds` of a core."""
         self._loading += seconds
-        if not self._record.loaders_seen:
-            self._record.loaders_seen = True
+        if not self._has_loader:
+            self._has_loader = True
             _, _, self._record.workers = parts_of(iterator)
         self._thin_out()
 

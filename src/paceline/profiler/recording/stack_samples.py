@@ -104,5 +104,5 @@ def function_of(frame: FrameType | None) -> str:
 
 def between_spans(samples: Iterable[Sample], stretches: Sequence[tuple[str, float, float]]) -> list[str]:
     """Return the functions of the samples in the loop's own code, given the parts of a step."""
-    own = [(begin, end) for part, begin, end in stretches if part in (step_parts.OTHER, "lead")]
+    own = [(begin, end) for part, begin, end in stretches if part == step_parts.OTHER]
     return [name for moment, name in samples if any(begin <= moment < end for begin, end in own)]

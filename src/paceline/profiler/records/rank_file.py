@@ -67,8 +67,6 @@ class RankRecord:
     """Names and bytes of the wrapped parameters."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of ``parameters``, ``gradients``, ``optimizer`` and ``peak``."""
-    loaders_seen: bool = False
-    """Whether a DataLoader gave batches."""
     workers: int = 0
     """Workers of the DataLoader that gave the first batch."""
     own_code: dict[str, int] = field(default_factory=dict)

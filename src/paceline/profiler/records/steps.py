@@ -28,8 +28,6 @@ MOST = 10_000
 """Largest number of measured steps of a run."""
 MEETING = "meeting"
 """Name of the time in collectives, before it is split into bubbles and communication."""
-LEAD = "lead"
-"""Name of the time before the first forward outside spans."""
 _PARTS = {
     spans.DATA_WAIT: step_parts.DATA,
     spans.FORWARD: step_parts.FORWARD,
@@ -130,7 +128,8 @@ def cut_into_stretches(
     stretches: list[tuple[str, float, float]] = []
     meetings: list[Meeting] = []
     stack: list[tuple[float, str]] = []  # end and part of the spans that are open, the outermost first
-    now, outer, outer_end = start, LEAD, end  # the moment that the cut has come to, and the innermost span there
+    # The moment that the cut has come to, and the innermost span there.
+    now, outer, outer_end = start, step_parts.OTHER, end
     for label, begin, stop, _, group, _ in _outermost_first(spans):
         part = _PARTS.get(label)
         if part is None or stop <= start or begin >= end:
@@ -143,11 +142,6 @@ def cut_into_stretches(
         if begin > now:
             stretches.append((outer, now, begin))
             now = begin
-        if part == step_parts.FORWARD:  # from here on, time that no span covers is no longer LEAD
-            if stack:
-                stack[0] = (end, step_parts.OTHER)
-            else:
-                outer = step_parts.OTHER
         stack.append((outer_end, outer))
         outer_end = min(outer_end, stop)
         if outer not in _WHOLE:

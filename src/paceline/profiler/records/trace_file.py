@@ -1,14 +1,13 @@
-"""Files in Google's Trace Event Format: reads traces of torch's profiler, and writes Paceline's."""
+"""The traces that torch's profiler wrote, in Google's Trace Event Format."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.profiler.records.rank_file import RankRecord, trace_of
-from paceline.profiler.records.untrusted_files import new_file, parse, read_text
+from paceline.profiler.records.untrusted_files import parse, read_text
 
 Event = dict[str, Any]
 
@@ -29,12 +28,3 @@ def _read(file: Path) -> dict[str, Any]:
 def complete_events(trace: dict[str, Any]) -> list[Event]:
     """Return the events of `trace` with a duration."""
     return [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
-
-
-def write_events(file: Path, events: Iterable[Event]) -> None:
-    """Write `events` to `file`, one per line."""
-    with new_file(file) as out:
-        out.write('{\n"displayTimeUnit": "ms",\n"traceEvents": [\n')
-        for number, event in enumerate(events):
-            out.write((",\n" if number else "") + json.dumps(event, allow_nan=False))
-        out.write("\n]}\n")

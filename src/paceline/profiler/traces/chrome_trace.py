@@ -5,6 +5,7 @@ The format is Google's Trace Event Format; times are microseconds since the firs
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
-from paceline.profiler.records.trace_file import Event, write_events
+from paceline.profiler.records.trace_file import Event
+from paceline.profiler.records.untrusted_files import new_file
 
 SPANS = 10_000_000
 """Thread number of a rank's spans. torch's threads and streams have smaller numbers."""
@@ -24,8 +26,12 @@ _NS = 3
 
 
 def write_trace(folder: Path, facts: Facts) -> None:
-    """Write ``trace.json`` into the profile's `folder`."""
-    write_events(folder / "trace.json", trace_events(facts))
+    """Write ``trace.json`` into the profile's `folder`, one event per line."""
+    with new_file(folder / "trace.json") as file:
+        file.write('{\n"displayTimeUnit": "ms",\n"traceEvents": [\n')
+        for number, event in enumerate(trace_events(facts)):
+            file.write((",\n" if number else "") + json.dumps(event, allow_nan=False))
+        file.write("\n]}\n")
 
 
 def trace_events(facts: Facts) -> Iterator[Event]:

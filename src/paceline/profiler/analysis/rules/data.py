@@ -7,8 +7,7 @@ from statistics import fmean
 
 from paceline.profiler.analysis.confidence import MOSTLY, NOTABLE
 from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.rules.ranks import late_by_own_code
-from paceline.profiler.analysis.rules.words import BEFORE_FORWARD, function_of_own_code, part_sentence
+from paceline.profiler.analysis.rules.words import part_sentence
 from paceline.profiler.records.core_use import OTHERS, neighbours
 from paceline.profiler.report.report import Advice
 from paceline.profiler.report.step_parts import DATA
@@ -19,18 +18,9 @@ MOST_WORKERS = 8
 def data_loading(facts: Facts) -> Advice | None:
     """Detect a loop that waits for its batches."""
     share = facts.shares[DATA]
-    # Without a loader, this may be one rank's own code, which has another rule.
-    if share < NOTABLE or (not facts.has_loader and late_by_own_code(facts)):
+    if share < NOTABLE:
         return None
-    spent = f"{share * facts.length * 1e3:.1f} ms of a step"
-    if not facts.has_loader:
-        reason, function = f"{spent}, {share:.0%}, go by {BEFORE_FORWARD}", function_of_own_code(facts)
-        text = (
-            f"Look at the work {BEFORE_FORWARD}: cache what it computes, do it less often, or if it loads batches, do "
-            "so in a DataLoader with num_workers=…"
-        )
-        return _advice(facts, text, f"{reason}, much of it in {function}" if function else reason, share / 2)
-    reason = f"the loop waits {spent} for its batch, {share:.0%}"
+    reason = f"the loop waits {share * facts.length * 1e3:.1f} ms of a step for its batch, {share:.0%}"
     record = facts.records[0]
     batch, is_waiting = _batch(facts)
     count, then = _workers_and_step(facts, batch, is_waiting)

@@ -9,7 +9,7 @@ from statistics import correlation, fmean
 
 from paceline.profiler.analysis.confidence import MOSTLY, NOTABLE, ONE_CAUSE, WAKE_S, WORTH, late_since, was_seen
 from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.rules.words import BEFORE_FORWARD, OWN_CODE, function_of_own_code
+from paceline.profiler.analysis.rules.words import OWN_CODE, function_of_own_code
 from paceline.profiler.report.report import Advice
 from paceline.profiler.report.step_parts import BUBBLE, CHECKPOINT, COMPUTE, DATA, OTHER, WAITING
 
@@ -44,11 +44,10 @@ def straggler(facts: Facts) -> Advice | None:
     slow = facts.stragglers[0]
     own = facts.records[slow.rank]
     others = [record for record in facts.records if record is not own]
-    data = "waiting for data" if facts.has_loader else f"work {BEFORE_FORWARD}"
-    what = {OTHER: OWN_CODE, DATA: data}.get(slow.phase, slow.phase)
+    what = {OTHER: OWN_CODE, DATA: "waiting for data"}.get(slow.phase, slow.phase)
     during = f" in steps {slow.first_step} to {slow.last_step}"
     when = {"emerging": f" since step {slow.first_step}", "recovered": during}.get(slow.kind, "")
-    function = function_of_own_code(facts, slow.rank) if slow.phase in _own_parts(facts) else ""
+    function = function_of_own_code(facts, slow.rank) if slow.phase == OTHER else ""
     late = LateRank(slow.rank, what, slow.seconds, when, function)
     remedy = ""
     for name in ("cores", "threads"):
@@ -83,7 +82,7 @@ def own_code(facts: Facts) -> Advice | None:
         f"Look at {where}{late.when}: {how}",
         f"rank {late.rank}'s {OWN_CODE} takes {late.seconds * 1e3:.1f} ms longer in a step than the others'"
         f"{late.when}; they wait {facts.accounts.caused(late.rank) * 1e3:.1f} ms of a step for it on average",
-        _saved_by_one_rank(facts, fmean(facts.longer(late.rank, _own_parts(facts)).values())),
+        _saved_by_one_rank(facts, fmean(facts.longer(late.rank, OTHER).values())),
         late.headline(facts),
         ONE_CAUSE,
     )
@@ -91,11 +90,11 @@ def own_code(facts: Facts) -> Advice | None:
 
 def late_by_own_code(facts: Facts) -> LateRank | None:
     """Return the rank whose own code makes the others wait, in all steps or in a few, such as for saves."""
-    accounts, own_parts = facts.accounts, _own_parts(facts)
+    accounts = facts.accounts
     if facts.stragglers or len(facts.records) < 2 or not facts.is_firm:
         return None
     rank = max(range(len(facts.records)), key=accounts.caused)
-    longer = facts.longer(rank, own_parts)
+    longer = facts.longer(rank, OTHER)
     if not longer:
         return None
     delays = facts.delays(rank)
@@ -107,18 +106,12 @@ def late_by_own_code(facts: Facts) -> LateRank | None:
     if not was_seen([record.sampled_s * sum(record.own_code.values()) for record in facts.records], rank, lost):
         return None
     # Another reason, such as longer batches, costs more.
-    others = {*COMPUTE, DATA, CHECKPOINT}.difference(own_parts)
-    if any(fmean(facts.longer(rank, [part]).values()) > fmean(longer.values()) for part in others):
+    if any(fmean(facts.longer(rank, part).values()) > fmean(longer.values()) for part in (*COMPUTE, DATA, CHECKPOINT)):
         return None
     begin = late_since(list(longer.values()))
     when = "" if begin is None else f" since step {accounts.steps[list(longer)[begin]]}"
     seconds = fmean(list(longer.values())[begin or 0 :])
     return LateRank(rank, OWN_CODE, seconds, when, function_of_own_code(facts, rank))
-
-
-def _own_parts(facts: Facts) -> tuple[str, ...]:
-    """Return the parts of a step that may be the loop's own code."""
-    return (OTHER,) if facts.has_loader else (OTHER, DATA)
 
 
 def _saved_by_one_rank(facts: Facts, seconds: float) -> float:

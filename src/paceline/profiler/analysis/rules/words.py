@@ -9,8 +9,6 @@ from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.report import step_parts
 
 OWN_CODE = "own code in the loop"
-BEFORE_FORWARD = "before forward (data loading or own code)"
-"""Name of the time that counts as waiting for data without a DataLoader."""
 
 
 def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
@@ -31,9 +29,7 @@ def part_sentence(facts: Facts, part: str) -> str:
         # Without a cause, small differences in arrival are part of the cost of communication.
         return f"Communication takes {facts.waiting:.0%} of a step, waiting for each other included."
     return {
-        step_parts.DATA: f"The loop waits for data for {share} of the time."
-        if facts.has_loader
-        else f"Work {BEFORE_FORWARD} takes {share} of a step{much}.",
+        step_parts.DATA: f"The loop waits for data for {share} of the time.",
         step_parts.OPTIMIZER: f"The optimizer takes {share} of a step.",
         step_parts.CHECKPOINT: f"Saving checkpoints takes {share} of the time.",
         step_parts.OTHER: f"The loop's own code takes {share} of a step{much}.",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.launch.watching.stack_requests import ENGINE, PLACE, waiting_frames
 
@@ -43,13 +41,3 @@ def wait_in(stacks: str) -> Wait | None:
             break
         call = call if function in _WRAPPERS and call else function
     return Wait(call, "", is_sure)
-
-
-def processor_seconds(pid: int) -> float:
-    """Return the CPU time of a process, including all threads."""
-    try:
-        # After the last parenthesis, because the program's name may contain spaces and parentheses.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
