@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline.profiler.recording.program import Enough, run_program
 from paceline.profiler.recording.recorder import Session
-
-
-class Enough(SystemExit):
-    """Ends the program after the last requested step."""
 
 
 def _enough() -> NoReturn:
@@ -29,15 +25,6 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
     # By default SIGTERM ends Python immediately, without closing the record. A handler of the launcher stays.
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    is_module = program[0] == "-m"
-    sys.argv = program[1:] if is_module else program
-    script = os.path.abspath(program[0])
-    if not is_module:
-        # Python would put the script's folder first, but ``python -m`` puts the current one.
-        if sys.path[0] in ("", os.getcwd()):
-            del sys.path[0]
-        # Python resolves links here: modules are next to the target of a link.
-        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     session = Session(Path(settings.pop("folder")), on_enough=_enough, **settings)
     leave = os._exit
 
@@ -49,10 +36,7 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
     # os._exit() skips finally blocks and atexit functions.
     os._exit = close_and_leave
     try:
-        if is_module:
-            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
+        run_program(program)
     except SystemExit as error:
         # sys.exit() and sys.exit(0) count as success.
         session.close(None if not error.code else error)

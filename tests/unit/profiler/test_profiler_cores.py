@@ -151,8 +151,6 @@ def test_a_quota_counts_as_cores() -> None:
         ({"job/cpu.max": "150000 100000\n"}, "0::/job\n", 1.5),
         ({"job/cpu.max": "max 100000\n", "cpu.max": "400000 100000\n"}, "0::/job\n", 4.0),
         ({"cpu.max": "200000 100000\n"}, "0::/hosts/path\n", 2.0),
-        ({"cpu/job/cpu.cfs_quota_us": "50000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, "4:cpu,cpuacct:/job\n", 0.5),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, "4:cpu:/\n0::/\n", None),
         ({}, "4:memory:/job\n", None),
     ],
 )

@@ -79,7 +79,7 @@ REFUSED = {
     "mistyped recipe": (["train", "dgits"], "unknown recipe 'dgits'; did you mean digits?"),
     "mistyped recipe to profile": (["profile", "dgits"], "neither a recipe nor a file; did you mean digits?"),
     "no recipe": (["train", "--lr", "3"], "--lr needs a recipe; name one: digits, lm"),
-    "no value behind a recipe": (["compare", "digits", "--steps"], "--steps needs a value"),
+    "no value behind a recipe": (["compare", "digits", "--steps"], "Option '--steps' requires an argument"),
     "mistyped option": (["train", "digits", "--epohcs", "3"], "No such option: --epohcs; did you mean --epochs?"),
     "mistyped option of run": (["run", "--nporc", "3", "x.py"], "no option --nporc; did you mean --nproc?"),
     "help as a word": (["help"], "unknown command 'help'; did you mean paceline --help?"),
@@ -169,22 +169,23 @@ def test_options_of_a_recipe_may_stand_before_its_name(
     assert (told["seed"], told["epochs"]) == (3, 2)
 
 
-TAKES = {"--nproc": 1, "--steps": 1, "--both": 2, "--watch": 0, "--no-watch": 0}
 ORDERS = {
-    "before": ("--nproc 2 --watch digits --lr 1", "--nproc 2 --watch digits --lr 1"),
-    "behind": ("digits --nproc 2 --lr 1 --watch", "--nproc 2 --watch digits --lr 1"),
-    "around": ("--steps=3 digits --lr 1 --nproc=2", "--steps=3 --nproc=2 digits --lr 1"),
-    "two values": ("digits --both a b --lr 1", "--both a b digits --lr 1"),
-    "a script's": ("--watch digits.py --nproc 2", "--watch digits.py --nproc 2"),
-    "a script's argument like a recipe": ("train.py digits --nproc 2", "train.py digits --nproc 2"),
-    "a value like a recipe": ("--nproc lm train.py --steps 1", "--nproc lm train.py --steps 1"),
-    "nothing": ("", ""),
+    "before": ("--nproc 2 digits --lr 1", "digits", "2", "--lr 1"),
+    "behind": ("digits --nproc 2 --lr 1", "digits", "2", "--lr 1"),
+    "around": ("--steps=3 digits --resume --lr 1 --nproc=2", "digits", "2", "--resume --lr 1"),
+    "two values": ("digits --compare a b --lr 1", "digits", "auto", "--lr 1"),
+    "the recipe's help": ("--nproc 2 digits --help", "digits", "2", "--help"),
+    "a script's": ("digits.py --nproc 2", "digits.py", "auto", "--nproc 2"),
+    "a script's argument like a recipe": ("train.py digits --nproc 2", "train.py", "auto", "digits --nproc 2"),
+    "a value like a recipe": ("--nproc lm train.py --steps 1", "train.py", "lm", "--steps 1"),
 }
 
 
-@pytest.mark.parametrize(("given", "order"), ORDERS.values(), ids=ORDERS)
-def test_a_commands_own_options_stand_anywhere_with_a_recipe(given: str, order: str) -> None:
-    assert recipe_commands.own_first(given.split(), TAKES) == order.split()
+@pytest.mark.parametrize(("given", "target", "nproc", "rest"), ORDERS.values(), ids=ORDERS)
+def test_a_commands_own_options_stand_anywhere_with_a_recipe(given: str, target: str, nproc: str, rest: str) -> None:
+    command: Any = typer.main.get_command(cli.app)
+    context = command.commands["profile"].make_context("profile", given.split())
+    assert (context.params["target"], context.params["nproc"], context.args) == (target, nproc, rest.split())
 
 
 @dataclass(frozen=True)

@@ -431,7 +431,7 @@ REFUSED = {
     "wrong width": (["zoo.py:Small", "--input-shape", "17"], "zoo.py:Small with a batch of shape (1, 17)"),
     "forward that masks": (["zoo.py:Masks", "--input-shape", "16"], "The tensors have no values here"),
     "forward that exits": (["zoo.py:Exits", "--input-shape", "16"], "SystemExit: 3 ("),
-    "unknown device": (["zoo.py:Small", "--device", "tpu"], "--device=tpu is unknown; choose one of cpu, cuda"),
+    "unknown device": (["zoo.py:Small", "--device", "tpu"], "--device must be cpu or cuda, not 'tpu'"),
     "unknown optimizer": (["zoo.py:Small", "--optimizer", "adamx"], "torch has no optimizer 'adamx'"),
     "unknown option": (["zoo.py:Small", "--optimizer", "adamw+momentum"], "AdamW has no option 'momentum'"),
     "wrong option": (["zoo.py:Small", "--optimizer", "sgd+momentum=many"], "momentum=many"),

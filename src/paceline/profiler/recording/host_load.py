@@ -103,27 +103,23 @@ def core_numbers() -> list[int]:
 
 
 def quota(mount: Path = MOUNT, own: Path = OWN) -> float | None:
-    """Return the limit of control groups in cores; None without a limit."""
+    """Return the limit of control groups (version 2) in cores; None without a limit."""
     limits = []
-    with suppress(OSError, ValueError):
+    with suppress(OSError):
         for line in own.read_text().splitlines():
-            hierarchy, controllers, path = line.split(":", 2)
-            # Version 2 (hierarchy 0) has all controllers at the mount point, version 1 has a folder for each.
-            if hierarchy == "0" or "cpu" in controllers.split(","):
-                root = mount if hierarchy == "0" else mount / "cpu"
+            if line.startswith("0::"):
                 # A container often sees its group at the mount point but reads the host's path, which need not exist.
-                inner = root / path.lstrip("/")
+                group = mount / line.removeprefix("0::").lstrip("/")
                 # A group is also limited by the groups around it.
-                limits += [_limit(group) for group in (inner, *inner.parents) if group.is_relative_to(root)]
+                limits += [_limit(around) for around in (group, *group.parents) if around.is_relative_to(mount)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _limit(group: Path) -> float | None:
-    """Return the limit of one control group (version 2 or 1) in cores; None without a limit or a group."""
-    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):
-            time_, period = " ".join((group / name).read_text() for name in names).split()
-            return int(time_) / int(period) if time_ not in ("max", "-1") else None
+    """Return the limit of one control group in cores; None without a limit or a group."""
+    with suppress(OSError, ValueError):
+        time_, period = (group / "cpu.max").read_text().split()
+        return int(time_) / int(period) if time_ != "max" else None
     return None
 
 

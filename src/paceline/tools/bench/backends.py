@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +54,9 @@ def part_of_rank(count: int) -> slice:
     return slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
 
 
-def variants(op: str, count: int, backends: Sequence[str], gloo: Any) -> list[Variant]:
-    """Return the implementations of `op` on `count` float32; `gloo` is a Gloo group beside the default group."""
+@contextmanager
+def variants(op: str, count: int, backends: Sequence[str], gloo: Any) -> Iterator[list[Variant]]:
+    """Provide the implementations of `op` on `count` float32; `gloo` is a Gloo group beside the default group."""
     made: list[Variant] = []
     if "algorithms" in backends:
         made += [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
@@ -62,21 +64,13 @@ def variants(op: str, count: int, backends: Sequence[str], gloo: Any) -> list[Va
         made.append(_of_group(op, "gloo", torch.zeros(count), gloo))
     if "paceline" in backends:
         made.append(_of_group(op, "paceline", torch.zeros(count), None))
-        if op == "all_reduce" and (group := _shared_memory()) is not None:
-            made.append(_of_group(op, ZERO_COPY, group.allocate(count, torch.float32), None))
-    return made
-
-
-def release(made: Sequence[Variant]) -> None:
-    """Free the shared memory of these variants."""
-    for variant in made:
-        if variant.name == ZERO_COPY and (group := _shared_memory()) is not None:
-            group.free(variant.source)
-
-
-def _shared_memory() -> PacelineProcessGroup | None:
     group = dist.group.WORLD
-    return group if isinstance(group, PacelineProcessGroup) and group.native else None
+    with ExitStack() as stack:
+        if "paceline" in backends and op == "all_reduce" and isinstance(group, PacelineProcessGroup) and group.native:
+            shared = group.allocate(count, torch.float32)
+            stack.callback(group.free, shared)
+            made.append(_of_group(op, ZERO_COPY, shared, None))
+        yield made
 
 
 def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
@@ -90,15 +84,12 @@ def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
 
 def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
     """Return the collective of `group`. Reduce-scatter and all-gather need a second tensor for the part."""
-    if op == "reduce_scatter":
-        part = torch.zeros(tensor.numel() // dist.get_world_size())
-        return Variant(name, None, tensor, lambda: dist.reduce_scatter_tensor(part, tensor, group=group), part)
-    if op == "all_gather":
-        part = torch.zeros(tensor.numel() // dist.get_world_size())
-        return Variant(name, None, part, lambda: dist.all_gather_into_tensor(tensor, part, group=group), tensor)
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(tensor, group=group),
-        "broadcast": lambda: dist.broadcast(tensor, 0, group=group),
-        "reduce": lambda: dist.reduce(tensor, 0, group=group),
+    part = torch.zeros(tensor.numel() // dist.get_world_size())
+    calls: dict[str, tuple[Tensor, Callable[[], object], Tensor]] = {
+        "all_reduce": (tensor, lambda: dist.all_reduce(tensor, group=group), tensor),
+        "broadcast": (tensor, lambda: dist.broadcast(tensor, 0, group=group), tensor),
+        "reduce": (tensor, lambda: dist.reduce(tensor, 0, group=group), tensor),
+        "reduce_scatter": (tensor, lambda: dist.reduce_scatter_tensor(part, tensor, group=group), part),
+        "all_gather": (part, lambda: dist.all_gather_into_tensor(tensor, part, group=group), tensor),
     }
-    return Variant(name, None, tensor, calls[op], tensor)
+    return Variant(name, None, *calls[op])

@@ -35,10 +35,11 @@ class BenchConfig(ProgramConfig):
     def check(self, ranks: int) -> None:
         """Reject options that cannot work on `ranks` ranks."""
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if max(self.sizes) * ranks * COPIES > available:
+        needed = max(self.sizes) * ranks * COPIES
+        if needed > available:
             raise UsageError(
-                f"--sizes: {max(self.sizes)} bytes on {ranks} ranks need {max(self.sizes) * ranks * COPIES} bytes of "
-                f"memory, but this host has {available // 2**30} GiB; give smaller sizes"
+                f"--sizes: {max(self.sizes)} bytes on {ranks} ranks need {needed} bytes of memory, but this host has "
+                f"{available // 2**30} GiB; give smaller sizes"
             )
         check_file("--json", self.json)
         check_chart("--plot", self.plot)

@@ -13,7 +13,7 @@ from paceline.core.output.messages import say
 from paceline.core.processes.world import init
 from paceline.errors import PacelineError
 from paceline.launch.host_limits import cores
-from paceline.tools.bench.backends import Variant, part_of_rank, release, variants
+from paceline.tools.bench.backends import Variant, part_of_rank, variants
 from paceline.tools.bench.bench_config import ELEMENT, BenchConfig
 from paceline.tools.bench.report import report
 from paceline.tools.bench.rows import Row, fitted
@@ -39,9 +39,8 @@ def main(config_json: str) -> None:
                 say(f"measuring {op}")
             for size in config.sizes:
                 count = elements(op, size, world.size)
-                compared = variants(op, count, config.backends, gloo)
-                rows += _measure(op, count, compared, world.size)
-                release(compared)
+                with variants(op, count, config.backends, gloo) as compared:
+                    rows += _measure(op, count, compared, world.size)
         if world.is_main:
             host_cores = cores()
             model, rows = fitted(rows, host_cores)

@@ -82,13 +82,7 @@ def document(rows: Sequence[Row], model: Model | None, cores: int) -> dict[str, 
         "torch": torch.__version__,
         "model": None if model is None else model._asdict(),
         "rows": [
-            {
-                **asdict(row),
-                "seconds": row.seconds,
-                "quartiles": row.quartiles,
-                "algbw": row.algbw,
-                "busbw": row.busbw,
-            }
+            asdict(row) | {name: getattr(row, name) for name in ("seconds", "quartiles", "algbw", "busbw")}
             for row in rows
         ],
     }

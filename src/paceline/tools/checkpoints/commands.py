@@ -1,15 +1,33 @@
-"""The command-line interface of ``paceline checkpoint``; :mod:`.actions` implements the subcommands.
+"""The subcommands of ``paceline checkpoint``: list, verify, show and export.
 
-The functions import :mod:`.actions`, so that ``--help`` does not load torch.
+Modules that need torch are imported in functions, so that ``--help`` does not load it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import json as json_text
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from paceline.core.output.commands import Commands
+from paceline.core.output.tables import print_table
+from paceline.core.output.wording import counted, nbytes
+from paceline.errors import CheckpointError, NoCheckpoint, UsageError
+
+if TYPE_CHECKING:
+    from paceline.tools.checkpoints.inspection import Inspected, SavedObject, SavedTensor
+
+MOST_SHOWN = 20
+"""Maximum number of differences to print."""
 
 EXAMPLES = """Examples:
 
@@ -44,9 +62,28 @@ def list_checkpoints(
     The newest complete checkpoint, from which a run resumes, is marked latest; keep_best of the run decides which is
     best.
     """
-    from paceline.tools.checkpoints import actions
+    from paceline.tools.checkpoints import inspection
 
-    actions.list_checkpoints(folder, quick, json)
+    place, steps = inspection.locate(folder)
+    found = list(inspection.inspect(place, steps, every_byte=not quick))
+    complete = [each for each in found if not each.damages]
+    latest = complete[-1].step if complete else None
+    best = inspection.best_of(complete)
+    if json:
+        rows = [_summary(each) for each in found]
+        print_json({"folder": str(place), "latest": latest, "best": best, "checkpoints": rows})
+        return
+    table = make_table(">step", ">size", ">age", "state", "", "metadata")
+    for each in found:
+        roles = {"latest": each.step == latest, "best": each.step == best, "protected": each.notes.protected}
+        marks = ", ".join(role for role, holds in roles.items() if holds)
+        metadata = ", ".join(f"{key}={_short(value)}" for key, value in each.notes.metadata.items())
+        age = _age(time.time() - each.saved_at) if each.saved_at else ""
+        add_row(table, each.step, nbytes(each.nbytes), age, each.state, marks, metadata)
+    print_table(table)
+    for each in found:
+        for damage in each.damages:
+            warn(f"step {each.step} is {'of a newer format' if each.newer else 'damaged'}: {damage}")
 
 
 @checkpoint.command("verify")
@@ -65,9 +102,43 @@ def verify_checkpoints(
     Each damaged file is listed with the object whose tensors it holds. If several folders have a checkpoint of the
     same step, these are compared tensor by tensor, and the exit code is 1 if any tensor differs.
     """
-    from paceline.tools.checkpoints import actions
+    from paceline.tools.checkpoints import inspection
 
-    actions.verify_checkpoints(folders, step, json)
+    places: dict[tuple[Path, int], Path] = {}  # by resolved path, so that a folder named twice counts once
+    for folder in folders:
+        place, steps = inspection.locate(folder, step)
+        for each_step in steps:
+            places.setdefault((place.resolve(), each_step), place)
+    found = []
+    for (_, number), place in places.items():
+        for each in inspection.inspect(place, [number], every_byte=True):
+            found.append(each)
+            if not json:
+                _echo_verdict(each, "" if len(folders) == 1 else f" in {place}")
+    if not found:
+        raise NoCheckpoint(
+            f"the checkpoints in {folders[0]} have just been deleted; check whether a run is deleting them"
+        )
+    same_step = {number: [each for each in found if each.step == number and not each.newer] for _, number in places}
+    compared = {number: same for number, same in sorted(same_step.items()) if len(same) > 1}
+    different = [text for number, same in compared.items() for text in _differences(number, same)]
+    if json:
+        damaged = sorted({each.step for each in found if each.state == "damaged"})
+        rows = [_summary(each) for each in found]
+        print_json({"damaged": damaged, "differences": different, "checkpoints": rows})
+    else:
+        for text in different[:MOST_SHOWN]:
+            typer.echo(printable(text))
+        if len(different) > MOST_SHOWN:
+            typer.echo(f"and {len(different) - MOST_SHOWN} more differences; use --json to print all")
+        if compared and not different:
+            typer.echo("the copies are equal: every tensor bit by bit, and every plain value")
+        elif len(folders) > 1 and not compared:
+            typer.echo("no copies to compare: no step is in more than one folder")
+    if different or any(each.state == "damaged" for each in found):
+        raise typer.Exit(1)
+    if newer := [each for each in found if each.newer]:
+        raise UsageError(f"cannot verify step {newer[0].step}: {newer[0].damages[0]}")
 
 
 @checkpoint.command("show")
@@ -80,9 +151,25 @@ def show_checkpoint(
 
     This is quick, because tensors are not read; use verify to check them.
     """
-    from paceline.tools.checkpoints import actions
+    from paceline.tools.checkpoints import inspection
 
-    actions.show_checkpoint(folder, step, json)
+    found = _choose(folder, step, every_byte=False)
+    objects = inspection.contents(found)
+    known = found.manifest
+    assert known is not None, "a chosen checkpoint is not damaged"
+    if json:
+        versions = {"torch_version": known.torch_version, "paceline_version": known.paceline_version}
+        listed = [{**asdict(each), "nbytes": each.nbytes} for each in objects]
+        print_json({**_summary(found), "world_size": known.world_size, **versions, "objects": listed})
+        return
+    typer.echo(f"step {found.step} in {found.path}: {nbytes(found.nbytes)}, {_age(time.time() - found.saved_at)} old")
+    ranks = counted(known.world_size, "rank")
+    typer.echo(printable(f"saved by {ranks} with Paceline {known.paceline_version}, torch {known.torch_version}"))
+    for key, value in found.notes.metadata.items():
+        typer.echo(printable(f"metadata {key} = {_short(value)}"))
+    if found.notes.protected:
+        typer.echo("protected: never deleted to make room")
+    print_table(_contents_table(objects))
 
 
 @checkpoint.command("export")
@@ -97,6 +184,134 @@ def export_object(
     A file that ends in .pt, .pth, .bin or .ckpt is for torch.load. The checkpoint is verified first. Tied weights are
     stored under each of their names.
     """
-    from paceline.tools.checkpoints import actions
+    from paceline.tools.checkpoints import export as exporting
 
-    actions.export_object(folder, out, step, name)
+    target = exporting.check_target(out)
+    found = _choose(folder, step, every_byte=True)
+    assert found.manifest is not None, "a chosen checkpoint is not damaged"
+    try:
+        count, size = exporting.export(found.path, found.manifest, name, target)
+    # First, because a NoCheckpoint is also a CheckpointError.
+    except UsageError:
+        raise
+    except CheckpointError as error:
+        raise NoCheckpoint(str(error)) from error
+    typer.echo(f"{out}: {name!r} of step {found.step}, {_tensors(count)}, {nbytes(size)}")
+
+
+def _echo_verdict(found: Inspected, where: str) -> None:
+    from paceline.tools.checkpoints.compare_copies import count_tensors
+
+    if found.manifest is not None and not found.damages:
+        files = len(found.manifest.files) + 1  # including the manifest
+        count = _tensors(count_tensors(found.manifest))
+        typer.echo(printable(f"step {found.step}{where}: complete ({count} in {files} files, {nbytes(found.nbytes)})"))
+    for damage in found.damages:
+        typer.echo(printable(f"step {found.step}{where}: {found.state}: {damage}"))
+
+
+def _differences(step: int, same: Sequence[Inspected]) -> Iterator[str]:
+    """Yield the differences between the copies of `step`, compared with an undamaged copy if possible."""
+    from paceline.tools.checkpoints.compare_copies import differences
+
+    reference = next((each for each in same if not each.damages), same[0])
+    for other in same:
+        if other is not reference:
+            yield from (f"step {step} in {other.path.parent}: {text}" for text in differences(reference, other))
+
+
+def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:
+    """Return the checkpoint of `step`, or the newest complete one; warn about skipped checkpoints."""
+    from paceline.tools.checkpoints import inspection
+
+    found, skipped = inspection.newest(*inspection.locate(folder, step), every_byte)
+    for each in skipped:
+        warn(f"step {each.step} is skipped: {each.damages[0]}")
+    return found
+
+
+def _summary(found: Inspected) -> dict[str, Any]:
+    """Return the facts about a checkpoint, without its contents, for JSON."""
+    return {
+        "step": found.step,
+        "path": str(found.path),
+        "state": found.state,
+        "damages": found.damages,
+        "nbytes": found.nbytes,
+        "saved_at": found.saved_at or None,
+        "protected": found.notes.protected,
+        "metadata": found.notes.metadata,
+    }
+
+
+def _contents_table(objects: Sequence[SavedObject]) -> Table:
+    table = make_table("object", "rank", "tensor", "dtype", "shape", ">bytes")
+    for each in objects:
+        rank = "all" if each.rank is None else str(each.rank)
+        add_row(table, each.name, rank, _tensors(len(each.tensors)), "", "", f"{each.nbytes:,}")
+        for tensor in each.tensors:
+            size = f"{tensor.nbytes:,}" if tensor.tied_to is None else f"as {tensor.tied_to}"
+            add_row(table, "", "", f"  {tensor.name}", tensor.dtype, _shape(tensor), size)
+    return table
+
+
+def _shape(tensor: SavedTensor) -> str:
+    shape, piece = str(list(tensor.shape)), tensor.slice
+    return shape if piece is None else f"{shape}: {piece.start} to {piece.stop} of {list(piece.whole)}"
+
+
+def _tensors(count: int) -> str:
+    return counted(count, "tensor") if count else "plain values"
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        # At least two of a unit, because rounding less would be off by up to a half.
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def make_table(*columns: str) -> Table:
+    """Return a table without borders; a ``>`` in front of a column's name aligns it to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return table
+
+
+def add_row(table: Table, *cells: Any) -> None:
+    """Add a row of values as text without control characters."""
+    table.add_row(*(Text(printable(str(cell))) for cell in cells))
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters escaped."""
+    # Names and metadata come from untrusted files, and a terminal would execute escape sequences in them.
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def print_json(value: Any) -> None:
+    """Print `value` as JSON on stdout."""
+    typer.echo(json_text.dumps(_plain(value), indent=1))
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with strings in place of values that JSON does not support."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def warn(text: str) -> None:
+    """Print a warning on stderr."""
+    print(f"warning: {printable(text)}", file=sys.stderr)

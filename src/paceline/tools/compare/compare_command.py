@@ -81,7 +81,9 @@ def _run_ways(comparison: Comparison, ways: Sequence[Way], threads: int, folder:
     turns = folder / "turns"
     turns.write_bytes(b"")
     ranks = sum(way.ranks for way in ways)
-    arguments = comparison.arguments if comparison.config is None else [comparison.config.to_json()]
+    program = [comparison.target, *comparison.arguments]
+    if comparison.config is not None:
+        program = ["-m", "paceline.tools", f"recipes.{comparison.target}", comparison.config.to_json()]
     jobs = {}
     before = 0
     for way in ways:
@@ -90,8 +92,7 @@ def _run_ways(comparison: Comparison, ways: Sequence[Way], threads: int, folder:
             way.devices,
             comparison.steps,
             record=str(folder / f"{way.name}.json"),
-            is_recipe=comparison.config is not None,
-            arguments=[comparison.target, *arguments],
+            program=program,
             turns=(str(turns), before, ranks),
         )
         command = [sys.executable, "-u", "-m", "paceline.tools", "compare.measured_run", run.to_json()]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
-import runpy
 import sys
 import time
 import weakref
@@ -24,6 +22,7 @@ from paceline.core.state.unwrapping import unwrap
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
 from paceline.profiler.recording.environment import peak_memory
+from paceline.profiler.recording.program import Enough, run_program
 from paceline.tools.compare.adapters import substitute
 from paceline.tools.compare.modes import Run
 from paceline.tools.compare.turn_taking import TURN, Turns
@@ -42,15 +41,8 @@ def main(text: str) -> None:
     register_optimizer_step_post_hook(meter.stepped)
     # The output of programs that run side by side would mix with the comparison's own.
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
-    target, *arguments = run.arguments
     try:
-        if run.is_recipe:
-            importlib.import_module(f"paceline.tools.recipes.{target}").main(*arguments)
-        else:
-            sys.argv = run.arguments
-            # Python resolves links here, but run_path() leaves the path unchanged.
-            sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
-            runpy.run_path(target, run_name="__main__")
+        run_program(run.program)
     except Enough:
         return
     except SystemExit as stop:  # such as sys.exit(main())
@@ -60,10 +52,6 @@ def main(text: str) -> None:
         f"the program took {len(meter.seconds)} optimizer steps of a wrapped model, but a comparison needs "
         f"{WARM_UP + run.steps}: {WARM_UP} to warm up and --steps {run.steps}; train longer, or give a smaller --steps"
     )
-
-
-class Enough(SystemExit):
-    """Ends the program after the last measured step."""
 
 
 class Meter:

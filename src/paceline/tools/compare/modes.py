@@ -44,9 +44,8 @@ class Run(ProgramConfig):
     """Optimizer steps to time."""
     record: str
     """File for the measurements of rank 0."""
-    is_recipe: bool
-    arguments: list[str]
-    """Name of a recipe and its configuration as JSON, or a script and its arguments."""
+    program: list[str]
+    """A script, or ``-m`` and a module, and its arguments."""
     turns: tuple[str, int, int]
     """Arguments of :class:`~paceline.tools.compare.turn_taking.Turns`."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.core.option_rules import choice
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def estimate_memory(
     from paceline.tools.memory_estimate.optimizer_state import parse_optimizer
 
     counts, state = _positive("--nproc", nproc), parse_optimizer(optimizer)
-    _check_choice("--device", device, DEVICES)
+    choice("--device", device, DEVICES)
     weights, cast = _dtype("--dtype", dtype), _dtype("--autocast", autocast)
     batch = _batch(batch_size, sequence_length, input_shape)
     if autocast is not None and batch is None:
@@ -178,13 +179,4 @@ def _positive(option: str, text: str) -> list[int]:
 def _dtype(option: str, name: str | None) -> torch.dtype | None:
     import torch
 
-    if name is None:
-        return None
-    _check_choice(option, name, DTYPES)
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{option}={value} is unknown; choose one of {', '.join(choices)}")
+    return None if name is None else getattr(torch, choice(option, name, DTYPES))

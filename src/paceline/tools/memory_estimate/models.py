@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import MissingExtra, UsageError
-from paceline.tools.shared.hub import Absent, cached_config, fetch_all, one_line, quiet_libraries, work_offline
+from paceline.tools.shared.hub import cached_config, fetch, one_line, quiet_libraries, work_offline
 
 LABEL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
 """Endings of the transformers classes whose labels have the shape of their tokens."""
@@ -136,8 +136,8 @@ def _fetched(name: str) -> Path:
     if (cached := cached_config(name)) is None:
         from huggingface_hub import hf_hub_download
 
-        fetch = partial(hf_hub_download, name, "config.json")
-        fetch_all([Absent(f"the configuration of {name}", "the path of a config.json", fetch)])
+        download = partial(hf_hub_download, name, "config.json")
+        fetch(f"the configuration of {name}", "the path of a config.json", download)
         cached = cached_config(name)
     assert cached is not None
     return cached

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -38,7 +37,7 @@ LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
     ("max_restarts", int | None, None, typer.Option(metavar="N", help=MAX_RESTARTS_HELP)),
     ("report", str | None, None, typer.Option(metavar="FILE", help=REPORT_HELP)),
     *(
-        (name, kind if default is not None else kind | None, default, typer.Option(metavar=metavar, help=text))
+        (name, kind | None, default, typer.Option(metavar=metavar, help=text))
         for name, kind, default, metavar, text in OPTIONS
     ),
 )
@@ -53,29 +52,13 @@ class AroundRecipe(TyperCommand):
     """A command that also accepts its options after the name of a recipe, but not after a script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options = {name: option for option in self.params for name in (*option.opts, *option.secondary_opts)}
-        takes = {name: 0 if getattr(option, "is_flag", False) else option.nargs for name, option in options.items()}
-        return list(super().parse_args(ctx, own_first(args, takes)))
-
-
-def own_first(arguments: Sequence[str], takes: Mapping[str, int]) -> list[str]:
-    """Move the command's options, with their number of values in `takes`, before the recipe's name."""
-
-    def length(index: int) -> int:
-        return 1 + (0 if "=" in arguments[index] else takes.get(arguments[index], 0))
-
-    place = 0
-    while place < len(arguments) and arguments[place].startswith("-"):
-        place += length(place)
-    if place >= len(arguments) or arguments[place] not in RECIPES:
-        return list(arguments)
-    first, rest, index = list(arguments[:place]), [arguments[place]], place + 1
-    while index < len(arguments):
-        if (stop := index + length(index)) > len(arguments):
-            raise UsageError(f"{arguments[index]} needs a value; give one, or leave it out")
-        (first if arguments[index].partition("=")[0] in takes else rest).extend(arguments[index:stop])
-        index = stop
-    return [*first, *rest]
+        values, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        if values.get("target") in RECIPES:
+            # Parsing goes on behind the name, and leaves the options that it does not know to the recipe.
+            ctx.allow_interspersed_args = ctx.ignore_unknown_options = True
+            if not values.get("help"):
+                ctx.help_option_names = []  # --help behind the name is the recipe's
+        return list(super().parse_args(ctx, args))
 
 
 class Recipes(Commands):

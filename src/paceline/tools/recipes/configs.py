@@ -88,7 +88,7 @@ class MrpcConfig(TrainingOptions):
 
     def check(self) -> None:
         from paceline.tools.recipes import pairs
-        from paceline.tools.recipes.hugging_face import absent_model
+        from paceline.tools.recipes.hugging_face import fetch_model
 
         super().check()
         whole_number("--max-length", self.max_length, least=8)
@@ -108,11 +108,10 @@ class MrpcConfig(TrainingOptions):
                 f"--data {self.data}: no such folder; give MRPC's folder, or {ON_THE_HUB} for the hub's copy"
             )
         remedy = "--model FOLDER (a model saved with its tokenizer) or --random-init FOLDER (config.json and tokenizer)"
-        absent = absent_model(self.model, remedy) if self.random_init is None else []
+        if self.random_init is None:
+            fetch_model(self.model, remedy)
         if not in_folder and not pairs.hub_is_cached():
-            absent.append(hub.Absent(f"the data {ON_THE_HUB}", "--data FOLDER (with MRPC's TSV files)", pairs.read_hub))
-        # Together, so that without network one message names everything that is missing.
-        hub.fetch_all(absent)
+            hub.fetch(f"the data {ON_THE_HUB}", "--data FOLDER (with MRPC's TSV files)", pairs.read_hub)
         self.folder()
         if in_folder:
             self.pairs()  # reports a broken row before ranks start

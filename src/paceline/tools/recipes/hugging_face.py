@@ -23,14 +23,14 @@ PADDING = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>", "<|end_of_text|
 """Padding tokens for tokenizers without one; any token works, because it is masked."""
 
 
-def absent_model(name: str, remedy: str) -> list[hub.Absent]:
-    """Return the files to fetch for the model `name`, a name on the hub or a folder."""
+def fetch_model(name: str, remedy: str) -> None:
+    """Download the model `name`, unless that is a folder or in the cache."""
     if Path(name).is_dir():
-        return []
+        return
     if not HUB_NAME.fullmatch(name):
         raise UsageError(f"--model {name!r} is neither a folder nor the name of a model on the hub")
-    is_there = hub.cached_model(name) is not None
-    return [] if is_there else [hub.Absent(f"the model {name}", remedy, partial(hub.fetch_model, name))]
+    if hub.cached_model(name) is None:
+        hub.fetch(f"the model {name}", remedy, partial(hub.fetch_model, name))
 
 
 def folder_of(name: str, option: str = "--model") -> Path:

@@ -6,10 +6,8 @@ import os
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import UsageError
 
@@ -23,17 +21,6 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 OFFLINE = "HF_HUB_OFFLINE"
-
-
-@dataclass(frozen=True)
-class Absent:
-    """A model or dataset that is not in the cache."""
-
-    what: str
-    """Name in messages, such as ``the model gpt2``."""
-    remedy: str
-    """Options that avoid the download."""
-    fetch: Callable[[], Any]
 
 
 def work_offline() -> None:
@@ -52,21 +39,14 @@ def quiet_libraries() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def fetch_all(absent: Sequence[Absent]) -> None:
-    """Download the missing files."""
-    if not absent:
-        return
+def fetch(what: str, remedy: str, download: Callable[[], object]) -> None:
+    """Download `what`, which is not in the cache; `remedy` names the options that avoid it."""
     if (reason := out_of_reach()) is not None:
-        what, remedies = (" and ".join(getattr(each, name) for each in absent) for name in ("what", "remedy"))
-        are = "are" if len(absent) > 1 else "is"
-        raise UsageError(f"{what} {are} not on this machine, and {reason}; to run without a network, give {remedies}")
-    for each in absent:
-        try:
-            each.fetch()
-        except Exception as error:  # the libraries', of many classes
-            raise UsageError(
-                f"cannot download {each.what}: {one_line(error)}; try again, or give {each.remedy}"
-            ) from error
+        raise UsageError(f"{what} is not on this machine, and {reason}; to run without a network, give {remedy}")
+    try:
+        download()
+    except Exception as error:  # the libraries', of many classes
+        raise UsageError(f"cannot download {what}: {one_line(error)}; try again, or give {remedy}") from error
 
 
 def out_of_reach() -> str | None:

@@ -1,0 +1,27 @@
+"""Runs a program in this process, as Python itself would."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+
+class Enough(SystemExit):
+    """Ends the program after the last requested step."""
+
+
+def run_program(program: list[str]) -> None:
+    """Run a script, or ``-m`` and a module, with its arguments."""
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = program
+    script = os.path.abspath(program[0])
+    # Python would put the script's folder first, but ``python -m`` puts the current one.
+    if sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
+    # Python resolves links here: modules are next to the target of a link.
+    sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    runpy.run_path(script, run_name="__main__")
