@@ -23,7 +23,7 @@ from paceline import Checkpointer
 
 
 def states(parameters: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model of about so many parameters, and AdamW after its first step."""
+    """Return a model with about this number of parameters, and AdamW after its first step."""
     width = 1024
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(max(1, parameters // width**2))))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -35,7 +35,7 @@ def states(parameters: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def compute(seconds: float, size: int = 256) -> int:
-    """Multiply matrices for so long; return how many, each with a little Python around it."""
+    """Multiply matrices for `seconds`, and return the number of products."""
     matrix, count, end = torch.rand(size, size), 0, time.perf_counter() + seconds
     while time.perf_counter() < end:
         matrix @ matrix
@@ -44,7 +44,7 @@ def compute(seconds: float, size: int = 256) -> int:
 
 
 def multiply(count: int, size: int = 256) -> None:
-    """Do so many of :func:`compute`'s multiplications."""
+    """Compute `count` of :func:`compute`'s products."""
     matrix = torch.rand(size, size)
     for _ in range(count):
         matrix @ matrix

@@ -1,10 +1,10 @@
-"""Training steps of a compiled model: torch DDP, whose graphs DDPOptimizer cuts, and Paceline, inside and around.
+"""Training steps of a compiled model: torch DDP, with graphs cut by DDPOptimizer, and Paceline, inside and around.
 
-Bare is the compiled module without a wrapper, in one graph, followed by a barrier. Beside each time stands how well
-communication overlaps: the share of gradient bytes that were launched while at least a tenth of backward's computation
-lay ahead, and the time a step waited at the end of backward. The last launch counts as the end of computation, so where
-copying into buckets takes long the share is too high, as uncut graphs show. In "paceline, uncut" nothing is cut
-(``optimize_ddp`` is off), so that all gradients come at once.
+"bare" is the compiled module without a wrapper, in one graph, followed by a barrier. The other columns show how well
+communication overlaps: the share of gradient bytes launched before the last tenth of backward's computation, and the
+time that a step waits at the end of backward. The last launch counts as the end of computation, so a slow copy into
+buckets makes the share too high, as uncut graphs show. "paceline, uncut" does not cut graphs (``optimize_ddp`` is off),
+so all gradients arrive at once.
 Run by: paceline run --nproc 2 benchmarks/compiled.py --help
 """
 
@@ -84,7 +84,7 @@ def launches_of(variant: Variant, recorder: Recorder | None, steps: int) -> floa
     if not hasattr(model, "no_sync"):
         return None
     launches = Launches()
-    if recorder is None:  # torch's tells a hook
+    if recorder is None:  # torch DDP reports its launches to a hook
 
         def note_and_reduce(bucket: Any) -> Any:
             launches.add(time.perf_counter(), bucket.buffer().nbytes)

@@ -1,13 +1,13 @@
-"""Steps with ``check_compute_every=k`` beside steps without, in turns: the price of computing some slices twice.
+"""Steps with ``check_compute_every=k`` and without, in turns: the cost of computing some slices twice.
 
     paceline run --nproc 2 benchmarks/compute_check.py
 
-For the small GPT and the small MLP of ``same_bits.py``, with its eight slices in a step. A turn is as many steps as the
-largest k, so that each k has as many checks in each turn. A check computes one slice more on the slowest rank, sends a
-batch, and digests gradients on two ranks. The first step, in which every rank repeats a slice three times, is taken
-before the turns.
+Uses the small GPT and the small MLP of ``same_bits.py``, with its eight slices per step. A turn has as many steps as
+the largest k, so each k has the same number of checks in each turn. A check computes one more slice on the slowest
+rank, sends a batch, and digests gradients on two ranks. The first step, in which every rank repeats a slice three
+times, runs before the turns.
 
-Times are medians of turns on the slowest rank, and ratios medians of those of one round.
+Times are medians of turns on the slowest rank, and ratios are medians of the ratios within a round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of many kinds, by which ``paceline estimate-memory`` is compared with ranks that train: memory_estimate.py."""
+"""Models of many kinds for ``memory_estimate.py``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _joined(shape: tuple[int, ...]) -> str:
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norms, around which the input is added."""
+    """Two convolutions with batch norms and a residual connection."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Recurrent(nn.Module):
 
 
 class Embedded(nn.Module):
-    """Large tables of embeddings below a small network, as recommenders have them."""
+    """Large embedding tables below a small network, as in recommenders."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Vision(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A classifier of sequences with torch's own transformer layers, with dropout."""
+    """A classifier of sequences with torch's transformer layers and dropout."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class UNet(nn.Module):
 
 
 class Waves(nn.Module):
-    """Gated convolutions over sound, each with twice the dilation of the one before, as WaveNet has them."""
+    """Gated convolutions over sound with doubling dilation, as in WaveNet."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -180,9 +180,9 @@ class Waves(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3 × 3 convolution between two of 1 × 1, around which the input is added, as ResNet-50 and MobileNet have it.
+    """A 3 × 3 convolution between two 1 × 1 convolutions with a residual connection, as in ResNet-50 and MobileNet.
 
-    Where ``is_depthwise``, the inner one is wide, with one filter for each channel; else it is narrow.
+    The inner convolution is narrow, or wide with one filter per channel if `is_depthwise`.
     """
 
     def __init__(self, before: int, inner: int, after: int, stride: int, *, is_depthwise: bool = False) -> None:
@@ -272,7 +272,7 @@ def mlp_norm() -> nn.Module:
 
 
 def separable() -> nn.Module:
-    """Build depthwise and pointwise convolutions, as MobileNet has them."""
+    """Build depthwise and pointwise convolutions, as in MobileNet."""
     parts: list[nn.Module] = [nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.Hardswish()]
     for before, after in pairwise((32, 64, 128, 128, 256, 256, 512)):
         parts += [nn.Conv2d(before, before, 3, 1 if before == after else 2, 1, groups=before, bias=False)]
@@ -354,7 +354,7 @@ CASES = {
     "autoencoder": Case(autoencoder, 32, (3, 64, 64)),
     "vit": Case(vit, 4, (3, 96, 96)),
 }
-"""The ten by which constants were chosen."""
+"""The ten models for the choice of constants."""
 
 HELD_OUT = {
     "mlp_norm": Case(mlp_norm, 256, (1024,), optimizer="sgd+momentum"),
@@ -370,5 +370,5 @@ HELD_OUT = {
     "lstm_small": Case(lstm_small, 32, length=64, optimizer="adam"),
     "gpt_wide": Case(gpt_wide, 2, length=128, optimizer="sgd+momentum"),
 }
-"""Other layers, other optimizers. Gaps of convolutions were chosen by six: both U-Nets, ``separable``, ``bottlenecks``,
-``mobile`` and ``waves``; LSTMs by ``lstm_small``, other gaps by ``gpt_wide``; nothing by the rest."""
+"""Other layers and optimizers. Six of them served to choose the gaps of convolutions: both U-Nets, ``separable``,
+``bottlenecks``, ``mobile`` and ``waves``. ``lstm_small`` served for LSTMs, and ``gpt_wide`` for other gaps."""

@@ -55,7 +55,7 @@ def report(table: Table, name: str, results: Any, ranks: int | None = None) -> N
 
 
 def save(name: str, results: Any, ranks: int | None = None) -> Path:
-    """Keep `results` of `ranks` ranks, by default those of the process group; returns the file."""
+    """Write `results` to a dated file, and return its path; `ranks` defaults to the world size."""
     RESULTS.mkdir(exist_ok=True)
     today = date.today().isoformat()
     path = RESULTS / f"{today}-{name}.json"

@@ -1,22 +1,22 @@
-"""The host's time that a wrapper adds to a bare backward: hooks, bookkeeping, launches, shown by tiny tensors.
+"""The host time that a wrapper adds to a bare backward: hooks, bookkeeping and launches, measured with tiny tensors.
 
     layout     parameters   buckets
     small              16         3
     medium            160         8
-    large             290        15   as many parameters as SmolLM2-360M has
-    dense             161        29   as many parameters as ResNet-50 has
+    large             290        15   the number of parameters of SmolLM2-360M
+    dense             161        29   the number of parameters of ResNet-50
 
-Beside torch's reducer in its two faster settings, ``gradient_as_bucket_view`` and ``batched_grad_copy``, in a world of
-one and of two, in one run and in turns. A turn is the median of many backwards, and "added" is a turn less the bare
-turn of the same round. Three clocks: wall, CPU time of the thread that runs backward, and CPU time of the process,
-which counts Gloo's threads. Where cores are shared, the thread's is the steadiest. On GPUs it is the one that counts,
-because the reduction itself runs elsewhere.
+Compares with torch's reducer in its two faster settings, ``gradient_as_bucket_view`` and ``batched_grad_copy``, with
+one rank and with two, in one run and in turns. A turn is the median of many backwards, and "added" is a turn minus the
+bare turn of the same round. There are three clocks: wall time, CPU time of the thread that runs backward, and CPU time
+of the process, which includes Gloo's threads. On shared cores, the thread's time is the steadiest. On GPUs it is the
+relevant one, because the reduction itself runs elsewhere.
 
-In a world of one the backend does nothing: what is left is the reducer. Paceline has none there, because there is
-nothing to reduce; "paceline reducer" has one all the same. In a world of two "paceline on gloo" leaves the reduction to
-Gloo's threads, like torch's; "paceline" reduces in shared memory, in the thread of backward.
+With one rank, the backend is empty, so only the reducer's time remains. Paceline does not use a reducer on one rank;
+"paceline reducer" forces one. With two ranks, "paceline on gloo" leaves the reduction to Gloo's threads, like torch
+DDP; "paceline" reduces in shared memory, in the thread of backward.
 
-With --by-stage, where a steady backward of ours spends its time, for a layout or for a model of your own.
+--by-stage shows the time of each function in a steady backward of Paceline, for a layout or for your model.
 
 Run by: paceline run --nproc 2 benchmarks/host_overhead.py --help
 Decision 0051 has the results.
@@ -61,14 +61,14 @@ VIEWS, BATCHED = "torch views", "torch batched"
 
 @dataclass(frozen=True)
 class Layout:
-    """How many parameters a model has, and how many buckets they fill."""
+    """Numbers of parameters and buckets of a model."""
 
     parameters: int
     buckets: int
 
     @property
     def bucket_cap_mb(self) -> float:
-        """The capacity that gives so many buckets."""
+        """The capacity that results in this number of buckets."""
         return -(-self.parameters // self.buckets) * ELEMENTS * 4 / 2**20
 
 

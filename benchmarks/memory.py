@@ -1,7 +1,7 @@
-"""Peak memory of a training job: the bare module, torch DDP and Paceline, each in processes of its own, in one run.
+"""Peak memory of a training job: the bare module, torch DDP and Paceline, each in separate processes, in one run.
 
-Memory is the proportional set size of a rank, in which memory shared with other ranks is split among them, so that the
-ranks' sum is the job's memory. It is sampled while steps run. Paceline may take one bucket more than torch DDP with
+Memory is the proportional set size of a rank. It divides shared memory among the ranks that map it, so the sum over
+ranks is the job's memory. It is sampled while steps run. Paceline may take one bucket more than torch DDP with
 ``gradient_as_bucket_view=True``. Run by: python benchmarks/memory.py --help
 """
 

@@ -1,9 +1,9 @@
-"""Memory that ``paceline estimate-memory`` predicts, against the peak of ranks that train, on one rank and on two.
+"""Predictions of ``paceline estimate-memory`` compared with the peak memory of training, on one rank and on two.
 
-Each model trains in ranks of its own, as ``paceline run`` starts them. Measured is the peak of resident memory, as the
-kernel keeps it (VmHWM), beyond the resident memory after imports, those of the optimizer among them. Buckets that a
-rank maps from others are left out, so that the sum over ranks is what the job takes. Ten models are those by which
-constants were chosen first; others were kept apart from that. Run by: python benchmarks/memory_estimate.py --help
+Each model trains in separate ranks of ``paceline run``. The measured value is the peak of resident memory (VmHWM) minus
+the resident memory after imports, including those of the optimizer. Buckets mapped from other ranks are left out, so
+the sum over ranks is the job's memory. The constants of the estimate were chosen with ten of the models; the others are
+held out. Run by: python benchmarks/memory_estimate.py --help
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def train(name: str, steps: int, result: Path) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    dist.barrier()  # nobody has left: shares of shared memory count the ranks that map it
+    dist.barrier()  # all ranks still map the shared memory, which is divided among them
     peak, shared = read_bytes("status", "VmHWM", "RssShmem")
     (share,) = read_bytes("smaps_rollup", "Pss_Shmem")
     peaks = torch.tensor([peak - before - shared + share, peak - before], dtype=torch.float64)

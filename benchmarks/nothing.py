@@ -1,8 +1,8 @@
-"""A backend of torch.distributed that does nothing, for groups of one rank: what is left of a step is the reducer.
+"""An empty backend of torch.distributed for groups of one rank, so that a step's remaining time is the reducer's.
 
-It is C++, as Gloo and NCCL are, because torch's reducer would pay for calls into Python that ours does not notice.
-torch's own ``fake`` backend cannot stand under torch DDP: its futures hold no tensors. Compiled when first used, which
-takes a compiler, ninja and a minute.
+It is written in C++, like Gloo and NCCL, because calls into Python would slow down torch's reducer but not ours.
+torch's ``fake`` backend does not work with torch DDP, because its futures hold no tensors. It is compiled at the first
+use, which takes a compiler, ninja and a minute.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ c10::intrusive_ptr<Backend> make(int rank, int size) { return c10::make_intrusiv
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed as ``"nothing"``."""
+    """Register the backend with torch.distributed under :data:`NAME`."""
     compiled = cpp_extension.load_inline("paceline_nothing", SOURCE, functions="make", extra_cflags=["-O2"])
 
     def make(_store: Any, rank: int, size: int, _timeout: Any) -> Any:
         if size > 1:
-            raise ValueError(f"the backend {NAME!r} does nothing, so a group of {size} ranks would learn nothing")
+            raise ValueError(f"the backend {NAME!r} does not communicate, so it cannot serve a group of {size} ranks")
         return compiled.make(rank, size)
 
     dist.Backend.register_backend(NAME, make, devices=["cpu"])

@@ -1,8 +1,8 @@
-"""What the profiler's advice predicts, and what it saves: ``python benchmarks/profiler_advice.py``.
+"""Predicted and measured savings of the profiler's advice: ``python benchmarks/profiler_advice.py``.
 
-Each fault of ``faulty_training.py`` is profiled, and its remedy after it, in turns, because other load on the machine
-comes and goes. The last fault is none: two ranks do equal work, with and without other programs on their cores, and no
-advice may promise more than the noise.
+Each fault of ``faulty_training.py`` is profiled in turns with its remedy, because other load on the machine varies. The
+last case has no fault: two ranks do equal work, with and without other programs on their cores, and no advice may
+promise more than the noise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ADVICE = {
     "slow-half": ("straggler", "own-code"),
     "evaluation": ("own-code",),
 }
-"""The advice that each fault has to lead to, or either of two that name the same cause."""
+"""The expected advice for each fault; either one if two name the same cause."""
 RANK = {"hand-save": 0, "slow-rank": 1, "slow-rank-torch": 1, "slow-half": 1, "evaluation": 0}
 """The rank that has the fault."""
 BUSY = "while True: pass"
@@ -49,7 +49,7 @@ def profile(folder: Path, *arguments: Any) -> dict[str, Any]:
 
 
 def seconds(summary: dict[str, Any]) -> float:
-    """Return the mean seconds in which all ranks together take a sample."""
+    """Return the mean seconds per sample of all ranks together."""
     ranks = summary["parts_ms_per_step"].values()
     step = sum(sum(parts.values()) for parts in ranks) / len(ranks) / 1e3
     return float(step / summary["samples_per_step"])
@@ -57,7 +57,7 @@ def seconds(summary: dict[str, Any]) -> float:
 
 @contextmanager
 def others(busy: int) -> Iterator[None]:
-    """Keep `busy` programs running that never wait."""
+    """Keep `busy` programs running at full load."""
     with ExitStack() as stack:
         for _ in range(busy):
             rival = subprocess.Popen([sys.executable, "-c", BUSY])
@@ -67,20 +67,20 @@ def others(busy: int) -> Iterator[None]:
 
 
 def is_right(summary: dict[str, Any], fault: str) -> bool:
-    """Return whether the first advice is the one that `fault` has to lead to, and names the rank that has it."""
+    """Return whether the first advice is the expected one for `fault`, and names the right rank."""
     kinds = [one["kind"] for one in summary["advice"]]
     named = RANK.get(fault)
     return bool(kinds) and kinds[0] in ADVICE[fault] and (named is None or f"Rank {named} " in summary["headline"])
 
 
 def advised_workers(summary: dict[str, Any]) -> list[Any]:
-    """Return the option that gives the loader as many workers as the advice says."""
+    """Return the option for the number of loader workers that the advice recommends."""
     found = [re.search(r"num_workers=(\d+)", one["text"]) for one in summary["advice"]]
     return [option for match in found if match for option in ("--workers", match[1])]
 
 
 def trials(folder: Path, fault: str, steps: int, rounds: int) -> dict[str, Any]:
-    """Return what the advice on `fault` predicts, and what was measured, the median of `rounds`."""
+    """Return the predicted and the measured saving for `fault`, as the median of `rounds`."""
     predicted, measured, kinds, right = [], [], [], []
     for _ in range(rounds):
         before = profile(folder / fault, fault, steps)
@@ -101,7 +101,7 @@ def trials(folder: Path, fault: str, steps: int, rounds: int) -> dict[str, Any]:
 
 
 def loaded_runs(folder: Path, fault: str, steps: int, runs: int) -> dict[str, Any]:
-    """Return the verdicts on `fault` beside two other programs: the fault itself, or the load that hides it."""
+    """Return the verdicts on `fault` while two other programs run: the fault, or the load that hides it."""
     kinds, right = [], []
     with others(2):
         for _ in range(runs):
@@ -113,7 +113,7 @@ def loaded_runs(folder: Path, fault: str, steps: int, runs: int) -> dict[str, An
 
 
 def even_runs(folder: Path, steps: int, runs: int, busy: int) -> list[list[str]]:
-    """Return the advice on each of `runs` profiles of an even job, beside `busy` programs that never wait."""
+    """Return the advice on each of `runs` profiles of an even job while `busy` programs run at full load."""
     found = []
     with others(busy):
         for number in range(runs):

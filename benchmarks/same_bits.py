@@ -10,8 +10,7 @@ For a small GPT and a small MLP, with one global batch:
 - ``whole``: V virtual ranks against an ordinary step, whose rank computes its share at once. Here small slices cost.
 - ``half``: the same with half as many slices.
 
-Times are medians of turns, ratios are medians of those of one round, and
-every step has AdamW in it.
+Times are medians of turns, and ratios are medians of the ratios within a round. Every step includes AdamW.
 """
 
 from __future__ import annotations

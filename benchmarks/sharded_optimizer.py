@@ -1,7 +1,7 @@
-"""Whole training steps with a sharded optimizer, ours and torch's, beside unsharded ones, in turns in one run.
+"""Whole training steps with a sharded optimizer, Paceline's and torch's, and with unsharded ones, in turns in one run.
 
-With --memory, the peak of a rank's memory instead, of each variant in processes of its own, and the bytes of optimizer
-state on a rank. With --config CONFIG.json, of a language model in float32, too; SmolLM2-360M takes 5 to 8 GiB a rank.
+--memory measures the peak memory of a rank instead, for each variant in separate processes, and the bytes of optimizer
+state on a rank. --config CONFIG.json adds a language model in float32; SmolLM2-360M takes 5 to 8 GiB per rank.
 Run by: paceline run --nproc 2 benchmarks/sharded_optimizer.py --help; with --memory, without paceline run.
 """
 

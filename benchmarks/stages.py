@@ -1,7 +1,7 @@
-"""Where a steady backward of a wrapper spends its time: exclusive shares by function, from Python's own profiler.
+"""Time of each function in a steady backward of a wrapper, from Python's profiler.
 
-The profiler makes calls dearer than they are, so shares are scaled to what the wrapper adds to a bare backward without
-it, in CPU time of the thread.
+The profiler makes calls more expensive, so the shares are scaled to the CPU time of the thread that the wrapper adds to
+a bare backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PACKAGE = "/paceline/"
 
 
 class Stage(NamedTuple):
-    """One function of ours, with the functions written in C that it calls."""
+    """A function of Paceline, including the C functions that it calls."""
 
     where: str
     calls: float
@@ -37,7 +37,7 @@ class Stage(NamedTuple):
 
 
 def model_of(path: str) -> tuple[nn.Module, Tensor]:
-    """Return what the function ``FILE.py:NAME`` returns: a module, and a batch for it."""
+    """Call the function ``FILE.py:NAME``, and return its module and batch."""
     file, _, name = path.rpartition(":")
     module, batch = runpy.run_path(file)[name]()
     return module, batch
@@ -65,13 +65,13 @@ def _median(model: nn.Module, batch: Tensor, count: int) -> float:
 
 
 def stages(model: nn.Module, bare: nn.Module, batch: Tensor, count: int) -> list[Stage]:
-    """Return the stages of a steady backward of `model`, the dearest first. All ranks of its group call it.
+    """Return the stages of a steady backward of `model`, the most expensive first. All ranks of its group call it.
 
     Args:
         model: a wrapper.
-        bare: what it wraps, or a module like it, without the wrapper.
-        batch: for both.
-        count: backwards to measure.
+        bare: the wrapped module, or an equal one.
+        batch: a batch for both.
+        count: number of backwards to measure.
     """
     _backwards(model, batch, WARM, lambda run: run())
     gc.collect()
@@ -89,7 +89,7 @@ def stages(model: nn.Module, bare: nn.Module, batch: Tensor, count: int) -> list
             place = f"{file.rpartition(_PACKAGE)[2]} {name}"
             calls[place] += times
             shares[place] += exclusive
-        elif file == "~":  # in C: counted to the function of ours that called it
+        elif file == "~":  # a C function, which counts toward its caller
             for (caller, _, caller_name), (_, _, inside, _) in callers.items():
                 if _PACKAGE in caller:
                     shares[f"{caller.rpartition(_PACKAGE)[2]} {caller_name}"] += inside
@@ -99,7 +99,7 @@ def stages(model: nn.Module, bare: nn.Module, batch: Tensor, count: int) -> list
 
 
 def table_of(title: str, found: list[Stage], rows: int) -> Table:
-    """Return a table of the dearest stages, and what is left."""
+    """Return a table of the most expensive stages, and of the rest."""
     table = Table("µs", "share", "calls", "function", title=title, title_justify="left")
     total = sum(stage.seconds for stage in found) or 1.0
     for stage in found[:rows]:
@@ -111,5 +111,5 @@ def table_of(title: str, found: list[Stage], rows: int) -> Table:
 
 
 def exists(path: str) -> bool:
-    """Return whether ``FILE.py:NAME`` names a file that is there."""
+    """Return whether the file of ``FILE.py:NAME`` exists."""
     return Path(path.rpartition(":")[0]).is_file()

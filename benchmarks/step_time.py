@@ -66,7 +66,7 @@ def copy_of_gradients(workload: Workload) -> Callable[[], None]:
 
 
 def reduction_of_gradients(workload: Workload) -> Callable[[], None]:
-    """Return a function that reduces as many gradients where they lie, in buckets of Paceline's capacity."""
+    """Return a function that reduces as many gradients in place, in buckets of Paceline's capacity."""
     group = dist.distributed_c10d._get_default_group()
     assert isinstance(group, PacelineProcessGroup)
     flat = group.allocate(sum(shape.numel() for shape in shapes_of(workload)), torch.float32)

@@ -1,8 +1,7 @@
-"""Tables of compute times with and without slow ranks, of many kinds, for ``straggler_detection.py``.
+"""Tables of compute times of many kinds, with and without slow ranks, for ``straggler_detection.py``.
 
-A table is made of noise, of a plan of who is slow when, and of what all tables have: steps that take all ranks longer.
-The rule of `find_stragglers` was made with the kinds in `NOISES` and `PLANS`; those in `OTHER_NOISES` and `OTHER_PLANS`
-were only measured.
+A table combines noise, a plan of slow ranks, and steps that take all ranks longer. The rule of `find_stragglers` was
+developed with the kinds in `NOISES` and `PLANS`; `OTHER_NOISES` and `OTHER_PLANS` were only used to measure it.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Noise = Callable[[Generator, int, int, float], Array]
-"""Makes factors of times of shape (steps, ranks), with a median near 1, from a scale such as 0.1 for 10 %."""
+"""Returns factors of times of shape (steps, ranks) with a median near 1; a scale of 0.1 means 10 %."""
 
 
 @dataclass
 class Plan:
-    """Who is slow when: factors of times, and the first and last slow step of each slow rank."""
+    """The slow ranks: factors of times, and the first and last slow step of each."""
 
     factors: Array
     slow: dict[int, tuple[int, int]] = field(default_factory=dict)
     begins: dict[int, int] = field(default_factory=dict)
-    """Steps that may pass from the first slow one until a rank counts as slow: it gets slower bit by bit."""
+    """Steps from the first slow one until a rank counts as slow, for ranks that slow down gradually."""
 
     def slow_down(self, rank: int, first: int, end: int, factor: float) -> None:
-        """Make `rank` slower in the steps from `first` to before `end`."""
+        """Make `rank` slower from step `first` up to, but not including, `end`."""
         self.factors[first:end, rank] *= factor
         self.slow[rank] = (first, end - 1)
 
     def ramp(self, rank: int, first: int, top: int, factor: float) -> None:
-        """Make `rank` slower from `first` to `top`, and leave it so."""
+        """Make `rank` gradually slower from step `first` to `top`."""
         self.factors[first:top, rank] *= np.linspace(1, factor, top - first)
         self.factors[top:, rank] *= factor
         self.slow[rank] = (first, len(self.factors) - 1)
@@ -42,7 +41,7 @@ class Plan:
 
 
 Planner = Callable[[Generator, int, int, float], Plan]
-"""Makes a plan for (steps, ranks), with a factor of slow steps."""
+"""Returns a plan for (steps, ranks) and the factor of slow steps."""
 
 
 def gaussian(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
@@ -58,7 +57,7 @@ def heavy_tails(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
 
 
 def lasting(draw: Generator, steps: int, ranks: int, scale: float, kept: float = 0.6) -> Array:
-    """Return noise in which each step keeps a part of the one before."""
+    """Return noise that carries over in part from each step to the next."""
     noise = draw.standard_normal((steps, ranks))
     for step in range(1, steps):
         noise[step] = kept * noise[step - 1] + (1 - kept**2) ** 0.5 * noise[step]
@@ -66,7 +65,7 @@ def lasting(draw: Generator, steps: int, ranks: int, scale: float, kept: float =
 
 
 def shocks(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
-    """Return noise of ranks in steps that are longer or shorter for all, with a pause of all every few steps."""
+    """Return noise of ranks in steps of varying length, with a common pause every few steps."""
     common = np.exp(0.3 * draw.standard_normal((steps, 1)))
     common[:: int(draw.integers(7, 60))] *= 3
     return log_normal(draw, steps, ranks, scale) * common
@@ -86,7 +85,7 @@ def missing(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
 
 
 def spikes(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
-    """Return noise with a few steps in which a rank's data come late."""
+    """Return noise with a few steps that wait for late data on one rank."""
     return gaussian(draw, steps, ranks, scale) + (draw.random((steps, ranks)) < 0.03) * draw.uniform(
         0.5, 4, (steps, ranks)
     )
@@ -106,7 +105,7 @@ def uneven(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
 
 
 def pauses(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
-    """Return noise with pauses of every rank in its own steps, and saves on rank 0."""
+    """Return noise with pauses of each rank in different steps, and saves on rank 0."""
     noise = gaussian(draw, steps, ranks, scale)
     every = int(draw.integers(10, 50))
     for rank in range(ranks):
@@ -116,13 +115,13 @@ def pauses(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
 
 
 def swing(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
-    """Return noise of ranks whose steps get longer and shorter together, slowly."""
+    """Return noise of ranks whose steps slowly get longer and shorter together."""
     period = draw.uniform(0.1, 1.5) * steps
     return gaussian(draw, steps, ranks, scale) * (1.5 + np.sin(np.arange(steps) / period * 6.28))[:, None]
 
 
 def long_lasting(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
-    """Return noise of which a part lasts for tens of steps."""
+    """Return noise, part of it constant for tens of steps."""
     slow = lasting(draw, steps, ranks, scale / 4, 0.9)
     return log_normal(draw, steps, ranks, scale) * slow
 
@@ -132,7 +131,7 @@ def coarse(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
 
 
 def gaps(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
-    """Return noise of ranks of which some come late or are away for a while."""
+    """Return noise of ranks that start late or are missing for a while."""
     noise = log_normal(draw, steps, ranks, scale)
     for rank in draw.permutation(ranks)[: ranks // 4].tolist():
         first = int(draw.integers(steps))
@@ -164,7 +163,7 @@ def one(draw: Generator, steps: int, ranks: int, factor: float) -> Plan:
 
 
 def several(draw: Generator, steps: int, ranks: int, factor: float) -> Plan:
-    """Make several ranks slow from the start, half of all at most."""
+    """Make several ranks slow from the start, at most half of them."""
     plan = _plan(steps, ranks)
     for rank in draw.permutation(ranks)[: int(draw.integers(1, ranks // 2 + 1))].tolist():
         plan.slow_down(rank, 0, steps, factor * draw.uniform(1, 1.2))
@@ -184,14 +183,14 @@ def halfway(draw: Generator, steps: int, ranks: int, factor: float) -> Plan:
 
 
 def slower(draw: Generator, steps: int, ranks: int, factor: float) -> Plan:
-    """Make one rank slower bit by bit, to the end."""
+    """Make one rank gradually slower to the end."""
     plan = _plan(steps, ranks)
     plan.ramp(int(draw.integers(ranks)), int(steps * draw.uniform(0.1, 0.5)), steps, factor)
     return plan
 
 
 def among_steady(draw: Generator, steps: int, ranks: int, factor: float) -> Plan:
-    """Make one rank slow halfway, where others are 10 % slower all the time."""
+    """Make one rank slow halfway, while others are always 10 % slower."""
     plan = halfway(draw, steps, ranks, factor)
     some = draw.permutation(ranks)[: int(draw.integers(1, max(2, ranks // 2)))]
     plan.factors[:, some] *= 1.1
@@ -214,7 +213,7 @@ def half(draw: Generator, steps: int, ranks: int, factor: float) -> Plan:
 
 
 def bursts(draw: Generator, steps: int, ranks: int, factor: float) -> Plan:
-    """Make one rank slow for some tens of steps, again and again."""
+    """Make one rank repeatedly slow for tens of steps."""
     plan, rank = _plan(steps, ranks), int(draw.integers(ranks))
     length, first = int(draw.integers(10, 30)), int(draw.integers(steps // 4))
     for begin in range(first, steps - length, 2 * length):
@@ -224,7 +223,7 @@ def bursts(draw: Generator, steps: int, ranks: int, factor: float) -> Plan:
 
 
 def host(draw: Generator, steps: int, ranks: int, factor: float) -> Plan:
-    """Make the ranks of a host slow from some step on, together."""
+    """Make all ranks of a host slow from some step on."""
     plan, first = _plan(steps, ranks), int(steps * draw.uniform(0.2, 0.8))
     at = int(draw.integers(4)) * ranks // 4
     for rank in range(at, at + max(1, ranks // 4)):
@@ -249,14 +248,14 @@ def plateau(draw: Generator, steps: int, ranks: int, factor: float) -> Plan:
 
 
 def among_a_fleet(draw: Generator, steps: int, ranks: int, factor: float) -> Plan:
-    """Make one rank slow halfway, where all differ by a few percent."""
+    """Make one rank slow halfway, while all differ by a few percent."""
     plan = halfway(draw, steps, ranks, factor)
     plan.factors *= draw.uniform(0.93, 1.07, ranks)
     return plan
 
 
 def one_of_a_fleet(draw: Generator, steps: int, ranks: int, factor: float) -> Plan:
-    """Make one rank slow from the start, where all differ by a few percent."""
+    """Make one rank slow from the start, while all differ by a few percent."""
     plan = one(draw, steps, ranks, factor)
     plan.factors *= np.exp(0.03 * draw.standard_normal(ranks)).clip(0.94, 1.06)
     return plan

@@ -1,18 +1,17 @@
-"""Steps of ranks of which one is slower, with equal slices and with slices by speed, in turns.
+"""Steps of ranks with one slower rank, with equal slices and with slices by speed, in turns.
 
     paceline run --nproc 2 benchmarks/unlike_devices.py
     paceline run --nproc 4 benchmarks/unlike_devices.py --kinds sleep
 
-The last rank is slower by 1.5, 2 and 3 times. Two kinds of devices:
+The last rank is slower by 1.5, 2 and 3 times. There are two kinds of devices:
 
-- ``work``: the slow rank computes forward and backward of more samples than it has, in proportion. That is load on its
-  core, so every rank must have a core of its own.
-- ``sleep``: every rank sleeps 2 ms for each of its samples, and the slow one longer, beside a small model. It stands
-  for a device, whose time is in proportion to its samples and takes no core of the others: a fair model of a slow
-  device where ranks are more than cores.
+- ``work``: the slow rank runs forward and backward on proportionally more samples than it has. This is load on its
+  core, so every rank must have a separate core.
+- ``sleep``: every rank sleeps 2 ms per sample, the slow one longer, in addition to a small model. This models a slow
+  device without using the cores of other ranks, so it also works with more ranks than cores.
 
-The harmonic ideal is B / Σ v for B samples and v samples a second on each rank, taken from what ranks need for a sample
-in the run with equal slices, without waiting. Times are medians of steps.
+The harmonic ideal is B / Σ v for B samples and speeds of v samples per second, computed from each rank's time per
+sample without waiting, in the run with equal slices. Times are medians of steps.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Device:
         self.kind, self.factor, self.net = kind, factor, copy.deepcopy(net)
 
     def lose_time(self, x: Tensor) -> None:
-        """Take the time for the samples `x` that this device needs beyond forward and backward."""
+        """Spend the time that this device needs for the samples `x` beyond forward and backward."""
         if self.kind == "sleep":
             time.sleep(SLEEP_S * self.factor * len(x))
         elif more := round((self.factor - 1) * len(x)):
