@@ -1,9 +1,9 @@
-"""Take the pictures of docs/index.md again: ``make gallery``. It takes two minutes, and headless Chromium.
+"""Take the pictures of docs/index.md again: ``make gallery``. Takes two minutes and needs headless Chromium.
 
     scripts/gallery.py               all of them, into docs/pictures/gallery
     scripts/gallery.py explain top   some of them
 
-Each picture is of what a command shows today: a page that it writes, or its lines on a terminal.
+Each picture shows the current output of a command: a page, or lines on a terminal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PICTURES = ROOT / "docs" / "pictures" / "gallery"
 COMMAND = [sys.executable, "-m", "paceline"]
 COLUMNS = 150
 LETTER, LINE, MARGIN = 8.43, 20, 16
-"""Width of a letter of 14 pixels, and height of a line and width of the space around them, in pixels."""
+"""Width of a 14-pixel letter, height of a line, and margin, in pixels."""
 TIMEOUT_S = 300
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
@@ -41,7 +41,7 @@ world = paceline.init()
 model = paceline.DistributedDataParallel(torch.nn.Linear(256, 256))
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(100_000):
-    time.sleep(0.03 * world.rank)  # as if rank 1 had more to do
+    time.sleep(0.03 * world.rank)  # rank 1 is slow
     model(torch.randn(64, 256)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -49,10 +49,10 @@ for _ in range(100_000):
 
 
 def screenshot(page: Path, out: Path, width: int, height: int) -> None:
-    """Take a picture of the top of `page`, so many pixels of it."""
+    """Take a picture of the top of `page`, of `width` × `height` pixels."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
-        raise SystemExit("there is no Chromium here; on Debian: apt-get install chromium")
+        raise SystemExit("Chromium is not installed; on Debian, run: apt-get install chromium")
     with tempfile.TemporaryDirectory() as profile:
         options = [f"--user-data-dir={profile}", f"--window-size={width},{height}", "--virtual-time-budget=5000"]
         command = [browser, *FLAGS, *options, f"--screenshot={out}", page.as_uri()]
@@ -61,7 +61,7 @@ def screenshot(page: Path, out: Path, width: int, height: int) -> None:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    """Run ``paceline`` in `folder` as on a terminal with colours, and return what it prints."""
+    """Run ``paceline`` in `folder` as on a color terminal, and return its output."""
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
     done = subprocess.run(
         [*COMMAND, *arguments], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, timeout=TIMEOUT_S
@@ -72,13 +72,13 @@ def run(folder: Path, *arguments: str) -> str:
 
 
 def terminal(shown: str, command: str, folder: Path, out: Path) -> None:
-    """Take a picture of a terminal in which `command` has printed `shown`."""
+    """Take a picture of a terminal with `command` and its output `shown`."""
     lines = Text.from_ansi(f"$ {command}\n\n{shown.strip()}").split()
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, color_system="truecolor", force_terminal=True)
         console.print(Text("\n").join(lines), soft_wrap=True)
     code = console.export_html(inline_styles=True, code_format="{code}")
-    # export_html() gives what is inside a <pre>.
+    # export_html() returns the contents of a <pre> element.
     style = f"margin: {MARGIN}px; font: 14px/{LINE}px 'DejaVu Sans Mono', monospace; color: #14171a"
     page = folder / "terminal.html"
     page.write_text(f'<!DOCTYPE html><meta charset="utf-8"><pre style="{style}">{code}</pre>', "utf-8")
@@ -116,7 +116,7 @@ def top(folder: Path, out: Path) -> None:
     (folder / "train.py").write_text(SLOW_RANK)
     job = subprocess.Popen([*COMMAND, "run", "--nproc", "2", "train.py"], cwd=folder)
     try:
-        time.sleep(15)  # until it has made some hundred steps, of which the view tells the average
+        time.sleep(15)  # for some hundred steps, because the view shows their average
         shown = run(folder, "top", "--job", str(job.pid))
     finally:
         job.send_signal(signal.SIGINT)
@@ -134,7 +134,7 @@ TAKEN: dict[str, Callable[[Path, Path], None]] = {
 
 
 def main() -> int:
-    """Take the pictures that the command line names, or all."""
+    """Take the pictures named on the command line, or all of them."""
     parser = argparse.ArgumentParser(prog="gallery", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(TAKEN)}; by default all")
     parser.add_argument("--out", type=Path, default=PICTURES, help="the folder of the pictures")

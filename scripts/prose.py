@@ -1,10 +1,10 @@
 """Counts phrases that read as if translated, in docstrings, comments, error messages and Markdown.
 
     python scripts/prose.py                  # phrases per 10,000 words in source, docs and README
-    python scripts/prose.py --show docs      # where they are
+    python scripts/prose.py --show docs      # list them
 
-`house.py` checks the rates against ``budget.json``. They are a thermometer: rewrite the sentence, do not
-swap the word.
+`house.py` checks the rates against ``budget.json``. The rates are only an indicator: rewrite the whole sentence instead
+of replacing the phrase.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Run the notebooks in their folder, and keep their outputs: ``make notebooks``.
+"""Run the notebooks and save their outputs: ``make notebooks``.
 
-Cells that are meant to fail have the tag ``raises-exception``; any other error ends this with its traceback.
+Cells that fail on purpose have the tag ``raises-exception``; any other error ends the script with its traceback.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ TIMEOUT_S = 120
 
 
 def run(path: Path) -> float:
-    """Run the notebook at `path`, write it back with its output, and return the seconds that took."""
+    """Run the notebook at `path`, save it with its outputs, and return the seconds."""
     notebook: Any = nbformat.read(path, as_version=4)
     began = time.perf_counter()
     NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(path.parent)}}).execute()
     seconds = time.perf_counter() - began
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # when it was run
+        cell.metadata.pop("execution", None)  # times
     notebook.metadata = {name: notebook.metadata[name] for name in ("kernelspec",)}
     nbformat.write(notebook, path)
     return seconds

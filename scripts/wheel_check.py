@@ -1,9 +1,9 @@
-"""Build the sdist and, from it, the wheel; install that into a new environment and train there: ``make wheel-check``.
+"""Build the sdist and the wheel, install the wheel into a new environment, and train there: ``make wheel-check``.
 
-1. The sdist holds every file of the repository.
-2. The wheel, built from the sdist alone, is installed with the versions of constraints.txt into an environment that
-   knows nothing of the source tree, and its metadata carry the README.
-3. In an empty folder the commands of a first quarter of an hour run: version, env, explain, and a short training.
+1. The sdist contains every file of the repository.
+2. The wheel is built from the sdist alone, and its metadata contain the README. It is installed with the versions of
+   constraints.txt into an environment without access to the source tree.
+3. A newcomer's first commands run in an empty folder: version, env, explain, and a short training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 TIMEOUT_S = 900
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-"""Without PYTHONPATH, which could lead to the source tree."""
+"""The environment without PYTHONPATH, which may contain the source tree."""
 IMPORTED = """
 import paceline, importlib.metadata
 print(paceline.__file__)
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def run(folder: Path, *command: str) -> str:
-    """Run `command` in `folder`; its stdout, which is shown only if it fails."""
+    """Run `command` in `folder`, and return its stdout, which is printed only after a failure."""
     print("  " + " ".join(command), flush=True)
     done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode != 0:
@@ -56,7 +56,7 @@ def tracked(*folders: str) -> list[str]:
 
 
 def copy_sources(place: Path) -> Path:
-    """Copy the repository's files alone, because leftovers of an earlier build would get into the sdist."""
+    """Copy only tracked files, because leftovers of an earlier build would get into the sdist."""
     for name in tracked():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, place / name)
@@ -90,7 +90,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def install(wheel: Path, place: Path) -> Path:
-    """A new environment with the wheel; its folder of commands."""
+    """Install the wheel into a new environment, and return its folder of commands."""
     venv.create(place, with_pip=True)
     commands = place / "bin"
     options = ("--quiet", "--no-compile", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt"))

@@ -23,7 +23,7 @@ from docs_site.generated import (
 )
 from docs_site.links import Links
 from docs_site.notebook import write_page
-from docs_site.pages import ABOUT, NAV, ROOT, notebooks, pages
+from docs_site.pages import ABOUT, NAV, NOTEBOOKS, ROOT, pages
 
 
 def write(tree: Path, page: str, text: str, suffix: str = ".md") -> None:
@@ -46,23 +46,20 @@ def stage_reference(tree: Path) -> None:
     write(tree, "reference/index", head + toctree("API reference", names, hidden=False))
 
 
-def stage_notebooks(tree: Path, links: Links) -> list[str]:
+def stage_notebooks(tree: Path, links: Links) -> str:
     """Write a page for each notebook; returns their part of the sidebar."""
-    found = notebooks()
-    if not found:
-        return []
     folder = tree / "notebooks"
     folder.mkdir()
-    for notebook in found:
+    for notebook in NOTEBOOKS:
         path = f"notebooks/{notebook.name}"
         write_page(notebook, folder, partial(links.rewrite, path=path, page=path.removesuffix(".ipynb")))
-    head = "# Notebooks\n\nAs they were run, with what they printed and drew.\n\n"
-    write(tree, "notebooks/index", head + toctree("Notebooks", [notebook.stem for notebook in found], hidden=False))
-    return [toctree("Notebooks", ["notebooks/index"])]
+    head = "# Notebooks\n\nThe notebooks with their saved output.\n\n"
+    write(tree, "notebooks/index", head + toctree("Notebooks", [path.stem for path in NOTEBOOKS], hidden=False))
+    return toctree("Notebooks", ["notebooks/index"])
 
 
 def stage(tree: Path) -> None:
-    """Write the source tree of the site into the folder `tree`, which is emptied before."""
+    """Write the source tree of the site into the folder `tree`, and delete its earlier contents."""
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
     places = pages()
@@ -78,7 +75,7 @@ def stage(tree: Path) -> None:
         write(tree, page, links.rewrite(text, path, page))
     stage_reference(tree)
     sidebar = [toctree(caption, titled(entries)) for caption, entries in NAV.items()]
-    sidebar += [toctree("API", ["reference/index"]), *stage_notebooks(tree, links), toctree("About", titled(ABOUT))]
+    sidebar += [toctree("API", ["reference/index"]), stage_notebooks(tree, links), toctree("About", titled(ABOUT))]
     for path, page in places.items():
         if path.endswith(".md"):
             text = links.rewrite((ROOT / path).read_text("utf-8"), path, page)
@@ -87,11 +84,11 @@ def stage(tree: Path) -> None:
 
 
 def stage_sources(tree: Path, links: Links) -> None:
-    """Write the pages of files that are linked to, and of those that these link to."""
+    """Write the pages of linked files, and of the files in linked folders."""
     written: set[str] = set()
     while left := sorted(links.sources - written):
         for path in left:
-            text = source_page(path, ROOT / path)  # of these only a folder's list has links
+            text = source_page(path, ROOT / path)  # only the list of a folder has links
             page = f"source/{path}"
             write(tree, page, links.rewrite(text, path, page) if (ROOT / path).is_dir() else text)
             written.add(path)

@@ -1,4 +1,4 @@
-"""Pages that are made from the repository: API reference, decisions, results, and files that pages link to."""
+"""Pages generated from the repository: API reference, decisions, results, and linked files."""
 
 from __future__ import annotations
 
@@ -6,30 +6,26 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
 OTHERS = "Module, DistributedDataParallel, BaseException, ImportError, Dataset, object"
-"""Bases that are not ours: the members that a class has from them are described elsewhere."""
+"""Bases outside Paceline, whose members are documented elsewhere."""
 MEMBERS = f"   :members:\n   :inherited-members: {OTHERS}\n"
 
 ORPHAN = "---\norphan: true\n---\n"
-"""Says that a page is not in the sidebar."""
-
-BESIDE = ["paceline.testing"]
-"""Public modules that ``import paceline`` does not load, where they are there."""
+"""Front matter of a page that is not in the sidebar."""
 
 
 def toctree(caption: str, entries: Iterable[str], hidden: bool = True) -> str:
-    """Return a piece of the sidebar, in MyST's Markdown."""
+    """Return a part of the sidebar, in MyST's Markdown."""
     options = f":caption: {caption}\n" + (":hidden:\n" if hidden else "")
     return "```{toctree}\n" + options + "\n" + "".join(f"{entry}\n" for entry in entries) + "```\n"
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return the names that `module` shows, without the modules among them."""
+    """Return the public names of `module`, except modules."""
     listed = getattr(module, "__all__", None)
     names = listed if listed is not None else [name for name in vars(module) if not name.startswith("_")]
 
@@ -40,16 +36,16 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def public_modules(package: ModuleType) -> list[ModuleType]:
-    """Return the package, the modules that it shows, and those beside it."""
-    shown = [getattr(package, name) for name in package.__all__]
-    beside = [import_module(name) for name in BESIDE if find_spec(name)]
-    return [package, *(value for value in shown if inspect.ismodule(value)), *beside]
+    """Return the package and its public modules."""
+    values = [getattr(package, name) for name in package.__all__]
+    testing = import_module("paceline.testing")  # which `import paceline` does not load
+    return [package, *filter(inspect.ismodule, values), testing]
 
 
 def documented(package: ModuleType) -> dict[str, dict[str, str]]:
-    """Return, for each public module, its names and the full name under which each is described.
+    """Return, for each public module, its names and the full name under which each is documented.
 
-    An object that several modules show is described once: where it is nearest to the top.
+    An object of several modules is documented once, in the one nearest to the top.
     """
     described: dict[int, str] = {}
     modules: dict[str, dict[str, str]] = {}
@@ -68,7 +64,7 @@ def summary(value: object) -> str:
 
 
 def reference_page(module: ModuleType, names: Mapping[str, str]) -> str:
-    """Return the page of `module` in reStructuredText, the language of the docstrings."""
+    """Return the page of `module` in reStructuredText, like the docstrings."""
     path = module.__name__
     lines = [path, "=" * len(path), "", ".. highlight:: python", "", f".. automodule:: {path}", "   :no-members:", ""]
     if names:
@@ -88,19 +84,19 @@ def reference_page(module: ModuleType, names: Mapping[str, str]) -> str:
 
 
 def decisions_page(folder: Path) -> str:
-    """Return the index of decisions, and their part of the sidebar."""
+    """Return the index of decisions with their part of the sidebar."""
     pages = sorted(folder.glob("[0-9]*.md"))
     return (folder / "README.md").read_text("utf-8") + "\n" + toctree("Decisions", [page.stem for page in pages])
 
 
 def measured_by(name: str, scripts: Iterable[Path]) -> str:
-    """Return a link to the benchmark whose name begins the result's name, or nothing."""
+    """Return a link to the benchmark whose name begins the result's name; empty without one."""
     fitting = [script for script in scripts if name.replace("-", "_").startswith(script.stem)]
     return f"[{script.name}](../benchmarks/{script.name})" if (script := max(fitting, default=None, key=str)) else ""
 
 
 def benchmarks_page(results: Path) -> str:
-    """Return a table of all results: when, where and with which torch each was measured."""
+    """Return a table of all results with date, machine and torch version."""
     scripts = sorted(results.parent.glob("*.py"))
     rows = []
     for file in sorted(results.glob("*.json"), reverse=True):
@@ -124,7 +120,7 @@ def benchmarks_page(results: Path) -> str:
 
 
 def source_page(path: str, file: Path) -> str:
-    """Return a page that shows a file, or lists a folder, to which other pages link."""
+    """Return a page with the text of a linked file, or the list of a linked folder."""
     if file.is_dir():
         names = sorted(child.name for child in file.iterdir() if child.suffix == ".py")
         return f"{ORPHAN}# {path}\n\n" + "".join(f"- [{name}]({file.name}/{name})\n" for name in names)

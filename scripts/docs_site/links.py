@@ -1,4 +1,4 @@
-"""Links between files of the repository, as links between pages of the site."""
+"""Turns links between files of the repository into links between pages of the site."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-# Code is passed over: a block between fences, an indented block after an empty line, and text between backticks.
+# Skips code: fenced blocks, indented blocks after an empty line, and text in backticks.
 LINK_OR_CODE = re.compile(
     r"(?P<code>^```.*?^```$|(?<=\n\n)(?: {4}[^\n]*\n)+|`[^`\n]+`(?!\]))"
     r"|\]\((?!\w+:)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)",
@@ -16,27 +16,27 @@ LINK_OR_CODE = re.compile(
 
 
 class Links:
-    """Rewrites the links of pages, and remembers the other files to which they lead."""
+    """Rewrites the links of pages, and collects links to files without a page."""
 
     def __init__(self, root: Path, pages: Mapping[str, str]) -> None:
         self.root = root
-        # Path in the repository → page; only read.
+        # Path in the repository → page.
         self.pages = pages
-        # Files and folders that are no pages and were linked to: each gets a page that shows it.
+        # Linked files and folders without a page; each gets one.
         self.sources: set[str] = set()
 
     def rewrite(self, text: str, path: str, page: str) -> str:
-        """Return the Markdown `text` of the file `path` with links that hold where it becomes `page`.
+        """Return the Markdown `text` of the file `path` with the links of `page`.
 
-        A link to a file that is not in the repository stays, so that Sphinx complains of it.
+        A link to a file outside the repository stays, so that Sphinx reports it.
         """
 
-        def one(match: re.Match[str]) -> str:
+        def rewritten(match: re.Match[str]) -> str:
             if match["code"] is not None:
                 return match[0]
             return f"]({self.target(match['target'], path, page)}{match['anchor'] or ''})"
 
-        return LINK_OR_CODE.sub(one, text)
+        return LINK_OR_CODE.sub(rewritten, text)
 
     def target(self, target: str, path: str, page: str) -> str:
         """Return the link on `page` that replaces a link to `target` in the file `path`."""

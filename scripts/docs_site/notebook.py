@@ -1,4 +1,4 @@
-"""A notebook as a page: its text, its code, and its outputs from when it was run."""
+"""Notebooks as pages: text, code and saved outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FENCE = "~" * 8  # longer than any in a cell
 
 
 def text_of(value: str | list[str]) -> str:
-    """Return a text of a notebook, which may be a list of lines."""
+    """Return a text of a notebook, given as a string or a list of lines."""
     return value if isinstance(value, str) else "".join(value)
 
 
@@ -24,7 +24,7 @@ def block(text: str, language: str, classes: str) -> str:
 
 
 def printed(output: dict[str, Any]) -> str:
-    """Return the text of an output without a picture, without colours."""
+    """Return the text of an output without colors."""
     if output["output_type"] == "error":
         text = "\n".join(output["traceback"])
     elif output["output_type"] == "stream":
@@ -35,7 +35,7 @@ def printed(output: dict[str, Any]) -> str:
 
 
 def picture(output: dict[str, Any], folder: Path, name: str) -> str | None:
-    """Write the picture of an output into `folder`; returns its file's name, or None if it has no picture."""
+    """Write the picture of an output into `folder`; returns the file name, or None without a picture."""
     for kind, suffix in PICTURES.items():
         if kind in output.get("data", {}):
             content = text_of(output["data"][kind])
@@ -46,7 +46,7 @@ def picture(output: dict[str, Any], folder: Path, name: str) -> str | None:
 
 
 def write_page(notebook: Path, folder: Path, rewrite: Callable[[str], str]) -> None:
-    """Write the page of `notebook`, and its pictures, into `folder`; `rewrite` changes the links in its text."""
+    """Write the page and pictures of `notebook` into `folder`, with links changed by `rewrite`."""
     parts: list[str] = []
     for number, cell in enumerate(json.loads(notebook.read_text("utf-8"))["cells"]):
         source = text_of(cell["source"])

@@ -1,4 +1,4 @@
-"""Which file of the repository is which page of the site, and in which order a reader finds them."""
+"""The pages of the site: their files, titles and order."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ NAV = {
         "backend": "Process group",
     },
 }
-"""Headings of the sidebar, and the pages of ``docs/`` below each with their short titles."""
-
-LEFT_OUT: dict[str, str] = {}
-"""Pages of ``docs/`` that are not on the site, and why."""
+"""The pages of ``docs/`` with short titles, by heading of the sidebar."""
 
 ABOUT = {
     "readme": "README",
@@ -58,7 +55,7 @@ ABOUT = {
     "comm": "Shared memory",
     "changelog": "Changelog",
 }
-"""The last part of the sidebar; some of its pages are made when the site is."""
+"""The last part of the sidebar; some of its pages are generated."""
 
 ELSEWHERE = {
     "README.md": "readme",
@@ -68,22 +65,19 @@ ELSEWHERE = {
     "src/paceline/ddp/README.md": "ddp",
     "src/paceline/comm/README.md": "comm",
 }
-"""Pages that stand outside ``docs/``."""
+"""Pages outside ``docs/``."""
 
 FOLDERS = {"docs/decisions": "decisions/index", "benchmarks/results": "benchmarks", "notebooks": "notebooks/index"}
-"""Folders that pages link to, and the page that lists the contents of each."""
+"""Linked folders, with the page that lists the contents of each."""
 
 
-def pages(root: Path = ROOT) -> dict[str, str]:
-    """Return the place on the site of each page, by its path in the repository; neither has a suffix on the site."""
-    found = [path for path in sorted((root / "docs").glob("**/*.md")) if path.name != "README.md"]  # a folder's index
-    docs = [path.relative_to(root).as_posix() for path in found]
-    own = {path: path.removeprefix("docs/").removesuffix(".md") for path in docs}
-    shown = {path: page for path, page in own.items() if page not in LEFT_OUT}
-    ran = {path.relative_to(root).as_posix(): f"notebooks/{path.stem}" for path in notebooks(root)}
-    return ELSEWHERE | shown | ran | {path: page for path, page in FOLDERS.items() if (root / path).is_dir()}
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def notebooks(root: Path = ROOT) -> list[Path]:
-    """Return the notebooks, in their order; none where the folder is not there."""
-    return sorted((root / "notebooks").glob("*.ipynb"))
+def pages() -> dict[str, str]:
+    """Return the site's page, without suffix, for each path in the repository."""
+    files = [path for path in sorted((ROOT / "docs").glob("**/*.md")) if path.name != "README.md"]  # a folder's index
+    docs = [path.relative_to(ROOT).as_posix() for path in files]
+    pages_of_docs = {path: path.removeprefix("docs/").removesuffix(".md") for path in docs}
+    ran = {path.relative_to(ROOT).as_posix(): f"notebooks/{path.stem}" for path in NOTEBOOKS}
+    return ELSEWHERE | pages_of_docs | ran | FOLDERS
