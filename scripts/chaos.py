@@ -1,11 +1,11 @@
-"""Strikes ranks at exact moments, and compares what they end with to runs that nothing disturbed: ``make chaos``.
+"""Kills ranks at exact moments, and compares the results with undisturbed runs: ``make chaos``.
 
-Every run trains a small network with dropout, batch normalization, a schedule and shuffled data. It has to end with the
-very bits of the undisturbed run: parameters, buffers, optimizer, schedule, random generators, and the log of samples;
-with no completed step computed again, unless all ranks end at once; and it leaves nothing behind.
+A struck run has to end with the bits of the undisturbed run: parameters, buffers, optimizer, schedule, random
+generators, and the log of samples. It must not repeat a completed step unless all ranks end at once, and it must not
+leave processes or unfinished checkpoints behind.
 
-Under torch DDP on Gloo with more than two ranks, the order of a sum follows the buckets, which torch lays out again
-after every start. So weights and optimizer are not compared there; everything else is.
+With torch DDP on Gloo and more than two ranks, torch lays out its buckets again after every start, which changes the
+order of the sums. These runs compare everything except weights and optimizer.
 """
 
 from __future__ import annotations
@@ -17,55 +17,56 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from chaos_training import FEATURES
 
 from paceline.core.telemetry.failpoints import VARIABLE
 
-CHECKS = Path(__file__).parent / "chaos_checks"
+TRAINING = Path(__file__).with_name("chaos_training.py")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MOMENTS = ("forward", "bucket", "rendezvous", "prepared", "gate", "optimizer", "stepped", "boundary")
-"""In the order in which a sequence strikes; the first start has to complete a step."""
+"""The moments of a sequence, in order; the first start has to complete a step."""
 TIMEOUT_S = 180.0
 STEPS = 20
+
+Ended = tuple[int | None, str, list[dict[str, Any] | None]]
+"""A run's exit code, None after a timeout; its stderr; and the outcome of each rank, None if it is missing."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run: the ranks' training, the signals that strike them, and the expected outcome besides equal bits."""
+    """A run: the ranks' training, the failures, and the expected outcome in addition to equal bits."""
 
     name: str
     nproc: int
     orders: tuple[str, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     redone: tuple[int, int] = (0, 0)
-    """Completed steps that are computed again: least, most."""
+    """Least and greatest number of completed steps that are computed again."""
     source: str | None = "memory"
-    """Where the last start goes on from; "any" where that depends on which of two copies is complete first."""
+    """Source of the last start's state; "any" if either of two copies may be complete first."""
     weights: bool = True
-    """Whether weights and optimizer are compared, not only random generators and samples."""
+    """Whether weights and optimizer are compared."""
     recipe: bool = False
-    """Whether it is the digits recipe, not the plain loop."""
+    """Whether to run the digits recipe instead of the plain loop."""
     fails: str = ""
-    """Expected text of the last line, for a job that has to end with exit code 1 and not with equal bits."""
+    """Expected text in the last line of a job that has to fail with exit code 1."""
 
     @property
     def key(self) -> str:
-        """Names the undisturbed run that it is compared to."""
+        """Identifies the undisturbed run to compare with."""
         return json.dumps([self.nproc, self.settings, self.recipe], sort_keys=True)
 
 
 @dataclass
 class Outcome:
-    """How a case ended."""
+    """Results of a case."""
 
     name: str
     nproc: int
@@ -73,14 +74,14 @@ class Outcome:
     restarts: int
     redone: int
     source: str | None
-    equal: bool | None
-    """Whether all bits agree with the undisturbed run; None where the job has to fail."""
+    equal: bool
+    """Whether the undisturbed run has the same bits."""
     seconds: float
     problems: list[str]
 
 
 def sequences() -> Iterator[Case]:
-    """Yield runs that are struck again in every start, so that each moment has its turn, at ranks in turns."""
+    """Yield runs with a failure in every start, each at the next moment and on the next rank."""
     combinations = [(nproc, wrapper, backend) for nproc in (2, 4) for wrapper in ("ours", "torch")
                     for backend in ("paceline", "gloo")]  # fmt: skip
     for turn, (nproc, wrapper, backend) in enumerate(combinations):
@@ -94,31 +95,15 @@ def sequences() -> Iterator[Case]:
 
 
 def sharded() -> Iterator[Case]:
-    """Yield runs with a sharded optimizer, which go on from disk."""
+    """Yield runs with a sharded optimizer, which restart from disk."""
     settings = {"sharded": True, "every": 3}
     yield Case("sharded, inside the optimizer", 2, ("optimizer rank=1 at=5",), settings, (1, 1), "disk")
     yield Case("sharded, in the gathering", 4, ("gather rank=0 at=5",), settings, (1, 1), "disk")
 
 
 def features() -> Iterator[Case]:
-    """Yield scripts that have one thing more than the plain loop, each struck twice."""
-    moments = {
-        "PowerSGD": ("bucket rank=1 at=4", "gate rank=0 at=3"),
-        "TopK": ("prepared rank=1 at=4", "boundary rank=0 at=3"),
-        "static_graph": ("bucket rank=1 at=4", "forward rank=0 at=1"),
-        "workers": ("forward rank=0 at=4", "stepped rank=1 at=3"),
-        "a second Checkpointer": ("write rank=0 at=1", "forward rank=1 at=3"),
-        "two models in turn": ("forward rank=1 at=8", "forward rank=0 at=6"),
-        "evaluation between steps": ("evaluation rank=1 at=3", "gate rank=0 at=2"),
-        "frozen, then thawed": ("gate rank=1 at=4", "bucket rank=0 at=3"),
-        "accumulate": ("forward rank=1 at=8", "gate rank=0 at=2"),
-        "bfloat16": ("bucket rank=1 at=4", "optimizer rank=0 at=2"),
-        "GradScaler": ("forward rank=1 at=8", "prepared rank=0 at=3"),
-        "SyncBatchNorm": ("bucket rank=1 at=4", "forward rank=0 at=3"),
-        "an averaged model": ("gate rank=0 at=4", "stepped rank=1 at=3"),
-        "a stream": ("forward rank=1 at=10", "bucket rank=0 at=1"),
-    }
-    for feature, (first, second) in moments.items():
+    """Yield runs with one feature more than the plain loop, each with two failures."""
+    for feature, (first, second) in FEATURES.items():
         yield Case(f"with {feature}", 2, (first, f"{second} start=1"), {"feature": feature, "steps": 12})
     for end in ("kill", "raise"):
         order = f"sample rank=1 at=20 do={end}"
@@ -126,7 +111,7 @@ def features() -> Iterator[Case]:
 
 
 def cases() -> list[Case]:
-    """Return everything that is tried."""
+    """Return all cases."""
     struck = "forward rank=1 at=5"
     saving = {"every": 3}
     background = {"every": 3, "background": True}
@@ -134,8 +119,8 @@ def cases() -> list[Case]:
     return [
         *sequences(),
         *sharded(),
-        *(Case(f"{each} on disk", 2, (f"{each} rank=0 at={at}",), saving, source="any")
-          for each, at in (("write", 2), ("before-rename", 2), ("after-rename", 2))),
+        *(Case(f"{moment} on disk", 2, (f"{moment} rank=0 at={at}",), saving, source="any")
+          for moment, at in (("write", 2), ("before-rename", 2), ("after-rename", 2))),
         Case("the rank that rescues, too", 4, (struck, "rescue rank=0"), {}),
         Case("in the middle of the rescue, too", 4, (struck, "write rank=0 at=2"), {}),
         Case("all but one, one after the other", 4, (struck, "forward rank=2 at=5", "rescue rank=3"), {}),
@@ -161,28 +146,25 @@ def cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def run(case: Case, orders: tuple[str, ...], folder: Path) -> tuple[int | None, str, list[dict[str, Any] | None]]:
-    """Run `case` under `orders`; returns its exit code, None for one that hung, its stderr, and each rank's outcome."""
+def run(
+    case: Case, orders: Sequence[str], folder: Path, options: Sequence[str] = (), timeout: float = TIMEOUT_S
+) -> Ended:
+    """Run `case` with the failures `orders` and more `options` of ``paceline run``."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: ";".join(orders)}
-    command = [sys.executable, "-m", "paceline"]
     if case.recipe:
-        command += [
-            "train",
-            "digits",
-            "--nproc",
-            str(case.nproc),
-            "--epochs",
-            "3",
-            "--json",
-            str(folder / "report.json"),
-        ]
+        command = [*f"train digits --nproc {case.nproc} --epochs 3 --json".split(), str(folder / "report.json")]
     else:
-        script = CHECKS / ("features.py" if "feature" in case.settings else "loop.py")
         settings = json.dumps({"steps": STEPS, **case.settings})
-        command += ["run", "--nproc", str(case.nproc), str(script), str(folder), settings]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        command = ["run", "--nproc", str(case.nproc), *options, str(TRAINING), str(folder), settings]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", *command],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
-        _, errors = process.communicate(timeout=TIMEOUT_S)
+        _, errors = process.communicate(timeout=timeout)
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
@@ -200,113 +182,115 @@ def _outcome(case: Case, folder: Path, rank: int) -> dict[str, Any] | None:
         report = json.loads((folder / "report.json").read_text())
     except (OSError, ValueError):
         return None
-    counted = {"restarts": report["restarts"], "redone": report["steps_redone"], "from": report["rescued_from"]}
     return {
         "states": report["replica_sha256"][rank],
         "samples": report["steps"],
         "generators": report["test_loss"],
-        **counted,
+        "restarts": report["restarts"],
+        "redone": report["steps_redone"],
+        "from": report["rescued_from"],
     }
 
 
-def compare(case: Case, undisturbed: list[Any], ended: tuple[int | None, str, list[Any]], seconds: float) -> Outcome:
-    """Return how `case` ended, beside the undisturbed run."""
-    code, errors, ranks = ended
-    if case.fails:
-        said = (errors.splitlines() or [""])[-1]
-        problems = [] if code == 1 and case.fails in said else [f"exit code {code}", errors[-2000:]]
-        restarts = errors.count("; starting all ranks again")
-        return Outcome(case.name, case.nproc, len(case.orders), restarts, 0, None, None, round(seconds, 1), problems)
-    problems = [] if code == 0 else [f"hung for {TIMEOUT_S:.0f} s" if code is None else f"exit code {code}"]
-    first: dict[str, Any] = next((rank for rank in ranks if rank), {})
-    equal = all(
-        mine
-        and theirs
-        and all(mine[key] == theirs[key] for key in ("states", "generators", "samples")[not case.weights :])
+def are_equal(case: Case, ranks: list[Any], undisturbed: list[Any]) -> bool:
+    """Return whether every rank ended, with the bits of the undisturbed run."""
+    keys = ("states", "generators", "samples") if case.weights else ("generators", "samples")
+    return all(
+        mine and theirs and all(mine[key] == theirs[key] for key in keys)
         for mine, theirs in zip(ranks, undisturbed, strict=True)
     )
-    if not equal:
-        problems.append("other bits")
+
+
+def problems_of(case: Case, ended: Ended, undisturbed: list[Any]) -> Iterator[str]:
+    """Describe every difference from the expected outcome."""
+    code, errors, ranks = ended
+    if case.fails:
+        if code != 1 or case.fails not in (errors.splitlines() or [""])[-1]:
+            yield f"exit code {code}"
+        return
+    first: dict[str, Any] = next((rank for rank in ranks if rank), {})
+    if code != 0:
+        yield f"hung for {TIMEOUT_S:.0f} s" if code is None else f"exit code {code}"
+    if not are_equal(case, ranks, undisturbed):
+        yield "other bits"
     if not case.redone[0] <= first.get("redone", -1) <= case.redone[1]:
-        problems.append(f"{first.get('redone')} steps redone")
+        yield f"{first.get('redone')} steps redone"
     if case.name != "the last step" and first.get("restarts", 0) == 0:
-        problems.append("no restart")
+        yield "no restart"
     if first and first["from"] != case.source and case.source != "any":
-        problems.append(f"went on from {first['from']}")
-    if problems:
-        problems.append(errors[-2000:])
-    return Outcome(case.name, case.nproc, len(case.orders), first.get("restarts", 0), first.get("redone", 0),
-                   first.get("from"), equal, round(seconds, 1), problems)  # fmt: skip
+        yield f"restarted from {first['from']}"
 
 
 def leftovers(folder: Path) -> list[str]:
     """Return the processes and unfinished checkpoints that a run has left."""
-    found = [str(path) for path in folder.rglob(".writing-*")]
+    left = [str(path) for path in folder.rglob(".writing-*")]
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if str(folder).encode() in (process / "cmdline").read_bytes():
-                found.append(f"process {process.name}")
+                left.append(f"process {process.name}")
         except OSError:
             continue
-    return found
+    return left
 
 
-def try_all(chosen: list[Case], console: Console) -> list[Outcome]:
-    """Run the cases, each beside its undisturbed run, which is made once."""
-    undisturbed: dict[str, list[Any]] = {}
-    outcomes = []
-    columns = (TextColumn("{task.description:45.45}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(chosen))
-        for case in chosen:
-            progress.update(task, description=f"{case.nproc} ranks, {case.name}")
-            with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as place:
-                folder = Path(place)
-                if case.key not in undisturbed and not case.fails:
-                    (folder / "undisturbed").mkdir()
-                    undisturbed[case.key] = run(case, (), folder / "undisturbed")[2]
-                (folder / "struck").mkdir()
-                began = time.monotonic()
-                ended = run(case, case.orders, folder / "struck")
-                outcome = compare(case, undisturbed.get(case.key, []), ended, time.monotonic() - began)
-                outcome.problems += leftovers(folder)
-            outcomes.append(outcome)
-            if outcome.problems:
-                console.print(f"[red]{case.nproc} ranks, {case.name}:[/] {outcome.problems}")
-            progress.advance(task)
-    return outcomes
+def tried(case: Case, undisturbed: dict[str, list[Any]]) -> Outcome:
+    """Run a case, after its undisturbed run if `undisturbed` does not have it yet."""
+    with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as temporary:
+        folder = Path(temporary)
+        if case.key not in undisturbed and not case.fails:
+            (folder / "undisturbed").mkdir()
+            undisturbed[case.key] = run(case, (), folder / "undisturbed")[2]
+        (folder / "struck").mkdir()
+        began = time.monotonic()
+        ended = run(case, case.orders, folder / "struck")
+        seconds = round(time.monotonic() - began, 1)
+        reference = undisturbed.get(case.key, [])
+        problems = list(problems_of(case, ended, reference))
+        if problems:
+            problems.append(ended[1][-2000:])
+        problems += leftovers(folder)
+    first: dict[str, Any] = next((rank for rank in ended[2] if rank), {})
+    return Outcome(
+        name=case.name,
+        nproc=case.nproc,
+        strikes=len(case.orders),
+        restarts=ended[1].count("; starting all ranks again") if case.fails else first.get("restarts", 0),
+        redone=first.get("redone", 0),
+        source=first.get("from"),
+        equal=not case.fails and are_equal(case, ended[2], reference),
+        seconds=seconds,
+        problems=problems,
+    )
 
 
 def main() -> int:
-    """Try everything, show a table, and keep it with the date; the exit code tells whether all is as it should be."""
-    parser = argparse.ArgumentParser(description="strike ranks at exact moments, and compare the bits they end with")
-    parser.add_argument("-k", metavar="WORDS", default="", help="only cases whose name has these words")
-    parser.add_argument("--keep", action="store_true", help="write the outcome to benchmarks/results")
+    """Try the cases, and keep the results with the date; returns 1 if there is a problem."""
+    parser = argparse.ArgumentParser(description="kill ranks at exact moments, and compare the resulting bits")
+    parser.add_argument("-k", metavar="WORDS", default="", help="only cases whose name contains these words")
+    parser.add_argument("--keep", action="store_true", help="write the results to benchmarks/results")
     options = parser.parse_args()
-    console = Console()
     chosen = [case for case in cases() if options.k in case.name]
-    began = time.monotonic()
-    outcomes = try_all(chosen, console)
-    table = Table("ranks", "struck", "strikes", "restarts", "redone", "went on from", "equal bits", "seconds")
-    for each in outcomes:
-        cells = (each.nproc, each.name, each.strikes, each.restarts, each.redone, each.source, each.equal, each.seconds)
-        table.add_row(*map(str, cells), style="red" if each.problems else None)
-    console.print(table)
-    bad = [each for each in outcomes if each.problems]
-    strikes = sum(each.strikes for each in outcomes)
-    console.print(f"{strikes} strikes in {len(outcomes)} runs, {len(bad)} not as they should be; "
-                  f"{time.monotonic() - began:.0f} s")  # fmt: skip
+    began, undisturbed, outcomes = time.monotonic(), dict[str, list[Any]](), list[Outcome]()
+    for number, case in enumerate(chosen, 1):
+        outcome = tried(case, undisturbed)
+        outcomes.append(outcome)
+        counts = f"{outcome.restarts} restarts, {outcome.redone} steps redone, from {outcome.source}"
+        print(f"[{number}/{len(chosen)}] {case.nproc} ranks, {case.name}: {counts}, {outcome.seconds} s", flush=True)
+        for problem in outcome.problems:
+            print(f"    PROBLEM: {problem}", flush=True)
+    failed = sum(bool(outcome.problems) for outcome in outcomes)
+    strikes = sum(outcome.strikes for outcome in outcomes)
+    print(f"{strikes} strikes in {len(outcomes)} runs, {failed} with problems; {time.monotonic() - began:.0f} s")
     if options.keep:
-        today = date.today()
-        found = {"date": str(today), "torch": torch.__version__, "cores": os.cpu_count(),
-                 "cases": [asdict(each) for each in outcomes]}  # fmt: skip
-        (RESULTS / f"{today}-chaos.json").write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if bad else 0
+        today, rows = str(date.today()), [asdict(outcome) for outcome in outcomes]
+        record = {"date": today, "torch": torch.__version__, "cores": os.cpu_count(), "cases": rows}
+        (RESULTS / f"{today}-chaos.json").write_text(json.dumps(record, indent=1) + "\n")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("interrupted; nothing was kept", file=sys.stderr)
+        print("interrupted; no results are kept", file=sys.stderr)
         sys.exit(130)

@@ -49,7 +49,7 @@ from paceline.launch.failures.verdict import Cause
 from paceline.launch.restart_policy import Restarts
 from processes import paceline, strike
 
-LOOP = Path(__file__).parents[3] / "scripts" / "chaos_checks" / "loop.py"
+LOOP = Path(__file__).parents[3] / "scripts" / "chaos_training.py"
 OURS = {"wrapper": "ours", "backend": "paceline"}
 TORCH = {"wrapper": "torch", "backend": "paceline"}
 GLOO = {"wrapper": "ours", "backend": "gloo"}
