@@ -1,16 +1,16 @@
-"""Checks Paceline's DistributedDataParallel on the GPUs of this machine, beside torch's.
+"""Checks Paceline's DistributedDataParallel on the GPUs of this machine, and compares it with torch's.
 
-    python scripts/gpu_check.py --json result.json       # every part; about 15 minutes on one H100
-    python scripts/gpu_check.py --part one stand-in      # some parts, each of them less than ten minutes
+    python scripts/gpu_check.py --json result.json       # all parts; about 15 minutes on one H100
+    python scripts/gpu_check.py --part one stand-in      # some parts, each less than ten minutes
     python scripts/gpu_check.py --part share/abort       # one check
     python scripts/gpu_check.py --list
-    python scripts/gpu_check.py --cpu                    # the same at tiny sizes on the CPU: tries the script, not GPUs
+    python scripts/gpu_check.py --cpu                    # the same with tiny sizes on the CPU, to test the script
 
-Run from the source tree; the package need not be installed, its dependencies must be. Weights are random and nothing
-is fetched. Each check runs in processes of its own, with a time limit. With one rank Paceline has nothing to average,
-so its buckets are put to work all the same. At the end a screen shows all verdicts; send it to us with the JSON.
+Runs from the source tree; only the package's dependencies have to be installed. Weights are random, and no network is
+needed. Each check runs in separate processes with a time limit. With a single rank, buckets are forced on. The report
+at the end shows all results; send it to us with the JSON.
 
-Exit code: 0 if nothing failed, 1 if something did, 2 if there is no GPU or the command is wrong, 130 after Ctrl-C.
+Exit code: 0 if no check failed, 1 if one failed, 2 without a GPU or for a wrong command, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the checks share its twins and trainings
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for the shared comparisons and trainings
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
@@ -38,13 +38,13 @@ PART_SECONDS = 590.0
 
 
 def run_all(checks: Sequence[Check], setting: children.Setting, results: list[Result]) -> None:
-    """Run `checks`, and add each result to `results` as soon as it is known."""
+    """Run `checks`, and add each result to `results` as soon as it is available."""
     used = dict.fromkeys(PARTS, 0.0)
     for number, check in enumerate(checks, start=1):
         start = time.monotonic()
         left = PART_SECONDS - used[check.part]
         if left < 20:
-            reason = f"the ten minutes of {check.part!r} are over; run --part {check.path}"
+            reason = f"the ten minutes for {check.part!r} are over; run --part {check.path}"
             rows, log = [not_run(check.name, reason)], ""
         else:
             rows, log = children.run(check, setting, min(check.seconds, left - children.KILL_AFTER_S))
@@ -57,9 +57,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", default=[], metavar="NAME", help="parts, or checks as part/check")
     parser.add_argument("--list", action="store_true", help="list parts and checks")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything into this file, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to this file")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of timing (default: 20)")
-    parser.add_argument("--cpu", action="store_true", help="try the script on the CPU")
+    parser.add_argument("--cpu", action="store_true", help="test the script on the CPU")
     options = parser.parse_args(arguments)
     try:
         options.checks = chosen(options.part)
@@ -81,17 +81,17 @@ def list_checks() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checks; returns the exit code."""
+    """Run the checks, and return the exit code."""
     options = parsed(arguments)
     if options.list:
         list_checks()
         return 0
     on_gpu = not options.cpu
     if on_gpu and not (torch.cuda.is_available() and dist.is_nccl_available()):
-        print("gpu_check: this PyTorch finds no CUDA GPU with NCCL; use --cpu to try the script", file=sys.stderr)
+        print("gpu_check: this PyTorch finds no CUDA GPU with NCCL; use --cpu to test the script", file=sys.stderr)
         return 2
     setting = children.Setting(on_gpu, torch.cuda.device_count() if on_gpu else 0, options.rounds if on_gpu else 1)
-    found, results = screen.facts(on_gpu), list[Result]()
+    versions, results = screen.facts(on_gpu), list[Result]()
     start, interrupted = time.monotonic(), False
     try:
         run_all(options.checks, setting, results)
@@ -99,9 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         interrupted = True
         for check in options.checks[len(results) :]:
             results.append(Result(check, [not_run(check.name, "the run was interrupted")], 0.0))
-    print(screen.told(results, found, time.monotonic() - start))
+    print(screen.report(results, versions, time.monotonic() - start))
     if options.json is not None:
-        document: dict[str, Any] = {"facts": found, "results": [result.as_json() for result in results]}
+        document: dict[str, Any] = {"facts": versions, "results": [result.as_json() for result in results]}
         options.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     if interrupted:
         return 130

@@ -1,4 +1,4 @@
-"""Virtual ranks: the same bits on any number of ranks, and slices that are computed twice."""
+"""Virtual ranks: the same bits on any number of ranks, and the compute check."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from paceline.errors import UsageError, WrongComputation
 from paceline.optim import ShardedOptimizer
 
 SLICES, BATCH, SAMPLES = 4, 16, 42
-"""The last batch of an epoch has 10 samples, so that slices are uneven."""
+"""The last batch of an epoch has 10 samples, so its slices are uneven."""
 
 
 class Net(nn.Module):
-    """Layers, whose outputs' mean square over a batch is the loss."""
+    """Layers; forward returns the mean square of their outputs."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -65,10 +65,10 @@ class Case:
     name: str
     make: Callable[[Place], tuple[nn.Module, Tensor]]
     dtype: torch.dtype | None = None
-    """That of autocast; with fp16 a GradScaler scales the loss."""
+    """The dtype of autocast; with fp16, a GradScaler scales the loss."""
     sharded: bool = False
     every: int | None = None
-    """Steps from one check of the computation to the next."""
+    """Steps between compute checks; None for no check."""
     epochs: int = 2
 
 
@@ -85,7 +85,7 @@ CASES = (
 
 
 class Training:
-    """A loop over slices; with `group`, of the one rank of it, as if the job had no other."""
+    """A loop over slices; with a `group` of one rank, it runs as if the job had one rank."""
 
     def __init__(self, place: Place, case: Case, group: Any = None) -> None:
         torch.manual_seed(3)
@@ -101,10 +101,10 @@ class Training:
         self.loader = DataLoader(TensorDataset(data), batch_sampler=sampler)
         self.scaler = GradScaler(place.device.type, enabled=case.dtype is torch.float16)
         self.number, self.repeats = 1, 0
-        """The step under way, counted from 1, and slices that were computed a second time."""
+        """The current step, counted from 1, and the number of repeated slices."""
 
     def run(self) -> str:
-        """Train; returns the SHA-256 of weights and buffers."""
+        """Train, and return the SHA-256 of weights and buffers."""
         for _ in range(self.case.epochs):
             for batch in paceline.accumulate(self.model, self.loader):
                 self._slice(batch)
@@ -129,10 +129,10 @@ class Training:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Have torch choose kernels that always give the same bits."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch demands it
+    """Make torch use deterministic kernels."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch requires it
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operators that have no such kernel
+        warnings.simplefilter("ignore")  # about operators without a deterministic kernel
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
@@ -142,29 +142,29 @@ def deterministic() -> Iterator[None]:
 
 @cache
 def alone(place: Place) -> Any:
-    """Return a process group of this rank alone; every rank makes all of them."""
+    """Return a process group of this rank alone; every rank creates all of these groups."""
     return [dist.new_group([rank]) for rank in range(place.size)][place.rank]
 
 
 def same_bits(place: Place) -> Iterator[Row]:
-    """So many ranks end with the bits of one rank, and one rank with its own each time."""
+    """These ranks end with the bits of one rank, and one rank always ends with the same bits."""
     group = alone(place)
     for case in CASES:
         with deterministic():
             one, several = Training(place, case, group).run(), Training(place, case).run()
-        yield holds(f"{case.name}: SHA-256 as of one rank", told(several, one), several == one)
-    for case in CASES:  # as torch comes
+        yield holds(f"{case.name}: SHA-256 as of one rank", compared(several, one), several == one)
+    for case in CASES:
         one, several = Training(place, case, group).run(), Training(place, case).run()
-        yield measured(f"{case.name}: the same with torch's default kernels", told(several, one))
+        yield measured(f"{case.name}: the same with torch's default kernels", compared(several, one))
     place.tidy()
 
 
-def told(bits: str, expected: str) -> str:
+def compared(bits: str, expected: str) -> str:
     return bits[:16] if bits == expected else f"{bits[:16]}, not {expected[:16]}"
 
 
 def checked(place: Place) -> Iterator[Row]:
-    """A check in every step raises no alarm and changes no bit, and names the rank whose gradient has a flipped bit."""
+    """A compute check in every step reports only a flipped bit, with its rank, and changes no bits."""
     for make, name in ((mlp, "MLP"), (cnn, "CNN"), (llama, "Llama")):
         value, right = "", False
         with deterministic():
@@ -172,13 +172,13 @@ def checked(place: Place) -> Iterator[Row]:
             training = Training(place, Case(name, make, every=1, epochs=4))
             try:
                 bits = training.run()
-                value, right = f"{told(bits, expected)}, {training.repeats} repeats", bits == expected
+                value, right = f"{compared(bits, expected)}, {training.repeats} repeats", bits == expected
             except (UsageError, WrongComputation) as error:
                 value = str(error)
-        yield holds(f"{name}, check_compute_every=1, 12 steps: no alarm, no other bit", value, right)
-        if place.size == 1 or right:  # else ranks may have parted
+        yield holds(f"{name}, check_compute_every=1, 12 steps: no error, the same bits", value, right)
+        if place.size == 1 or right:  # otherwise ranks may be in different steps
             yield flipped(place, make, name)
-    value = "no alarm: they repeat their bits here"
+    value = "no error: they are deterministic here"
     try:
         for make in (mlp, cnn, llama):
             Training(place, Case("default kernels", make, every=1)).run()
@@ -188,7 +188,7 @@ def checked(place: Place) -> Iterator[Row]:
 
 
 def flipped(place: Place, make: Callable[[Place], tuple[nn.Module, Tensor]], name: str) -> Row:
-    """The error that follows a flipped bit in step 3, on the rank whose slice is checked there."""
+    """Return the error after a flipped bit in step 3, on the rank whose slice that step checks."""
     bad, message, ranks = 2 % place.size, "no error", tuple[int, ...]()
     training = Training(place, Case(name, make, every=1))
     left = [1]

@@ -1,4 +1,4 @@
-"""Runs each check in processes of its own, so that one that crashes, hangs or runs out of memory ends alone."""
+"""Runs each check in separate processes, so that a crash, hang or lack of memory does not stop the others."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from gpu_checks.rows import NotRun, Place, Row, Verdict, not_run
 from paceline.launch.loopback import LOOPBACK, loopback_store
 
 GRACE_S = 5.0
-"""How long the other ranks have once one has ended without coming to the check's end."""
+"""Time for the other ranks after one ended before the end of the check."""
 KILL_AFTER_S = 5.0
-"""A rank ends itself at its limit, and writes its stacks; so much later it is killed."""
+"""At its time limit a rank writes its stacks and exits; if it does not, it is killed after this time."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that all checks of a run share."""
+    """Settings of all checks."""
 
     on_gpu: bool
     gpus: int
     rounds: int
     catalogue: str = "gpu_checks.catalogue"
-    """The module whose ``CHECKS`` they are."""
+    """The module with ``CHECKS``."""
 
 
 @dataclass
 class RankProcess:
-    """One rank of a check, seen from outside."""
+    """The parent's view of one rank of a check."""
 
     process: Any
     connection: Connection
     log: Path
     rows: list[Row] = field(default_factory=list)
     is_complete: bool = False
-    """Whether it came to the check's end."""
+    """Whether it reached the end of the check."""
 
     def kill(self) -> None:
-        """End the rank and the processes that it started."""
+        """End the rank and its child processes."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -66,15 +66,15 @@ class RankProcess:
 
 
 def serve(rank: int, size: int, port: int, path: str, setting: Setting, log: str, seconds: float, pipe: Any) -> None:
-    """Be one rank of the check `path`: send its rows, then None."""
-    os.setsid()  # a group of its own, with which all that it starts is ended
+    """Run one rank of the check `path`: send its rows, followed by None."""
+    os.setsid()  # a separate process group, so that its children can be ended with it
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     faulthandler.enable()
     faulthandler.dump_traceback_later(seconds, exit=True)
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-    check: Check = next(one for one in import_module(setting.catalogue).CHECKS if one.path == path)
+    check: Check = next(check for check in import_module(setting.catalogue).CHECKS if check.path == path)
     try:
         _be_rank(rank, size, port, check, setting, pipe)
     except NotRun as reason:
@@ -82,7 +82,7 @@ def serve(rank: int, size: int, port: int, path: str, setting: Setting, log: str
     except torch.OutOfMemoryError as error:
         traceback.print_exc()
         free, total = (number / 2**30 for number in torch.cuda.mem_get_info())
-        needs = f"needs about {check.gib:g} GiB; {free:.1f} of {total:.1f} GiB were free after it"
+        needs = f"needs about {check.gib:g} GiB; {free:.1f} of {total:.1f} GiB were free afterwards"
         pipe.send(Row(check.name, f"out of GPU memory: {first_line(error)}; it {needs}", Verdict.FAILED))
     except BaseException as error:
         traceback.print_exc()
@@ -91,7 +91,7 @@ def serve(rank: int, size: int, port: int, path: str, setting: Setting, log: str
         pipe.send(None)
         return
     sys.stderr.flush()
-    os._exit(3)  # leaving the world could wait for ranks that do not come
+    os._exit(3)  # leaving the world could wait for other ranks
 
 
 def _be_rank(rank: int, size: int, port: int, check: Check, setting: Setting, pipe: Any) -> None:
@@ -100,16 +100,16 @@ def _be_rank(rank: int, size: int, port: int, check: Check, setting: Setting, pi
     if size > 1:
         numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
         if check.ranks is Ranks.HOSTS:
-            # NCCL refuses two ranks of one host on one GPU; of two hosts it takes them, over sockets.
+            # NCCL refuses two ranks of one host on one GPU, but accepts two hosts, which it connects by sockets.
             numbers |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank, "NCCL_HOSTID": rank}
         os.environ.update({name: str(number) for name, number in numbers.items()})
         os.environ.update(MASTER_ADDR=LOOPBACK, TORCHELASTIC_USE_AGENT_STORE="True")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # one host, which may have no network
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # the host may have no network
     if setting.on_gpu:
         torch.cuda.set_device(device)
         free = torch.cuda.mem_get_info()[0] / 2**30
         if free < check.gib:
-            raise NotRun(f"it needs about {check.gib:g} GiB of GPU memory, and {free:.1f} are free")
+            raise NotRun(f"it needs about {check.gib:g} GiB of GPU memory, and only {free:.1f} GiB are free")
     else:
         torch.set_num_threads(1)
     backend = "gloo" if check.ranks is Ranks.SHARED else None
@@ -135,7 +135,7 @@ def _end_with_parent(pipe: Any) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or ["(no message)"])[0]
 
 
@@ -143,7 +143,7 @@ def first_line(error: BaseException) -> str:
 
 
 def sizes(check: Check, setting: Setting) -> int:
-    """How many ranks a check has; 0 where there are too few GPUs."""
+    """Return the number of ranks; 0 if there are too few GPUs."""
     if check.ranks is Ranks.ONE:
         return 1
     if check.ranks in (Ranks.SHARED, Ranks.HOSTS) or not setting.on_gpu:
@@ -152,7 +152,7 @@ def sizes(check: Check, setting: Setting) -> int:
 
 
 def run(check: Check, setting: Setting, seconds: float) -> tuple[list[Row], str]:
-    """Run a check for at most so many seconds; returns its rows, and the end of its failed ranks' output."""
+    """Run a check for at most `seconds`; returns its rows, and the last lines of the output of failed ranks."""
     size = sizes(check, setting)
     if size == 0:
         return [not_run(check.name, "this machine has one GPU, and each rank needs one")], ""
@@ -170,12 +170,12 @@ def run(check: Check, setting: Setting, seconds: float) -> tuple[list[Row], str]
 
 @contextmanager
 def started(check: Check, size: int, setting: Setting, folder: str, seconds: float) -> Iterator[list[RankProcess]]:
-    """The ranks of a check, which are gone when the block ends."""
+    """Start the ranks of a check, and end them when the block ends."""
     context = multiprocessing.get_context("forkserver")
-    # They have loaded torch, and nothing has touched CUDA in the process that they are forked from.
+    # The server has loaded torch but not initialized CUDA, so ranks can be forked from it.
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "gpu_checks.children"])
     ranks: list[RankProcess] = []
-    store = loopback_store()  # which the ranks join, so that no port has to be found for rank 0
+    store = loopback_store()  # so that rank 0 does not have to find a free port
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -187,13 +187,13 @@ def started(check: Check, size: int, setting: Setting, folder: str, seconds: flo
             ranks.append(RankProcess(process, ours, log))
         yield ranks
     finally:
-        for one in ranks:
-            one.kill()
-            one.connection.close()
+        for started_rank in ranks:
+            started_rank.kill()
+            started_rank.connection.close()
 
 
 def listen(ranks: list[RankProcess], deadline: float) -> None:
-    """Take in rows until every rank has ended, or the time is over."""
+    """Receive rows until every rank has ended or the time is over."""
     talking = {rank.connection: rank for rank in ranks}
     while talking and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(talking), left):
@@ -213,23 +213,23 @@ def listen(ranks: list[RankProcess], deadline: float) -> None:
 
 
 def merged(check: Check, ranks: list[RankProcess], took: float) -> list[Row]:
-    """One row for each line of the check, and one for each rank that did not come to its end and did not say why."""
+    """Return the rows of the check, and a row for each rank that died or ended without a reason."""
     rows = merge([rank.rows for rank in ranks], check.name)
     has_said_why = any(row.what == check.name for row in rows)
     for at, rank in enumerate(ranks):
         where = f"rank {at} " if len(ranks) > 1 else ""
         code = rank.process.exitcode
         if rank.is_complete and code != 0:
-            rows.append(Row(check.name, f"{where}came to the check's end, then {death(code)}", Verdict.FAILED))
+            rows.append(Row(check.name, f"{where}reached the end of the check and {death(code)}", Verdict.FAILED))
         elif not rank.is_complete and not has_said_why:
             rows.append(Row(check.name, f"{where}{death(code)} after {took:.0f} s", Verdict.FAILED))
     return rows
 
 
 def merge(answers: list[list[Row]], name: str) -> list[Row]:
-    """Return rank 0's rows, and those of other ranks where these failed and rank 0 did not, or has fewer.
+    """Return the rows of rank 0, replaced or completed by rows of other ranks that failed or that rank 0 lacks.
 
-    A row with the check's own `name` says why a rank did not come to the end; all of these are kept.
+    A row with the check's `name` gives the reason why a rank ended early; all different ones are kept.
     """
     rows: list[Row] = []
     ends = [(rank, row) for rank, others in enumerate(answers) for row in others if row.what == name]
@@ -246,7 +246,7 @@ def merge(answers: list[list[Row]], name: str) -> list[Row]:
 
 
 def death(code: int | None) -> str:
-    """«died of SIGSEGV»."""
+    """Return for example "died of SIGSEGV"."""
     if code is None:
         return "did not end"
     with suppress(ValueError):

@@ -1,13 +1,12 @@
-"""Whether anything is left behind: by backwards that exceptions end, and by wrappers that go."""
+"""Resource leaks of aborted backwards and of discarded wrappers."""
 
 from __future__ import annotations
 
 import gc
-import threading
+import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,46 +14,42 @@ from torch import nn
 from gpu_checks.models import MLP
 from gpu_checks.rows import Place, Row, holds
 from gpu_checks.several_ranks import aborted
-from gpu_checks.wrapping import difference, gradient_of, rows_of, with_buckets
+from gpu_checks.wrapping import gradients_differ, rows_of, with_buckets
 
 WIDTH = 256
 
 
 @dataclass(frozen=True)
 class Held:
-    """Resources that this process holds."""
+    """Resources of this process."""
 
     tensors: float
-    """MiB that PyTorch's allocator has given out."""
+    """MiB in use according to PyTorch's allocator."""
     outside: float
-    """MiB of the GPU beside PyTorch's own, such as NCCL's."""
+    """MiB of the GPU in use outside PyTorch's allocator, for example by NCCL."""
     files: int
     threads: int
 
     @classmethod
     def now(cls, place: Place) -> Held:
-        """Count, once the GPU is done and garbage is gone."""
+        """Count after garbage collection, when the GPU is idle."""
         place.synchronize()
         gc.collect()
-        threads = Path("/proc/self/task")
-        count = len(list(threads.iterdir())) if threads.exists() else threading.active_count()
-        files = Path("/proc/self/fd")
-        opened = len(list(files.iterdir())) if files.exists() else 0
+        files, threads = (len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task"))
         if not place.on_gpu:
-            return cls(0.0, 0.0, opened, count)
+            return cls(0.0, 0.0, files, threads)
         free, total = torch.cuda.mem_get_info()
         outside = (total - free - torch.cuda.memory_reserved()) / 2**20
-        return cls(torch.cuda.memory_allocated() / 2**20, outside, opened, count)
+        return cls(torch.cuda.memory_allocated() / 2**20, outside, files, threads)
 
-    def growth(self, before: Held) -> str:
-        """«tensors +0.0 MiB, …»."""
-        tensors, outside, files, threads = (a - b for a, b in zip(astuple(self), astuple(before), strict=True))
-        return f"tensors {tensors:+.1f} MiB, outside {outside:+.0f} MiB, files {files:+d}, threads {threads:+d}"
 
-    def is_like(self, before: Held, *, outside: float) -> bool:
-        """Whether nothing to speak of was left behind since `before`; other processes may use the GPU, too."""
-        more = [a - b for a, b in zip(astuple(self), astuple(before), strict=True)]
-        return bool(more[0] <= 0.1 and more[1] <= outside and more[2] <= 2 and more[3] <= 2)
+def leaks(what: str, earlier: Held, later: Held, *, outside: float) -> Row:
+    """Return whether resources grew; `outside` is the limit in MiB, since other processes may use the GPU as well."""
+    growth = Held(*(b - a for a, b in zip(astuple(earlier), astuple(later), strict=True)))
+    value = f"tensors {growth.tensors:+.1f} MiB, outside {growth.outside:+.0f} MiB"
+    value += f", files {growth.files:+d}, threads {growth.threads:+d}"
+    ok = growth.tensors <= 0.1 and growth.outside <= outside and growth.files <= 2 and growth.threads <= 2
+    return holds(f"{what} leave behind", value, ok)
 
 
 def model_of(place: Place) -> nn.Module:
@@ -63,39 +58,34 @@ def model_of(place: Place) -> nn.Module:
 
 
 def aborts(place: Place) -> Iterator[Row]:
-    """200 backwards that an exception ends on every rank leave nothing behind; the next one is right."""
+    """200 backwards that fail on every rank leak no resources, and the next backward is correct."""
     module = model_of(place)
     model = with_buckets(module, bucket_cap_mb=0.3)
     count = place.steps(200, 10)
     whole, mine = rows_of(place, 0, WIDTH)
-    model(whole[mine]).backward()
+    model(mine).backward()
     model.zero_grad()
-    before = None
-    told = 0
+    errors = 0
     for number in range(count):
-        told += aborted(model, whole[mine], True)
+        errors += aborted(model, mine, True)
         model.zero_grad()
         if number == 4:
-            before = Held.now(place)
-    assert before is not None
-    after = Held.now(place)
-    yield holds(f"{count} aborted backwards, each an error", str(told), told == count)
-    yield holds("they leave behind", after.growth(before), after.is_like(before, outside=64))
-    model(whole[mine]).backward()
+            earlier = Held.now(place)
+    yield holds(f"{count} aborted backwards, each an error", str(errors), errors == count)
+    yield leaks("they", earlier, Held.now(place), outside=64)
+    model(mine).backward()
     reference = model_of(place)
     reference(whole).backward()
-    pairs = list(zip(module.parameters(), reference.parameters(), strict=True))
-    error = difference([gradient_of(a) for a, _ in pairs], [gradient_of(b) for _, b in pairs])
+    error = gradients_differ(module, reference)
     yield holds("the next one: gradients differ by", f"{error:.1e}", error < 1e-5)
 
 
 def wrappers(place: Place) -> Iterator[Row]:
-    """20 wrappers that are made, trained and dropped, at different times on different ranks, leave nothing behind."""
+    """20 wrappers that ranks discard at different times leak no resources."""
     module = model_of(place)
     count = place.steps(20, 6)
-    kept: deque[nn.Module] = deque(maxlen=1 + place.rank)  # so ranks collect different ones in the same step
+    kept: deque[nn.Module] = deque(maxlen=1 + place.rank)  # ranks discard different wrappers in the same step
     x = rows_of(place, 0, WIDTH)[0][:4]
-    before = None
     for number in range(count):
         model = with_buckets(module)
         model(x).backward()
@@ -103,8 +93,5 @@ def wrappers(place: Place) -> Iterator[Row]:
         kept.append(model)
         del model
         if number == 3:
-            before = Held.now(place)
-    assert before is not None
-    after = Held.now(place)
-    shown = after.growth(before)
-    yield holds(f"{count} wrappers made and dropped leave behind", shown, after.is_like(before, outside=128))
+            earlier = Held.now(place)
+    yield leaks(f"{count} wrappers created and discarded", earlier, Held.now(place), outside=128)

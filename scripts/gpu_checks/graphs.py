@@ -12,18 +12,15 @@ from torch import Tensor, nn
 
 import paceline
 from gpu_checks.rows import NotRun, Place, Row, Verdict, holds, not_run
-from gpu_checks.stand_in import compressor
-from gpu_checks.wrapping import TorchDDP, between, with_buckets
-from paceline import compression
+from gpu_checks.wrapping import TorchDDP, Wrap, between, compress, with_buckets
 from paceline.errors import UsageError
 
 WARM_UP, REPLAYS = 11, 4
 WIDTH = 32
-Wrap = Callable[[nn.Module], nn.Module]
 
 
 class Net(nn.Module):
-    """Two layers, with or without a BatchNorm between them; forward gives the loss."""
+    """Two layers, with or without BatchNorm between them; forward returns the loss."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -46,7 +43,7 @@ def batches(place: Place) -> list[Tensor]:
 
 
 def trained(place: Place, wrap: Wrap, *, norm: bool = False, captures: bool = False) -> nn.Module:
-    """Train: first steps in a side stream, then, if it `captures`, one that is captured and replayed with the rest."""
+    """Train: warm-up steps on a side stream, and the other steps by replaying a captured one if it `captures`."""
     module = net(place, norm)
     stream = torch.cuda.Stream(place.device) if place.on_gpu else None
     if stream is not None:
@@ -82,8 +79,17 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+def eager(model: Any, place: Place) -> None:
+    """Train with all batches and no capture."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x in batches(place):
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+
+
 def capture_of(name: str, wrap: Wrap, norm: bool = False) -> Callable[[Place], Iterator[Row]]:
-    """Return the check that a step with `wrap` can be captured, or is refused."""
+    """Return the check that a step with `wrap` can be captured or is refused by name."""
 
     def check(place: Place) -> Iterator[Row]:
         what = f"a whole step captured, {name}"
@@ -101,16 +107,12 @@ def capture_of(name: str, wrap: Wrap, norm: bool = False) -> Callable[[Place], I
 
 def with_compressor(module: nn.Module) -> nn.Module:
     model = with_buckets(module)
-    model.register_comm_hook(compressor("PowerSGD", model), compression.hook)
+    compress(model, "PowerSGD")
     return model
 
 
 def synced_norm(module: nn.Module) -> nn.Module:
     return with_buckets(paceline.SyncBatchNorm.convert_sync_batchnorm(module))
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    return module
 
 
 alone = capture_of("paceline on one rank", paceline.DistributedDataParallel)
@@ -122,39 +124,30 @@ peer = capture_of("torch DDP, for comparison", TorchDDP)
 
 
 def callables(place: Place) -> Iterator[Row]:
-    """Graphs of the module alone (``make_graphed_callables``), wrapped afterwards, train as eager."""
+    """A module graphed by ``make_graphed_callables`` before it is wrapped trains like an eager one."""
     module: Any = net(place)
     inner = module.layers
     if place.on_gpu:
         module.layers = torch.cuda.make_graphed_callables(inner, (batches(place)[0].clone(),))
-    model = with_buckets(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for x in batches(place):
-        optimizer.zero_grad()
-        model(x).backward()
-        optimizer.step()
-    error = between(module, trained(place, unwrapped))
+    eager(with_buckets(module), place)
+    error = between(module, trained(place, lambda module: module))
     yield holds("make_graphed_callables, then wrapped: weights differ by", f"{error:.1e}", error < 1e-5)
 
 
 def compiled(place: Place) -> Iterator[Row]:
-    """torch.compile inside and around the wrapper trains as eager."""
+    """torch.compile inside and around the wrapper trains like eager mode."""
     if place.on_gpu and importlib.util.find_spec("triton") is None:
-        raise NotRun("triton is not installed, with which torch.compile writes kernels")
+        raise NotRun("torch.compile needs triton, which is not installed")
     backend = "inductor" if place.on_gpu else "eager"
-    expected = trained(place, unwrapped)
+    expected = trained(place, lambda module: module)
     for where in ("inside", "around"):
         module = net(place)
-        model: Any
+        compiled_module: Any
         if where == "inside":
-            model = with_buckets(torch.compile(module, backend=backend))  # type: ignore[arg-type]
+            compiled_module = with_buckets(torch.compile(module, backend=backend))  # type: ignore[arg-type]
         else:
-            model = torch.compile(with_buckets(module), backend=backend)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        for x in batches(place):
-            optimizer.zero_grad()
-            model(x).backward()
-            optimizer.step()
+            compiled_module = torch.compile(with_buckets(module), backend=backend)
+        eager(compiled_module, place)
         error = between(module, expected)
         yield holds(f"torch.compile {where} the wrapper: weights differ by", f"{error:.1e}", error < 1e-4)
         torch._dynamo.reset()

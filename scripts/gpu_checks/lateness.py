@@ -1,7 +1,7 @@
-"""Makes a device's work late, so that whatever forgets to wait for it gets wrong numbers.
+"""Delays a device's work, so that code with a missing wait computes wrong numbers.
 
-On a GPU a gradient is there when its kernels were launched, long before they have run. Code that reads it on another
-stream without waiting is right by chance on an idle GPU, and wrong behind a kernel that sleeps.
+On a GPU, autograd hands over a gradient as soon as its kernels are launched. Code that reads it on another stream
+without waiting is correct by chance on an idle GPU, and wrong behind a kernel that sleeps.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor, nn
 import paceline
 
 CYCLES = 20_000_000
-"""Clock cycles of a kernel that sleeps: about 10 ms."""
+"""Clock cycles of a sleeping kernel, about 10 ms."""
 SECONDS_ON_CPU = 0.002
 
 
 class Lateness(Enum):
-    """The work that comes late in a backward."""
+    """The delayed work of a backward."""
 
     NONE = "nothing"
     GRADIENTS = "gradients"
-    """Kernels that make them are launched, and have not run: whoever does not wait for them reads too early."""
+    """Their kernels are launched but have not run, so code that does not wait for them reads too early."""
     OTHER_STREAMS = "other streams"
-    """Their work starts when the training's own stream is far ahead: memory freed too early is overwritten."""
+    """Their work starts when the training's stream is far ahead, so memory freed too early is overwritten."""
 
 
 def pause(device: torch.device) -> None:
-    """Some milliseconds of the device's time, in the current stream."""
+    """Keep the current stream busy for some milliseconds."""
     if device.type == "cuda":
         torch.cuda._sleep(CYCLES)
     else:
@@ -40,13 +40,13 @@ def pause(device: torch.device) -> None:
 
 
 def delay_other_streams(device: torch.device) -> None:
-    """Put a pause into every stream that PyTorch hands out, once the current stream has come to this point."""
+    """Put a pause into every stream of PyTorch's pool, to begin when the current stream reaches this point."""
     if device.type != "cuda":
         return
     current = torch.cuda.current_stream(device)
     here = current.record_event()
     for priority in (0, -1):
-        for _ in range(32):  # the size of PyTorch's pool for each priority, which is handed out in turn
+        for _ in range(32):  # PyTorch has 32 streams per priority, and hands them out in turn
             stream = torch.cuda.Stream(device, priority=priority)
             if stream != current:
                 with torch.cuda.stream(stream):
@@ -55,14 +55,14 @@ def delay_other_streams(device: torch.device) -> None:
 
 
 def poison(device: torch.device, dtype: torch.dtype) -> None:
-    """Take memory that has just been given back, and fill it with NaN: whoever still reads it sees that."""
-    numels = (4160, 8320, 4096, 2080)  # of buckets of :class:`Slow`, and of their parts
+    """Fill memory that has just been freed with NaN, so that a late reader gets NaN."""
+    numels = (4160, 8320, 4096, 2080)  # sizes of the buckets of :class:`Slow`, and of their parts
     kept = [torch.full((numel,), torch.nan, device=device, dtype=dtype) for numel in numels for _ in range(2)]
     del kept
 
 
 class Late(torch.autograd.Function):
-    """Overwrites freed memory in backward, and makes something late."""
+    """The identity, whose backward overwrites freed memory and delays other work."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, lateness: Lateness) -> Tensor:
@@ -81,7 +81,7 @@ class Late(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """Layers with something late between their gradients; forward gives the loss."""
+    """Layers with delays between their gradients; forward returns the loss."""
 
     def __init__(self, lateness: Lateness) -> None:
         super().__init__()
@@ -97,22 +97,18 @@ class Slow(nn.Module):
 
 
 class Fault(Enum):
-    """A wait that is left out on purpose, so that a check shows that it would notice."""
+    """A wait to omit on purpose, to show that a check detects it."""
 
-    NONE = "nothing is left out"
+    NONE = "no wait is missing"
     LAUNCH = "the stand-in does not wait for the gradients"
     READ = "the average is read without waiting for the stand-in"
 
 
 class StandIn:
-    """Takes the place of a wrapper's all-reduce of buckets on one rank, and behaves as NCCL does among several.
+    """Replaces a wrapper's all-reduce of buckets on one rank by one that behaves like NCCL between several ranks.
 
-    Each runs late, on a stream of its own behind the work of the launching stream, and doubles the bucket, which is
-    the sum of two equal ranks. On the CPU a thread does the same.
-
-    Args:
-        model: whose buckets it doubles; the control block goes the usual way.
-        fault: what to leave out.
+    The all-reduce runs late on a separate stream, after the work of the launching stream, and doubles the bucket: the
+    sum of two equal ranks. On the CPU, a thread does the same. The control block is not affected.
     """
 
     def __init__(self, model: paceline.DistributedDataParallel, fault: Fault = Fault.NONE) -> None:
@@ -125,7 +121,7 @@ class StandIn:
         self._channel.all_reduce = self.all_reduce  # type: ignore[method-assign]
 
     def all_reduce(self, tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-        """Launch the doubling of a bucket; hand any other tensor to the channel."""
+        """Double a bucket late; pass any other tensor to the channel."""
         if not any(tensor is bucket.memory for bucket in self._storage.buckets):
             return self._all_reduce(tensor, *arguments, **options)
         self.launched += 1
@@ -135,14 +131,14 @@ class StandIn:
 
 
 class _OnStream:
-    """A doubling that runs late on a stream of its own."""
+    """A doubling that runs late on a separate stream."""
 
     def __init__(self, tensor: Tensor, stream: torch.cuda.Stream, fault: Fault) -> None:
         self._fault, self._event = fault, torch.cuda.Event()
         if fault is not Fault.LAUNCH:
             stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
-            if fault is not Fault.LAUNCH:  # else it runs before the late gradients
+            if fault is not Fault.LAUNCH:  # otherwise it runs before the late gradients
                 torch.cuda._sleep(CYCLES)
             tensor.mul_(2)
             self._event.record(stream)
@@ -152,13 +148,13 @@ class _OnStream:
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Make the current stream wait; the host goes on."""
+        """Make the current stream wait, but not the host."""
         if self._fault is not Fault.READ:
             self._event.wait(torch.cuda.current_stream())
 
 
 class _InThread:
-    """A doubling that a thread does late."""
+    """A late doubling by a thread."""
 
     def __init__(self, tensor: Tensor, fault: Fault) -> None:
         self._tensor, self._fault = tensor, fault

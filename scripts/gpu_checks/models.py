@@ -1,4 +1,4 @@
-"""Models made of PyTorch alone, by numbers: a Llama, a ResNet and an MLP. Each forward gives the loss."""
+"""A Llama, a ResNet and an MLP in plain PyTorch. Each forward returns the loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY = Shape(16, 2, 4, 2, 24, 64)
 
 
 class Layer(nn.Module):
-    """Attention with rotary positions and grouped keys, then a gated feed-forward part."""
+    """Attention with rotary positions and grouped keys, followed by a gated feed-forward part."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Llama(nn.Module):
-    """A Llama of `shape` with tied embeddings; forward gives the mean loss of predicting each next token."""
+    """A Llama of `shape` with tied embeddings; forward returns the mean loss of next-token prediction."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Llama(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A residual block of three convolutions (He et al., "Deep Residual Learning", 2015), its stride in the second."""
+    """A residual block of three convolutions, the second with stride (He et al., "Deep Residual Learning", 2015)."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-50 by default; forward gives the mean loss of images that all have class 0."""
+    """ResNet-50 by default; forward returns the mean loss of images with class 0."""
 
     def __init__(self, width: int = 64, blocks: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class ResNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear layers from each of `widths` to the next, with Tanh between them; forward gives a mean square."""
+    """Linear layers with the given `widths`, each followed by tanh; forward returns the mean square."""
 
     def __init__(self, *widths: int) -> None:
         super().__init__()

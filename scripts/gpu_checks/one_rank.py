@@ -1,11 +1,10 @@
-"""One rank as it is: numbers, the process group, checkpoints, and how a world begins and ends."""
+"""Numbers, the process group, checkpoints, and the start and end of a world; most of it on any number of ranks."""
 
 from __future__ import annotations
 
 import copy
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,13 +17,23 @@ from torch import Tensor, nn
 import paceline
 from gpu_checks.models import SMALL, TINY
 from gpu_checks.rows import NotRun, Place, Row, holds, not_run
-from gpu_checks.wrapping import alike, between, difference, gradient_of, llama, tokens, torch_views, with_buckets
+from gpu_checks.wrapping import (
+    alike,
+    between,
+    difference,
+    gradient_of,
+    gradients_differ,
+    llama,
+    tokens,
+    torch_views,
+    with_buckets,
+)  # fmt: skip
 from paceline.core.state.digests import weights_sha256
 from paceline.errors import NonFiniteGradient, UsageError
 
 
 def equality(place: Place) -> Iterator[Row]:
-    """Losses and weights over several steps are those of torch's DDP."""
+    """Losses and weights over several steps equal torch DDP's."""
     shape, batch = (SMALL, (4, 128)) if place.on_gpu else (TINY, (2, 8))
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
         ends = []
@@ -51,7 +60,7 @@ def equality(place: Place) -> Iterator[Row]:
 
 
 def own_group(place: Place) -> Iterator[Row]:
-    """The process group "paceline" hands tensors on the GPU to NCCL."""
+    """The process group "paceline" passes tensors on the GPU to NCCL."""
     group = dist.new_group(backend="paceline")
     for device in {torch.device("cpu"), place.device}:
         tensor = torch.full((1000,), float(place.rank + 1), device=device)
@@ -66,14 +75,14 @@ def own_group(place: Place) -> Iterator[Row]:
     other = copy.deepcopy(module)
     model, twin = with_buckets(module, process_group=group), torch_views(other)
     x = torch.randn(6, 8, device=place.device) + place.rank
-    for one in (model, twin):
-        one(x).square().mean().backward()
-    error = difference([gradient_of(module.weight)], [gradient_of(other.weight)])
+    for wrapper in (model, twin):
+        wrapper(x).square().mean().backward()
+    error = gradients_differ(module, other)
     yield holds("a model on the group paceline: gradients differ by", f"{error:.1e}", error < 1e-5)
 
 
 def finite(place: Place) -> Iterator[Row]:
-    """A NaN on one rank is an error on every rank, and the next step is right again."""
+    """A NaN on one rank is an error on every rank, and the next step is correct."""
     last = place.size - 1
     linear = nn.Linear(4, 4).to(place.device)
     model = with_buckets(linear, check_finite=True)
@@ -81,10 +90,10 @@ def finite(place: Place) -> Iterator[Row]:
     message = "no error"
     try:
         model(x * (float("nan") if place.rank == last else 1.0)).sum().backward()
-        list(model.parameters())  # beside a GPU the error may come as late as here
+        list(model.parameters())  # on a GPU the error may be raised as late as here
     except NonFiniteGradient as error:
         message = str(error)
-    named = message.startswith(f"rank {last}") or f"rank {last}" in message
+    named = f"rank {last}" in message
     yield holds("check_finite names the rank whose gradient is NaN", "" if named else message, named)
     model.zero_grad()
     model(x).sum().backward()
@@ -93,17 +102,16 @@ def finite(place: Place) -> Iterator[Row]:
 
 
 def checkpoint(place: Place) -> Iterator[Row]:
-    """A checkpoint of rank 0 comes back onto each rank's own device."""
-    box: list[Any] = [tempfile.mkdtemp() if place.rank == 0 else None]
-    dist.broadcast_object_list(box)
+    """A checkpoint of rank 0 is restored to each rank's device."""
+    folder = shared_folder(place)
     shape = SMALL if place.on_gpu else TINY
     module = llama(place, shape, torch.float32)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     model = with_buckets(module)
     model(tokens(place, shape, 0, (2, 8))).backward()
     optimizer.step()
-    before = weights_sha256(module)
-    checkpointer = paceline.Checkpointer(box[0])
+    saved = weights_sha256(module)
+    checkpointer = paceline.Checkpointer(folder)
     checkpointer.register("model", model)
     checkpointer.register("optimizer", optimizer)
     checkpointer.save(1)
@@ -113,18 +121,25 @@ def checkpoint(place: Place) -> Iterator[Row]:
     others = [torch.cuda.memory_allocated(at) for at in others_of(place)]
     checkpointer.restore()
     checkpointer.close()
-    yield holds("a checkpoint comes back with the same bits", "", weights_sha256(module) == before)
+    yield holds("a restored checkpoint has the same bits", "", weights_sha256(module) == saved)
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     stayed = all(tensor.device == place.device for tensor in [*module.parameters(), *states])
     stayed = stayed and others == [torch.cuda.memory_allocated(at) for at in others_of(place)]
-    yield holds("weights and optimizer state are on the rank's own device, no other is touched", "", stayed)
+    yield holds("weights and optimizer state are on the rank's device, and no other device is used", "", stayed)
     dist.barrier()
     if place.rank == 0:
-        shutil.rmtree(box[0])
+        shutil.rmtree(folder)
+
+
+def shared_folder(place: Place) -> str:
+    """Create a folder for all ranks, which share a host."""
+    box: list[Any] = [tempfile.mkdtemp() if place.rank == 0 else None]
+    dist.broadcast_object_list(box)
+    return str(box[0])
 
 
 def nccl_options(place: Place) -> Iterator[Row]:
-    """Registered memory and streams of high priority give the same gradients, or are refused by name."""
+    """Registered memory and high-priority streams give the same gradients, or are refused by name."""
     options = getattr(paceline.ddp, "NcclOptions", None) if place.on_gpu else None
     if options is None:
         raise NotRun("this build has no NcclOptions" if place.on_gpu else "a CPU has no NCCL")
@@ -140,7 +155,7 @@ def nccl_options(place: Place) -> Iterator[Row]:
 
 
 def _gradients_with(place: Place, **chosen: Any) -> list[Tensor]:
-    """The gradients of a third step."""
+    """Return the gradients of the third step."""
     shape, batch = (SMALL, (4, 128)) if place.on_gpu else (TINY, (2, 8))
     module = llama(place, shape, torch.float32)
     model = with_buckets(module, **chosen)
@@ -151,12 +166,12 @@ def _gradients_with(place: Place, **chosen: Any) -> list[Tensor]:
 
 
 def others_of(place: Place) -> list[int]:
-    """GPUs that are not this rank's."""
+    """Return the GPUs of other ranks."""
     return [at for at in range(torch.cuda.device_count()) if at != place.device.index] if place.on_gpu else []
 
 
 def start(place: Place) -> Iterator[Row]:
-    """``paceline.init()`` finds the device, alone and as a scheduler starts it; it is called here, not before."""
+    """``paceline.init()`` finds the device, alone and in the environment of a scheduler."""
     wanted = torch.device("cuda", 0) if place.on_gpu else torch.device("cpu")
     for backend in (None, "paceline"):
         with paceline.init(backend) as world:
@@ -168,7 +183,7 @@ def start(place: Place) -> Iterator[Row]:
         yield not_run(what, f"this process sees {torch.cuda.device_count()} GPUs; set CUDA_VISIBLE_DEVICES=0")
         return
     scheduled = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    os.environ.update(scheduled, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    os.environ.update(scheduled, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     try:
         with paceline.init() as world:
             value = str(world.device)
@@ -177,16 +192,8 @@ def start(place: Place) -> Iterator[Row]:
     yield holds(what, value, value == str(wanted))
 
 
-def free_port() -> int:
-    """Return a port of this host that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def leave(place: Place) -> Iterator[Row]:
-    """An error leaves ``with paceline.init()`` soon, though a collective is under way that cannot end."""
+    """An error leaves ``with paceline.init()`` soon, even during a collective that cannot complete."""
     began = time.monotonic()
     tensor = torch.ones(1 << 20, device=place.device)
     message = ""
@@ -194,10 +201,10 @@ def leave(place: Place) -> Iterator[Row]:
         with paceline.init():
             dist.barrier()
             if place.rank == 0:
-                dist.all_reduce(tensor, async_op=True)  # the others never come
+                dist.all_reduce(tensor, async_op=True)  # the other ranks never join
             began = time.monotonic()
             raise KeyError("the user's own error")
     except KeyError as error:
         message = str(error)
     took = time.monotonic() - began
-    yield holds("an error leaves the world: seconds", f"{took:.1f}", bool(message) and took < 30, seconds=took)
+    yield holds("seconds until an error leaves the world", f"{took:.1f}", bool(message) and took < 30, seconds=took)

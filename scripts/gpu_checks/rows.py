@@ -20,7 +20,7 @@ class Verdict(str, Enum):
 
 
 class NotRun(Exception):
-    """Raised by a check that cannot run here; its text goes on after "because"."""
+    """Raised by a check that cannot run here; its text follows "because"."""
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,29 @@ class Row:
     value: str
     verdict: Verdict
     remedy: str = ""
-    """Advice to the user where the line failed; empty for the check's own remedy."""
+    """Advice to the user if the line failed; empty for the check's remedy."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """Figures of `value`, for programs."""
+    """The numbers in `value`, for programs."""
 
 
 def holds(what: str, value: str, ok: bool, remedy: str = "", **numbers: float) -> Row:
-    """Return the line of something that was judged."""
+    """Return a line with a pass criterion."""
     return Row(what, value, Verdict.OK if ok else Verdict.FAILED, "" if ok else remedy, numbers)
 
 
 def measured(what: str, value: str, **numbers: float) -> Row:
-    """Return the line of something that is told, and not judged."""
+    """Return a line without a pass criterion."""
     return Row(what, value, Verdict.MEASURED, "", numbers)
 
 
 def not_run(what: str, reason: str) -> Row:
-    """Return the line of something that was not tried; `reason` goes on after "because"."""
+    """Return the line of an omitted check; `reason` follows "because"."""
     return Row(what, f"because {reason}", Verdict.NOT_RUN)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's check runs."""
+    """The rank that runs a check."""
 
     rank: int
     size: int
@@ -65,7 +65,7 @@ class Place:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this is the real thing; on the CPU checks are tried at tiny sizes."""
+        """Whether the check runs on a GPU; on the CPU, sizes are tiny."""
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
@@ -74,7 +74,7 @@ class Place:
             torch.cuda.synchronize(self.device)
 
     def barrier(self) -> None:
-        """Wait for the GPU, and for the other ranks."""
+        """Wait for the GPU and for the other ranks."""
         self.synchronize()
         if self.size > 1:
             dist.barrier()
@@ -86,5 +86,5 @@ class Place:
             torch.cuda.empty_cache()
 
     def steps(self, on_gpu: int, on_cpu: int) -> int:
-        """Return how often to do something: less often where only the script is tried."""
+        """Return the number of repetitions for this device."""
         return on_gpu if self.on_gpu else on_cpu

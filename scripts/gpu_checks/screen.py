@@ -1,4 +1,4 @@
-"""A report that a person can send us: versions, devices, a line for each verdict, and the JSON that goes with it."""
+"""The report that users send us: versions, devices, and a line for each verdict."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ class Result:
     rows: list[Row]
     seconds: float
     log: str = ""
-    """The last lines of its ranks' output, if it failed."""
+    """The last lines of the ranks' output if the check failed."""
 
     @property
     def failed(self) -> bool:
         return any(row.verdict is Verdict.FAILED for row in self.rows)
 
     def remedy(self, row: Row) -> str:
-        """Return the advice for a line; empty if it did not fail."""
+        """Return the advice for a line; empty unless it failed."""
         return (row.remedy or self.check.remedy) if row.verdict is Verdict.FAILED else ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the result for the JSON file."""
         rows = [{**asdict(row), "verdict": row.verdict.value, "remedy": self.remedy(row)} for row in self.rows]
         check = {"part": self.check.part, "check": self.check.name, "ranks": self.check.ranks.value}
         return {**check, "seconds": round(self.seconds, 1), "rows": rows, "log": self.log}
 
 
 def facts(on_gpu: bool) -> dict[str, str]:
-    """Versions and devices of this machine."""
+    """Return versions and devices of this machine."""
     commit = asked("git", "-C", str(ROOT), "log", "-1", "--format=%h")
     settings = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_", "CUDA_"))]
-    found = {
+    versions = {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "paceline": f"{paceline.__version__} {commit}".strip(),
         "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda or torch.version.hip),
         "NCCL": "-",
         "driver": "-",
-        "device": "CPU, a trial of the script; nothing here is about GPUs",
+        "device": "CPU, to test the script; the results say nothing about GPUs",
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}, {os.cpu_count()} CPUs",
         "environment": ", ".join(f"{name}={os.environ[name]}" for name in settings),
@@ -69,13 +69,14 @@ def facts(on_gpu: bool) -> dict[str, str]:
         query = asked("nvidia-smi", "--query-gpu=driver_version,memory.used", "--format=csv,noheader")
         properties = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
         kinds = Counter(
-            f"{one.name}, {one.total_memory / 2**30:.1f} GiB, sm_{one.major}{one.minor}" for one in properties
+            f"{device.name}, {device.total_memory / 2**30:.1f} GiB, sm_{device.major}{device.minor}"
+            for device in properties
         )
-        found["device"] = "; ".join(f"{count} × {kind}" for kind, count in kinds.items())
-        found["NCCL"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        versions["device"] = "; ".join(f"{count} × {kind}" for kind, count in kinds.items())
+        versions["NCCL"] = ".".join(str(part) for part in torch.cuda.nccl.version())
         drivers = [f"{line} in use at the start" for line in query.splitlines()]
-        found["driver"] = " | ".join(drivers) or "unknown, as nvidia-smi does not run"
-    return found
+        versions["driver"] = " | ".join(drivers) or "unknown, because nvidia-smi does not run"
+    return versions
 
 
 def asked(*command: str) -> str:
@@ -86,10 +87,10 @@ def asked(*command: str) -> str:
         return ""
 
 
-def told(results: Sequence[Result], found: dict[str, str], seconds: float) -> str:
-    """The screen."""
-    lines = [f"Paceline GPU check, {found['date']}, {seconds / 60:.1f} minutes"]
-    lines += [f"  {name:<12} {value}" for name, value in found.items() if name != "date" and value]
+def report(results: Sequence[Result], versions: dict[str, str], seconds: float) -> str:
+    """Return the whole report."""
+    lines = [f"Paceline GPU check, {versions['date']}, {seconds / 60:.1f} minutes"]
+    lines += [f"  {name:<12} {value}" for name, value in versions.items() if name != "date" and value]
     counts = Counter(row.verdict for result in results for row in result.rows)
     lines += ["", "  " + ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)]
     for part, title in PARTS.items():
@@ -107,14 +108,14 @@ def told(results: Sequence[Result], found: dict[str, str], seconds: float) -> st
 
 
 def row_lines(result: Result, row: Row) -> list[str]:
-    """Format the verdict, the check's name and its finding, on as many lines as it takes."""
+    """Format verdict, check and value, with line breaks."""
     text = f"{row.what}: {row.value}" if row.value else row.what
     start = f"  {row.verdict.value:<9}{result.check.name:<16}"
     return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)) or [start]
 
 
 def progress(number: int, total: int, result: Result) -> None:
-    """Tell, on stderr, of a check that is over."""
+    """Print a completed check on stderr."""
     counts = Counter(row.verdict.value for row in result.rows)
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     line = f"[{number:2}/{total}] {result.check.path:<24} {summary} ({result.seconds:.0f} s)"

@@ -1,4 +1,4 @@
-"""Several ranks against one process on the whole global batch: they share a GPU over Gloo, or have one each."""
+"""Several ranks compared with one process on the whole global batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import paceline
 import twins
 from gpu_checks.models import MLP
 from gpu_checks.rows import Place, Row, holds
-from gpu_checks.wrapping import alike, between, difference, gradient_of, rows_of, with_buckets
+from gpu_checks.wrapping import alike, between, difference, gradient_of, gradients_differ, rows_of, with_buckets
 from paceline.errors import PacelineError
 
 WIDTH = 16
@@ -38,11 +38,11 @@ TWINS = {
     "complex, scalar and transposed parameters": twins.Case(twins.Odd),
     "channels last": twins.Case(twins.ChannelsLast),
 }
-"""The test suite's own comparisons with one process on the whole batch, in small buckets."""
+"""Comparisons of the test suite, here with small buckets."""
 
 
 def one_process(place: Place) -> Iterator[Row]:
-    """Gradients in every step, None included, and weights are those of one process on the whole global batch."""
+    """Gradients, including None, and weights equal one process on the whole global batch in every step."""
     for name, case in TWINS.items():
         options = {"bucket_cap_mb": 0.0002, **case.options}
         try:
@@ -54,27 +54,24 @@ def one_process(place: Place) -> Iterator[Row]:
 
 
 def sparse(place: Place) -> Iterator[Row]:
-    """Sparse gradients of an embedding are averaged."""
+    """Sparse gradients of an embedding are averaged, and stay sparse."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 2)).to(place.device)
     reference = copy.deepcopy(module)
     model = with_buckets(module)
     for step in range(2):
-        generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(50, (place.size, 6), generator=generator).to(place.device)
+        ids = torch.randint(50, (place.size, 6), generator=torch.Generator().manual_seed(step)).to(place.device)
         model.zero_grad()
         reference.zero_grad()
         model(ids[place.rank]).square().mean().backward()
         reference(ids).square().mean().backward()
-    pairs = zip(module.parameters(), reference.parameters(), strict=True)
-    gradients = [[gradient_of(p).to_dense() for p in pair] for pair in pairs]
-    error = difference([pair[0] for pair in gradients], [pair[1] for pair in gradients])
-    kept = gradient_of(module[0].weight).is_sparse  # type: ignore[arg-type]
-    yield holds("a sparse embedding: gradients differ by", f"{error:.1e}", error < 1e-5 and kept)
+    error = gradients_differ(module, reference)
+    is_sparse = gradient_of(module[0].weight).is_sparse  # type: ignore[arg-type]
+    yield holds("a sparse embedding: gradients differ by", f"{error:.1e}", error < 1e-5 and is_sparse)
 
 
 def batch_norm(place: Place) -> Iterator[Row]:
-    """SyncBatchNorm over uneven batches equals BatchNorm of one process, for all layouts, types and weights."""
+    """SyncBatchNorm over uneven batches equals BatchNorm in one process."""
     cases = {
         "values": ((), {}, torch.float32, 1e-4),
         "images in channels last": ((6, 7), {}, torch.float32, 1e-4),
@@ -91,7 +88,7 @@ def batch_norm(place: Place) -> Iterator[Row]:
 
 
 def _norms_differ(place: Place, one: nn.Module, sides: tuple[int, ...], dtype: torch.dtype, last: bool) -> float:
-    """How far outputs, gradients and statistics are apart after a step; gradients of weights are summed over ranks."""
+    """Return the largest difference of outputs, gradients and statistics after a step."""
     generators = [torch.Generator().manual_seed(rank) for rank in range(place.size)]
     parts = [torch.randn(3 + rank, 5, *sides, generator=one) for rank, one in enumerate(generators)]
     ours = paceline.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(one))
@@ -114,7 +111,7 @@ def _norms_differ(place: Place, one: nn.Module, sides: tuple[int, ...], dtype: t
 
 
 def sharded(place: Place) -> Iterator[Row]:
-    """The sharded optimizer gives the weights of the unsharded one, and its state is a share of it."""
+    """The sharded optimizer gives the weights of the unsharded one, and each rank holds its share of the state."""
     kinds: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
         "foreach": (torch.float32, {"foreach": True}),
         "fused": (torch.float32, {"fused": True}),
@@ -128,49 +125,48 @@ def sharded(place: Place) -> Iterator[Row]:
         ours = paceline.optim.ShardedOptimizer(models[1], torch.optim.AdamW, lr=0.01, **settings)
         optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(models[0].parameters(), lr=0.01, **plain), ours]
         for step in range(10):
-            whole, mine = rows_of(place, step, WIDTH)
+            _, mine = rows_of(place, step, WIDTH)
             for model, optimizer in zip(models, optimizers, strict=True):
-                model(whole[mine].to(dtype)).backward()
+                model(mine.to(dtype)).backward()
                 paceline.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
                 optimizer.zero_grad()
         error = between(modules[1], modules[0])
-        # Rounding to bfloat16 in every step, or not, makes the difference that master weights are for.
+        # Master weights exist because rounding to bfloat16 in every step makes a difference.
         tolerance = 1e-6 if dtype is torch.float32 else 0.1 if "master_dtype" in settings else 1e-2
         yield holds(f"sharded AdamW, {name}: weights differ by", f"{error:.1e}", error < tolerance)
         yield holds(f"sharded AdamW, {name}: bits alike on all ranks", "", alike(modules[1]))
-        held, all_of_it = (
-            sum(t.numel() for state in one for t in state.values() if isinstance(t, Tensor) and t.dim() > 0)
-            for one in (ours._inner.state.values(), optimizers[0].state.values())
+        held, total = (
+            sum(t.numel() for state in states for t in state.values() if isinstance(t, Tensor) and t.dim() > 0)
+            for states in (ours._inner.state.values(), optimizers[0].state.values())
         )
-        most = 1.2 * all_of_it / place.size * (1.5 if "master_dtype" in settings else 1)
-        yield holds(f"sharded AdamW, {name}: its share of the state", f"{held / all_of_it:.2f}", held <= most)
+        most = 1.2 * total / place.size * (1.5 if "master_dtype" in settings else 1)
+        yield holds(f"sharded AdamW, {name}: its share of the state", f"{held / total:.2f}", held <= most)
         del ours, optimizers, models
 
 
 def abort(place: Place) -> Iterator[Row]:
-    """After an exception in the middle of backward on all ranks, or on one, the next step is right."""
+    """After an exception in the middle of backward on one rank or on all, the next step is correct."""
     for who, ranks in (("all ranks", range(place.size)), ("the last rank", range(place.size - 1, place.size))):
         module = mlp(place)
         reference = copy.deepcopy(module)
         model = with_buckets(module, bucket_cap_mb=0.01)
-        whole, mine = rows_of(place, 0, WIDTH)
-        model(whole[mine]).backward()  # buckets are in their order now
+        _, mine = rows_of(place, 0, WIDTH)
+        model(mine).backward()  # gives the buckets their final order
         model.zero_grad()
-        raised = aborted(model, whole[mine], place.rank in ranks)
+        raised = aborted(model, mine, place.rank in ranks)
         model.zero_grad()
         whole, mine = rows_of(place, 1, WIDTH)
-        model(whole[mine]).backward()
+        model(mine).backward()
         reference(whole).backward()
-        pairs = list(zip(module.parameters(), reference.parameters(), strict=True))
-        error = difference([gradient_of(a) for a, _ in pairs], [gradient_of(b) for _, b in pairs])
-        what = f"a backward that {who} aborted, then a whole one: gradients differ by"
+        error = gradients_differ(module, reference)
+        what = f"a backward that {who} aborted, followed by a complete one: gradients differ by"
         yield holds(what, f"{error:.1e}", error < 1e-5)
-        yield holds(f"every rank is told that {who} aborted it", "", raised)
+        yield holds(f"every rank raises if {who} aborted a backward", "", raised)
 
 
 def aborted(model: nn.Module, x: Tensor, here: bool) -> bool:
-    """Run a backward that an exception ends `here`, or elsewhere; returns whether this rank was told."""
+    """Run a backward that fails on this rank (`here`) or on another; returns whether this rank raised."""
 
     def fail(*_: object) -> None:
         raise ArithmeticError("on purpose")
@@ -179,7 +175,7 @@ def aborted(model: nn.Module, x: Tensor, here: bool) -> bool:
     handle = module.layers[1].register_full_backward_hook(fail) if here else None
     try:
         model(x).backward()
-        list(model.parameters())  # beside a GPU other ranks' news may be read as late as here
+        list(model.parameters())  # on a GPU, another rank's failure may be reported as late as here
     except (ArithmeticError, PacelineError):
         return True
     finally:

@@ -1,4 +1,4 @@
-"""Speed and host time beside torch's DDP, kernels of a step, overlap, and peak memory."""
+"""Speed, host time, kernels of a step, overlap and peak memory, relative to torch DDP."""
 
 from __future__ import annotations
 
@@ -6,34 +6,25 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_checks.rows import Place, Row, holds, measured, not_run
-from gpu_checks.timing import (
-    Trainee,
-    Workload,
-    host_times,
-    narrow_mlp,
-    resnet50,
-    small_mlp,
-    smollm2,
-    step_times,
-    trainees,
-)  # fmt: skip
+from gpu_checks.timing import Trainee, Workload, host_times, mlp, resnet50, smollm2, step_times, trainees
 from gpu_checks.wrapping import bucket_bytes, variants
 from paceline.ddp.options.buckets import CAPACITY
 from paceline.tools.bench.turns import median_ratio, take_turns
 
 SLOWER = 1.03
-"""A step may take so many times the time of torch's faster mode; less cannot be told from noise."""
+"""Limit of a step's time relative to torch's faster mode; smaller differences are noise."""
 TORCH = ("torch views", "torch batched")
 
 
 def steps(place: Place, workload: Workload, at_once: int = 2) -> Iterator[Row]:
-    """Whole training steps, fused AdamW included; `at_once` to a turn, at whose end the GPU is waited for."""
+    """Whole training steps with fused AdamW; a turn is `at_once` steps, and ends when the GPU is done."""
     built = trainees(workload, variants(place), place)
     seconds = step_times(built, place, place.steps(at_once, 1))
     best = min((name for name in TORCH if name in seconds), key=lambda name: statistics.median(seconds[name]))
@@ -43,32 +34,25 @@ def steps(place: Place, workload: Workload, at_once: int = 2) -> Iterator[Row]:
         shown = f"{milliseconds:.2f} ms; {best} / this = {against:.3f}"
         what = f"{workload.name}: {name}"
         if name.startswith("paceline") and place.on_gpu:
-            slower = f"slower than {best}; send us the JSON, and the part host"
-            yield holds(what, shown, against > 1 / SLOWER, slower, ms=milliseconds, ratio=against)
+            remedy = f"slower than {best}; send us the JSON of the parts speed and syncs"
+            yield holds(what, shown, against > 1 / SLOWER, remedy, ms=milliseconds, ratio=against)
         else:
             yield measured(what, shown, ms=milliseconds, ratio=against)
 
 
-def of(make: Callable[[Place], Workload]) -> Callable[[Place], Iterator[Row]]:
+def speed_of(workload: Callable[..., Workload], *sizes: int) -> Callable[[Place], Iterator[Row]]:
     """Return the check of a workload's speed."""
-    return lambda place: steps(place, make(place))
-
-
-smollm2_2k = of(lambda place: smollm2(place, 2048))
-smollm2_16k = of(lambda place: smollm2(place, 16384))
-resnet_32 = of(lambda place: resnet50(place, 32))
-resnet_256 = of(lambda place: resnet50(place, 256))
-mlp = of(small_mlp)
+    return lambda place: steps(place, workload(place, *sizes))
 
 
 def host_bound(place: Place) -> Iterator[Row]:
-    """Steps whose kernels the host launches more slowly than the GPU runs them."""
+    """Steps whose kernels run faster than the host can launch them."""
     for width in (128, 512, 2048) if place.on_gpu else (16,):
-        yield from steps(place, narrow_mlp(place, width), 20)
+        yield from steps(place, mlp(place, 4, width, 64), 20)
 
 
 def host(place: Place) -> Iterator[Row]:
-    """Time that the wrapper adds on the host to a backward, with batches so small that the host is the limit."""
+    """Time that the wrapper adds to the host's backward, with batches so small that the host is the limit."""
     for workload in (smollm2(place, 16), resnet50(place, 1)):
         built = trainees(workload, variants(place), place)
         parameters = len(list(built["bare"].model.parameters()))
@@ -78,14 +62,14 @@ def host(place: Place) -> Iterator[Row]:
             name: 1000 * statistics.median(a - b for a, b in zip(took, bare, strict=True))
             for name, took in seconds.items()
         }
-        for name, more in added.items():
+        for name, extra in added.items():
             what = f"{parameters} parameters: {name} adds to the host's backward"
             if name.startswith("paceline") and place.on_gpu:
                 most = 1.1 * added["torch views"] + 0.05
                 remedy = f"torch's view mode adds {added['torch views']:.2f} ms; send us the JSON"
-                yield holds(what, f"{more:.2f} ms", more <= most, remedy, ms=more)
+                yield holds(what, f"{extra:.2f} ms", extra <= most, remedy, ms=extra)
             else:
-                yield measured(what, f"{more:.2f} ms", ms=more)
+                yield measured(what, f"{extra:.2f} ms", ms=extra)
         del built
 
 
@@ -96,7 +80,7 @@ def kernels(place: Place) -> Iterator[Row]:
     workload = smollm2(place, 2048)
     for name, wrap in variants(place).items():
         if not place.on_gpu and name.startswith("torch"):
-            continue  # their operators are no matter of ours
+            continue  # the number of torch's operators on the CPU is of no use
         trainee = Trainee(workload, wrap, place)
         counts[name] = launched(trainee, place)
         if name == "paceline":
@@ -106,18 +90,18 @@ def kernels(place: Place) -> Iterator[Row]:
     bare = counts["bare"].total()
     kind = "kernels" if place.on_gpu else "operators"
     for name, names in counts.items():
-        more = names.total() - bare
+        extra = names.total() - bare
         added = ", ".join(f"{count} × {what[:40]}" for what, count in (names - counts["bare"]).most_common(4))
-        shown = f"{names.total()} {kind}, {more:+d} ({added})" if more else f"{names.total()} {kind}"
+        shown = f"{names.total()} {kind}, {extra:+d} ({added})" if extra else f"{names.total()} {kind}"
         if name == "paceline" and place.on_gpu:
-            # For each bucket a copy in two parts, the collective, and the scaling.
-            yield holds(f"one step: {name}, {buckets} buckets", shown, more <= 4 * buckets + 8, "", more=more)
+            # Per bucket: a copy in two parts, the collective, and the scaling.
+            yield holds(f"one step: {name}, {buckets} buckets", shown, extra <= 4 * buckets + 8, "", more=extra)
         else:
-            yield measured(f"one step: {name}", shown, more=more)
+            yield measured(f"one step: {name}", shown, more=extra)
 
 
 def launched(trainee: Trainee, place: Place) -> Counter[str]:
-    """Count, by name, the kernels that a steady step launches; on the CPU, the operators that it calls."""
+    """Count by name the kernels that a steady step launches, or the operators that it calls on the CPU."""
     for _ in range(place.steps(5, 2)):
         trainee.step()
     place.synchronize()
@@ -131,7 +115,7 @@ def launched(trainee: Trainee, place: Place) -> Counter[str]:
 
 
 def overlap(place: Place) -> Iterator[Row]:
-    """Share of the communication that a backward hides: all of it, less the time that it adds to a step."""
+    """Share of the communication that a backward hides: the part that does not lengthen the step."""
     for workload in (smollm2(place, 4096), resnet50(place, 64)):
         wraps = {name: wrap for name, wrap in variants(place).items() if not name.endswith("alone")}
         built = trainees(workload, wraps, place)
@@ -139,10 +123,8 @@ def overlap(place: Place) -> Iterator[Row]:
         dtype = next(built["bare"].model.parameters()).dtype
         bucket = torch.zeros(min(numel, CAPACITY // dtype.itemsize), dtype=dtype, device=place.device)
 
-        def reduce(bucket: torch.Tensor = bucket, times: int = -(-numel // len(bucket))) -> float:
-            return timed_reductions(place, bucket, times)
-
-        runs: dict[str, Callable[[], float]] = {name: lambda t=t: t.timed(2) for name, t in built.items()}  # type: ignore[misc]
+        reduce: Callable[[], float] = partial(timed_reductions, place, bucket, -(-numel // len(bucket)))
+        runs: dict[str, Callable[[], float]] = {name: partial(trainee.timed, 2) for name, trainee in built.items()}
         seconds = take_turns({**runs, "all-reduce": reduce}, place.rounds, warm_up=place.steps(3, 1), rotated=True)
         medians = {name: statistics.median(took) for name, took in seconds.items()}
         alone = medians["all-reduce"]
@@ -161,7 +143,7 @@ def overlap(place: Place) -> Iterator[Row]:
 
 
 def timed_reductions(place: Place, bucket: torch.Tensor, times: int) -> float:
-    """Return the seconds of as many all-reduces of `bucket`."""
+    """Return the seconds for `times` all-reduces of `bucket`."""
     place.barrier()
     start = time.perf_counter()
     for _ in range(times):
@@ -171,7 +153,7 @@ def timed_reductions(place: Place, bucket: torch.Tensor, times: int) -> float:
 
 
 def memory(place: Place) -> Iterator[Row]:
-    """The peak of a bf16 step is at most torch's and the largest bucket; memory outside of PyTorch's is told."""
+    """The peak of a bf16 step is at most torch's peak plus the largest bucket."""
     peaks: dict[str, float] = {}
     workload, largest = smollm2(place, 2048), 0.0
     for name, wrap in variants(place).items():
@@ -179,7 +161,7 @@ def memory(place: Place) -> Iterator[Row]:
         base, free = allocated(place), free_outside(place)
         trainee = Trainee(workload, wrap, place)
         for step in range(place.steps(5, 2)):
-            if step == 3 and place.on_gpu:  # after the buckets were laid out again
+            if step == 3 and place.on_gpu:  # after the buckets got their final layout
                 torch.cuda.reset_peak_memory_stats()
             trainee.step()
         place.synchronize()
@@ -187,7 +169,7 @@ def memory(place: Place) -> Iterator[Row]:
         outside = (free - free_outside(place)) / 2**20
         if name == "paceline":
             largest = max(bucket_bytes(trainee.model)) / 2**20
-        what, shown = f"peak of a step: {name}", f"{peaks[name]:.0f} MiB, and {outside:.0f} beside PyTorch's own"
+        what, shown = f"peak of a step: {name}", f"{peaks[name]:.0f} MiB, and {outside:.0f} outside PyTorch's allocator"
         if name.startswith("paceline") and place.on_gpu:
             most = peaks["torch views"] + largest
             yield holds(what, shown, peaks[name] <= most, f"at most {most:.0f} MiB", mib=peaks[name])
@@ -195,14 +177,14 @@ def memory(place: Place) -> Iterator[Row]:
             yield measured(what, shown, mib=peaks[name])
         del trainee
     if not place.on_gpu:
-        yield not_run("peaks", "they are counted on GPUs only")
+        yield not_run("peaks", "PyTorch counts them on GPUs only")
 
 
 def allocated(place: Place) -> int:
-    """Bytes that PyTorch's allocator has given out."""
+    """Return the bytes in use according to PyTorch's allocator."""
     return torch.cuda.memory_allocated() if place.on_gpu else 0
 
 
 def free_outside(place: Place) -> int:
-    """Bytes of the GPU that neither this process's allocator nor anybody else has."""
+    """Return the bytes of the GPU that are free or reserved by PyTorch's allocator."""
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if place.on_gpu else 0

@@ -1,11 +1,10 @@
-"""Whether a steady step makes the host wait for the GPU, found out by CUDA's own sync debug mode."""
+"""Checks with CUDA's sync debug mode whether a steady step makes the host wait for the GPU."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,35 +14,27 @@ import torch
 import paceline
 from gpu_checks.models import SMALL, TINY
 from gpu_checks.rows import Place, Row, holds, measured, not_run
-from gpu_checks.stand_in import compressor
-from gpu_checks.wrapping import llama, tokens, torch_views, with_buckets
-from paceline import compression
+from gpu_checks.wrapping import COMPRESSORS, compress, llama, tokens, torch_views, with_buckets
 
 STEPS = 3
 Step = Callable[[], None]
 
 
-@contextmanager
-def sync_mode(place: Place, mode: str) -> Iterator[None]:
-    """Warn of every operation that waits for the GPU, or raise; nothing on the CPU."""
-    if place.on_gpu:
-        torch.cuda.set_sync_debug_mode(mode)
-    try:
-        yield
-    finally:
-        if place.on_gpu:
-            torch.cuda.set_sync_debug_mode("default")
-
-
 def waits(place: Place, step: Step) -> Counter[str]:
-    """Where the host waited in :data:`STEPS` steps: file and line, and how often."""
+    """Count the host's waits in :data:`STEPS` steps by file and line."""
+    if not place.on_gpu:
+        step()
+        return Counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with sync_mode(place, "warn"):
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             for _ in range(STEPS):
                 step()
-    told = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
-    return Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in told)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    syncs = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
+    return Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in syncs)
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,7 @@ class Case:
 
     name: str
     most: int | None = 0
-    """Waits that a step may have; None to tell of them only."""
+    """Greatest number of waits per step; None for no limit."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the wrapper."""
     compressor: str = ""
@@ -66,17 +57,17 @@ CASES = (
     Case("no_sync, then a synchronized backward"),
     Case("reduce_dtype=float32", options={"reduce_dtype": torch.float32}),
     Case("check_finite", 1, options={"check_finite": True}),
-    *(Case(kind, compressor=kind) for kind in ("Cast", "Int8", "PowerSGD", "TopK")),
+    *(Case(kind, compressor=kind) for kind in COMPRESSORS),
 )
 
 
 def steady(place: Place, case: Case) -> Step:
-    """Return a step as `case` says, which has run often enough to be steady."""
+    """Return a step of `case` after its warm-up."""
     shape = SMALL if place.on_gpu else TINY
     module = llama(place, shape, torch.bfloat16)
     model: Any = torch_views(module) if case.name == "torch DDP" else with_buckets(module, **case.options)
     if case.compressor:
-        model.register_comm_hook(compressor(case.compressor, model), compression.hook)
+        compress(model, case.compressor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = tokens(place, shape, 0, (2, 64) if place.on_gpu else (2, 8))
 
@@ -100,31 +91,29 @@ def steady(place: Place, case: Case) -> Step:
     return step
 
 
-def said(found: Counter[str]) -> str:
-    """«2 a step: backward.py:165 (2)»."""
-    places = ", ".join(f"{where} ({count / STEPS:g})" for where, count in found.most_common(5))
-    return f"{found.total() / STEPS:g} a step" + (f": {places}" if places else "")
+def described(lines: Counter[str]) -> str:
+    """Return for example "2 per step: backward.py:165 (2)"."""
+    places = ", ".join(f"{where} ({count / STEPS:g})" for where, count in lines.most_common(5))
+    return f"{lines.total() / STEPS:g} per step" + (f": {places}" if places else "")
 
 
 def syncs(place: Place) -> Iterator[Row]:
-    """Steady steps do not make the host wait; where they do, file and line are told."""
+    """Steady steps do not make the host wait."""
     number = torch.ones(1, device=place.device)
-    what = "negative control: tensor.item()"
-    found = waits(place, lambda: print(end="" if number.item() else "0"))
-    yield holds(what, said(found), found.total() == STEPS) if place.on_gpu else only_tried(what)
+    control = Case("negative control: tensor.item()")
+    lines = waits(place, lambda: print(end="" if number.item() else "0"))
+    yield judged(place, control, lines, lines.total() == STEPS)
     for case in CASES:
         step = steady(place, case)
-        found = waits(place, step)
-        per_step = found.total() / STEPS
-        if not place.on_gpu:
-            yield only_tried(case.name)
-        elif case.most is None:
-            yield measured(case.name, said(found), waits=per_step)
-        else:
-            yield holds(case.name, said(found), per_step <= case.most, f"at most {case.most}", waits=per_step)
+        lines = waits(place, step)
+        yield judged(place, case, lines, case.most is None or lines.total() <= case.most * STEPS)
         del step
 
 
-def only_tried(what: str) -> Row:
-    """The line of something that needs a GPU."""
-    return not_run(what, "a CPU has nothing to wait for")
+def judged(place: Place, case: Case, lines: Counter[str], ok: bool) -> Row:
+    if not place.on_gpu:
+        return not_run(case.name, "a CPU never makes the host wait")
+    per_step = lines.total() / STEPS
+    if case.most is None:
+        return measured(case.name, described(lines), waits=per_step)
+    return holds(case.name, described(lines), ok, f"at most {case.most}", waits=per_step)

@@ -1,4 +1,4 @@
-"""Workloads that are timed, and how: variants take turns within a round, and medians are compared."""
+"""Timed workloads: their variants take turns within a round, and medians are compared."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ from paceline.tools.bench.turns import take_turns
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and this rank's batch for it."""
+    """A model, this rank's batch, and whether the forward runs under bf16 autocast."""
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[], Tensor]
-    autocast: bool
-    """Whether the forward runs under bf16 autocast; if not, the model is in bf16 itself."""
+    autocast: bool = False
 
 
 def named(place: Place, name: str) -> str:
-    """`name`, and whether it is the real size."""
-    return name if place.on_gpu else f"tiny in place of {name}"
+    return name if place.on_gpu else f"tiny instead of {name}"
 
 
 def smollm2(place: Place, count: int) -> Workload:
@@ -41,7 +39,6 @@ def smollm2(place: Place, count: int) -> Workload:
         named(place, f"SmolLM2-360M, {count:,} tokens"),
         lambda: llama(place, shape, torch.bfloat16),
         lambda: tokens(place, shape, 0, sizes),
-        autocast=False,
     )
 
 
@@ -61,32 +58,20 @@ def resnet50(place: Place, batch: int) -> Workload:
     return Workload(named(place, f"ResNet-50, batch {batch}"), build, images, autocast=True)
 
 
-def small_mlp(place: Place) -> Workload:
-    """Eight layers of 1024 in fp32."""
-    width = 1024 if place.on_gpu else 16
+def mlp(place: Place, layers: int, width: int, batch: int) -> Workload:
+    """Square layers in fp32."""
+    real_width = width if place.on_gpu else 16
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return MLP(*[width] * 9).to(place.device)
+        return MLP(*[real_width] * (layers + 1)).to(place.device)
 
-    x = torch.randn(256, width, device=place.device)
-    return Workload(named(place, "MLP 8 × 1024, batch 256"), build, lambda: x, autocast=False)
-
-
-def narrow_mlp(place: Place, width: int) -> Workload:
-    """Four layers of `width` in fp32, whose step the host launches more slowly than a GPU computes it."""
-    width = width if place.on_gpu else 16
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return MLP(*[width] * 5).to(place.device)
-
-    x = torch.randn(64, width, device=place.device)
-    return Workload(named(place, f"MLP 4 × {width}, batch 64"), build, lambda: x, autocast=False)
+    name = named(place, f"MLP {layers} × {width}, batch {batch}")
+    return Workload(name, build, lambda: torch.randn(batch, real_width, device=place.device))
 
 
 class Trainee:
-    """One variant of a workload: a model that is wrapped and its optimizer."""
+    """A variant of a workload: a wrapped model with its optimizer."""
 
     def __init__(self, workload: Workload, wrap: Wrap, place: Place) -> None:
         self._place, self._autocast = place, workload.autocast
@@ -100,13 +85,12 @@ class Trainee:
         return loss
 
     def step(self) -> None:
-        """Train one step."""
         self.forward().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def timed(self, steps: int) -> float:
-        """Return the seconds of a step, to the end of its kernels."""
+        """Return the seconds per step, including the GPU's work."""
         self._place.barrier()
         start = time.perf_counter()
         for _ in range(steps):
@@ -115,7 +99,7 @@ class Trainee:
         return (time.perf_counter() - start) / steps
 
     def host_timed(self) -> float:
-        """Return the seconds for which a backward keeps the host, where the GPU has nothing else to do."""
+        """Return the host's seconds for a backward that finds the GPU idle."""
         loss = self.forward()
         self._place.barrier()
         start = time.perf_counter()
@@ -126,18 +110,17 @@ class Trainee:
 
 
 def trainees(workload: Workload, wraps: Mapping[str, Wrap], place: Place) -> dict[str, Trainee]:
-    """Build every variant."""
     return {name: Trainee(workload, wrap, place) for name, wrap in wraps.items()}
 
 
-def step_times(built: Mapping[str, Trainee], place: Place, steps: int = 2) -> dict[str, list[float]]:
-    """Seconds of a step of each variant, by round."""
+def step_times(built: Mapping[str, Trainee], place: Place, steps: int) -> dict[str, list[float]]:
+    """Return the seconds per step of each variant, by round."""
     turns = {name: partial(trainee.timed, steps) for name, trainee in built.items()}
     return take_turns(turns, place.rounds, warm_up=place.steps(3, 1), rotated=True)
 
 
 def host_times(built: Mapping[str, Trainee], place: Place) -> dict[str, list[float]]:
-    """Seconds of the host for a backward of each variant, by round."""
+    """Return the host's seconds in a backward of each variant, by round."""
     rounds = place.rounds * place.steps(5, 1)
     turns = {name: trainee.host_timed for name, trainee in built.items()}
     return take_turns(turns, rounds, warm_up=place.steps(5, 1), rotated=True)

@@ -1,36 +1,35 @@
-"""The Trainer: every precision against a plain loop, and runs that are resumed in the middle."""
+"""The Trainer: every precision compared with a plain loop, and resumed runs."""
 
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
 import trainings
-from gpu_checks.bits import deterministic, told
+from gpu_checks.bits import compared, deterministic
+from gpu_checks.one_rank import shared_folder
 from gpu_checks.rows import Place, Row, holds
-from gpu_checks.wrapping import difference
+from gpu_checks.wrapping import difference, same_everywhere
 from paceline.data import GlobalBatchSampler
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run_of(place: Place, precision: str, **options: Any) -> trainings.Run:
-    """Return a training of three epochs, whose last batch is short and whose gradients fit into fp16."""
+    """Return a training of three epochs with a short last batch and gradients that fit into fp16."""
     settings = trainings.Settings(epochs=3, clip_norm=0.5, precision=precision, show_progress=False, **options)
     return trainings.Run(settings, dtype=torch.float32, evaluate=True, device=place.device, loss_factor=1 / 64)
 
 
 def plain_loop(run: trainings.Run, dtype: torch.dtype | None) -> nn.Module:
-    """Train with PyTorch alone on whole batches."""
+    """Train on whole batches with plain PyTorch."""
     data = trainings.Points(run.samples, run.dtype)
     module: nn.Module = trainings.net(run)
     optimizer = trainings.optimizer_of(run, module)
@@ -51,7 +50,7 @@ def plain_loop(run: trainings.Run, dtype: torch.dtype | None) -> nn.Module:
 
 
 def precisions(place: Place) -> Iterator[Row]:
-    """Weights and evaluations are those of a plain loop, in each precision."""
+    """Weights and evaluations equal a plain loop in each precision."""
     for precision, tolerance in (("fp32", 1e-5), ("bf16", 3e-2), ("fp16", 1e-2)):
         run = run_of(place, precision)
         outcome = trainings.train(place, run)
@@ -63,7 +62,7 @@ def precisions(place: Place) -> Iterator[Row]:
         apart = abs(outcome.result.metrics["error"] / loss - 1)
         yield holds(f"{precision}: the evaluation differs from its loss by", f"{apart:.1e}", apart < 3 * tolerance)
         if place.size > 1:
-            yield holds(f"{precision}: bits alike on all ranks", "", alike_everywhere(outcome))
+            yield holds(f"{precision}: bits alike on all ranks", "", same_everywhere(outcome.weights_sha256))
 
 
 def evaluated(run: trainings.Run, module: nn.Module, dtype: torch.dtype | None) -> float:
@@ -74,14 +73,8 @@ def evaluated(run: trainings.Run, module: nn.Module, dtype: torch.dtype | None) 
     return float(error)
 
 
-def alike_everywhere(outcome: trainings.Outcome) -> bool:
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, outcome.weights_sha256)
-    return len(set(digests)) == 1
-
-
 def resumed(place: Place) -> Iterator[Row]:
-    """A run that is interrupted and resumed ends with the bits of one that was not, dropout included."""
+    """An interrupted and resumed run ends with the bits of an uninterrupted one, also with dropout."""
     for precision in DTYPES:
         folder = shared_folder(place)
         saved: dict[str, Any] = {"checkpoint_dir": folder, "checkpoint_every": 1}
@@ -90,15 +83,8 @@ def resumed(place: Place) -> Iterator[Row]:
             trainings.train(place, replace(run_of(place, precision, **saved), dropout=0.2, stop_after=7))
             again = trainings.train(place, replace(run_of(place, precision, **saved, resume=True), dropout=0.2))
         right = again.bits() == whole.bits() and bool(again.result.resumed_from_step)
-        value = f"{told(again.weights_sha256, whole.weights_sha256)}, from step {again.result.resumed_from_step}"
+        value = f"{compared(again.weights_sha256, whole.weights_sha256)}, from step {again.result.resumed_from_step}"
         yield holds(f"{precision}, interrupted in step 8: the bits of an undisturbed run", value, right)
         place.barrier()
         if place.rank == 0:
             shutil.rmtree(folder)
-
-
-def shared_folder(place: Place) -> str:
-    """Make a folder for all ranks, which share a host."""
-    box: list[Any] = [tempfile.mkdtemp() if place.rank == 0 else None]
-    dist.broadcast_object_list(box)
-    return str(box[0])

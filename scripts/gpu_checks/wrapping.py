@@ -1,9 +1,10 @@
-"""Wraps a model by torch and by Paceline, and compares the results."""
+"""Wrappers of torch and Paceline side by side, compressors, and comparisons of results."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,45 +14,49 @@ from torch import Tensor, nn
 import paceline
 from gpu_checks.models import Llama, Shape
 from gpu_checks.rows import Place
+from paceline import compression
 from paceline.core.state.digests import weights_sha256
 
 TorchDDP = nn.parallel.DistributedDataParallel
 Wrap = Callable[[nn.Module], nn.Module]
+COMPRESSORS: dict[str, Callable[[Any], compression.Compressor]] = {
+    "Cast": partial(compression.Cast, dtype=torch.bfloat16),
+    "Int8": compression.Int8,
+    "PowerSGD": partial(compression.PowerSGD, rank=2),
+    "TopK": partial(compression.TopK, fraction=0.1),
+}
 
 
 def torch_views(module: nn.Module, **options: Any) -> nn.Module:
-    """torch's wrapper with gradients as views of its buckets."""
+    """Wrap with torch DDP, whose gradients are views of its buckets."""
     return TorchDDP(module, gradient_as_bucket_view=True, **options)
 
 
-def torch_batched(module: nn.Module) -> nn.Module:
-    """torch's wrapper with views and one copy for each bucket."""
-    return torch_views(module, batched_grad_copy=True)
-
-
-def has_batched_copy() -> bool:
-    """Whether this torch has it."""
-    return "batched_grad_copy" in inspect.signature(TorchDDP.__init__).parameters
-
-
 def with_buckets(module: nn.Module, **options: Any) -> paceline.DistributedDataParallel:
-    """Paceline's wrapper, with buckets and collectives also where the rank is alone."""
+    """Wrap with Paceline, with buckets and collectives even on a single rank."""
     model = paceline.DistributedDataParallel(module, **options)
     model._engine.connected()
     return model
 
 
+def compress(model: Any, kind: str) -> compression.Compressor:
+    """Register the compressor named `kind`."""
+    state = COMPRESSORS[kind](model)
+    model.register_comm_hook(state, compression.hook)
+    return state
+
+
 def bucket_bytes(model: nn.Module) -> list[int]:
-    """The sizes of a wrapper's buckets."""
+    """Return the sizes of a wrapper's buckets."""
     assert isinstance(model, paceline.DistributedDataParallel)
     return model._engine.connected().bucket_bytes()
 
 
 def variants(place: Place) -> dict[str, Wrap]:
-    """The wrappers that are timed side by side; alone, Paceline as it is and with buckets."""
+    """Return the wrappers that are timed side by side."""
     wraps: dict[str, Wrap] = {"bare": lambda module: module, "torch views": torch_views}
-    if has_batched_copy():
-        wraps["torch batched"] = torch_batched
+    if "batched_grad_copy" in inspect.signature(TorchDDP.__init__).parameters:
+        wraps["torch batched"] = partial(torch_views, batched_grad_copy=True)
     wraps["paceline"] = with_buckets
     if place.size == 1:
         wraps["paceline, alone"] = paceline.DistributedDataParallel
@@ -59,23 +64,23 @@ def variants(place: Place) -> dict[str, Wrap]:
 
 
 def llama(place: Place, shape: Shape, dtype: torch.dtype) -> Llama:
-    """Return a model with the same random weights on every rank, and each time."""
+    """Return a model with the same random weights on every rank and in every call."""
     torch.manual_seed(0)
     with torch.device(place.device):
         return Llama(shape).to(dtype)
 
 
 def tokens(place: Place, shape: Shape, step: int, batch: tuple[int, int]) -> Tensor:
-    """This rank's tokens in `step`, as many as `batch` says: (sequences, length)."""
+    """Return this rank's tokens in `step`, of shape `batch`: (sequences, length)."""
     generator = torch.Generator().manual_seed(1000 * step + place.rank)
     return torch.randint(shape.vocabulary, batch, generator=generator).to(place.device)
 
 
-def rows_of(place: Place, step: int, width: int, each: int = 4) -> tuple[Tensor, slice]:
-    """The global batch of `step`, of `each` rows for every rank, and which of them are this rank's."""
+def rows_of(place: Place, step: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the global batch of `step`, with four rows per rank, and this rank's rows."""
     generator = torch.Generator().manual_seed(step)
-    whole = torch.randn(place.size * each, width, generator=generator).to(place.device)
-    return whole, slice(place.rank * each, (place.rank + 1) * each)
+    whole = torch.randn(place.size * 4, width, generator=generator).to(place.device)
+    return whole, whole[place.rank * 4 : (place.rank + 1) * 4]
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
@@ -84,7 +89,7 @@ def gradient_of(tensor: Tensor) -> Tensor:
 
 
 def difference(ours: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """The largest difference of two tensors, relative to the largest number of the second; NaN counts as infinite."""
+    """Return the largest difference, relative to the largest element of the expected tensor; infinite for NaN."""
     worst = 0.0
     for a, b in zip(ours, expected, strict=True):
         a, b = a.detach().double(), b.detach().double()
@@ -94,12 +99,23 @@ def difference(ours: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
 
 
 def between(ours: nn.Module, expected: nn.Module) -> float:
-    """The :func:`difference` of two modules' parameters."""
+    """Return the :func:`difference` of two modules' parameters."""
     return difference(ours.parameters(), expected.parameters())
 
 
+def gradients_differ(ours: nn.Module, expected: nn.Module) -> float:
+    """Return the :func:`difference` of two modules' gradients."""
+    pairs = zip(ours.parameters(), expected.parameters(), strict=True)
+    return max(difference([gradient_of(a).to_dense()], [gradient_of(b).to_dense()]) for a, b in pairs)
+
+
 def alike(module: nn.Module) -> bool:
-    """Whether all ranks have the same bits."""
+    """Return whether all ranks have the same bits."""
+    return same_everywhere(weights_sha256(module))
+
+
+def same_everywhere(digest: str) -> bool:
+    """Return whether all ranks have the same digest."""
     digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, weights_sha256(module))
+    dist.all_gather_object(digests, digest)
     return len(set(digests)) == 1

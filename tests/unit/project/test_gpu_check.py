@@ -260,7 +260,7 @@ def test_the_screen_has_versions_verdicts_ratios_and_remedies() -> None:
             check_at("speed/mlp"), [measured("MLP: paceline", "1.00 ms; torch views / this = 1.100", ratio=1.1)], 4.0
         ),
     ]
-    text = screen.told(results, screen.facts(on_gpu=False), 7.0)
+    text = screen.report(results, screen.facts(on_gpu=False), 7.0)
     for part in (torch.__version__, "NCCL", "driver", "1 FAILED", "torch views / this = 1.100", "--part one/equality"):
         assert str(part) in text
     assert check_at("one/equality").remedy in text
