@@ -196,7 +196,7 @@ def train_all(world: World, name: str, ways: list[Way]) -> list[list[set[str]]]:
 
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_models(pools: Pools, name: str) -> None:
-    pools.run(2, train_all, name, WAYS)
+    pools.run(2, train_all, name, WAYS if name == "Llama" else WAYS[::3])
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -208,5 +208,4 @@ def test_mixtures_whose_experts_are_idle_on_some_ranks(pools: Pools, name: str) 
 
 
 def test_three_ranks(pools: Pools) -> None:
-    for name in ("Llama", "Switch"):
-        pools.run(3, train_all, name, [Way(), Way(static_graph=True, micros=2, checkpointing="reentrant")])
+    pools.run(3, train_all, "Switch", [Way(static_graph=True, micros=2, checkpointing="reentrant")])

@@ -122,13 +122,10 @@ layers = partial(Layers, 2)  # a graph each
     ("how", "build", "options"),
     [
         ("inside", layers, FULL),
-        ("inside", sequence, FULL),
-        ("outside", layers, FULL),
         ("outside", sequence, FULL),
         ("outside", linear, FULL),  # a class of torch that no other case has called before
         ("in place", layers, FULL),
         ("in a function", layers, {}),
-        ("outside", partial(Layers, 2, checkpointing=True), {}),
         ("inside", partial(Layers, 2, checkpointing=True), {}),
         ("outside", layers, {"dynamic": True}),
     ],
@@ -167,7 +164,6 @@ FEW = (12, 12, 7)
 CASES = {
     "no_sync, weights, batches of changing size": Case(micros=2),
     "no_sync around backward, zeroed gradients": Case(batches=FEW, micros=2, window="backward", set_to_none=False),
-    "sync_gradients": Case(batches=FEW, micros=2, window="sync_gradients"),
     "other parts on other ranks": Case(batches=FEW, pattern="other parts on other ranks"),
     "reentrant checkpoints": Case(batches=FEW, build=reentrant),
 }

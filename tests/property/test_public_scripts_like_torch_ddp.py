@@ -195,8 +195,7 @@ def beside_torch(world: World, script: Script) -> list[float]:
     return evaluations
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("script", [vision, gpt, gan])
+@pytest.mark.parametrize(("script", "size"), [(vision, 2), (gpt, 2), (gan, 4)])
 def test_weights_are_torchs_and_every_rank_evaluates_as_rank_0(pools: Pools, script: Script, size: int) -> None:
     first, *others = pools.run(size, beside_torch, script)
     assert len(set(first)) > 1  # it trains

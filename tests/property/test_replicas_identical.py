@@ -119,21 +119,3 @@ def test_a_restored_layout_stays_and_gives_the_same_weights(pools: Pools) -> Non
     results = pools.run(3, in_own_order, layout)
     assert all(result["layouts"] == [layout] * 5 for result in results)
     assert len({tuple(result["seen"]) for result in results}) == 1
-
-
-def rebuild_keeps_gradients(world: World) -> tuple[list[list[str]], bool]:
-    """Loading a layout between two backwards moves gradients that lie in buckets along."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Branches(), bucket_cap_mb=TINY, unused_parameters="allow")
-    x, y = global_batch(world.rank, 3)
-    summed_loss(model(x.float(), [0, 1, 2, 3]), y.float()).backward()
-    before = [parameter.grad.clone() for parameter in model.parameters()]
-    model.load_bucket_layout([list(chain(*model.bucket_layout()))])
-    same = all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
-    return model.bucket_layout(), same
-
-
-def test_gradients_move_along_when_buckets_are_rebuilt(pools: Pools) -> None:
-    for layout, same in pools.run(2, rebuild_keeps_gradients):
-        assert len(layout) == 1
-        assert same

@@ -123,14 +123,11 @@ def train(
         same(module, twin, where)
 
 
-@pytest.mark.parametrize("plan", [by_columns_and_rows, by_sequence])
-@pytest.mark.parametrize("micros", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_shards_are_averaged(pools: Pools, plan: Any, micros: int) -> None:
-    pools.run(4, train, plan, (2, 2), micros)
-
-
-def test_one_replica_alone(pools: Pools) -> None:
-    pools.run(4, train, by_sequence, (1, 4), 2)
+@pytest.mark.parametrize(
+    ("plan", "shape"), [(by_columns_and_rows, (2, 2)), (by_sequence, (2, 2)), (by_sequence, (1, 4))]
+)
+def test_shards_are_averaged(pools: Pools, plan: Any, shape: tuple[int, int]) -> None:
+    pools.run(4, train, plan, shape, 2)
 
 
 def train_checked(world: World) -> None:
@@ -241,12 +238,18 @@ def compressed(world: World, name: str, shape: tuple[int, int], plan: Callable[[
             assert residuals[name].shape == local.shape
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPRESSORS)
-def test_shards_are_compressed_each_by_the_ranks_that_hold_it(pools: Pools, name: str) -> None:
-    pools.run(4, compressed, name, (2, 2), by_columns_and_rows)
-
-
-@pytest.mark.parametrize(("name", "shape"), [("top-k", (1, 4)), ("int8", (4, 1)), ("PowerSGD, full rank", (2, 2))])
-def test_shards_of_a_sequence_parallel_model_are_compressed(pools: Pools, name: str, shape: tuple[int, int]) -> None:
-    pools.run(4, compressed, name, shape, by_sequence)
+@pytest.mark.parametrize(
+    ("name", "shape", "plan"),
+    [
+        ("top-k, all", (2, 2), by_columns_and_rows),
+        ("bf16", (2, 2), by_columns_and_rows),
+        ("PowerSGD", (2, 2), by_columns_and_rows),
+        ("top-k", (1, 4), by_sequence),
+        ("int8", (4, 1), by_sequence),
+        ("PowerSGD, full rank", (2, 2), by_sequence),
+    ],
+)
+def test_shards_are_compressed_each_by_the_ranks_that_hold_it(
+    pools: Pools, name: str, shape: tuple[int, int], plan: Any
+) -> None:
+    pools.run(4, compressed, name, shape, plan)
