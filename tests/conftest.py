@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from twins import Pools
+    from ranks import Pools, Ranks
 
 # A shell that runs tests in the background, or nohup, has these ignored, and everything below would inherit that.
 for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -80,3 +80,12 @@ def pools() -> Iterator[Pools]:
 
     with Pools() as pools:
         yield pools
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """A world of one rank, and one of two."""
+    from ranks import Ranks
+
+    with Ranks(request.param) as ranks:
+        yield ranks

@@ -6,11 +6,10 @@ BUGGY_UNDER=torch python -m pytest …            torch DDP on Gloo, without the
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
-from pathlib import Path
+from typing import Any
 
+import mistakes
 import pytest
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -18,24 +17,25 @@ import paceline
 from paceline import testing
 from paceline.core.processes.world import World
 
-FOLDER = Path(__file__).parent
-SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in ("usual", "run_buggy"))
 UNDER_TORCH = os.environ.get("BUGGY_UNDER") == "torch"
-sys.path.insert(0, str(FOLDER))
+DDP = TorchDDP if UNDER_TORCH else paceline.DistributedDataParallel
+MISTAKES = [*mistakes.TRAININGS, *mistakes.STEPS_ALONE, *mistakes.LOADERS]
 
 
 @pytest.mark.ranks(2, timeout=20 if UNDER_TORCH else 6, backend="gloo" if UNDER_TORCH else "paceline")
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_finds(name: str, world: World) -> None:
-    script = importlib.import_module(name)
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_finds(mistake: Any, world: World) -> None:
+    if mistake in mistakes.STEPS_ALONE:
+        model = mistakes.train_by(mistake, DDP(mistakes.net()))
+    elif mistake in mistakes.LOADERS:
+        model = mistakes.train_on(mistake, DDP(mistakes.net()))
+    else:
+        model = mistake(DDP)
     if UNDER_TORCH:
-        script.train(TorchDDP)
         return
-    model = script.train(paceline.DistributedDataParallel)
     testing.assert_no_desync(2)
     testing.assert_replicas_equal(model)
-    if hasattr(script, "data"):
-        testing.assert_data_is_split(script.data)
-    if hasattr(script, "one_step"):
-        usual = importlib.import_module("usual")
-        testing.assert_equals_one_process(usual.net, usual.global_batch, 2, step=script.one_step)
+    if mistake in mistakes.LOADERS:
+        testing.assert_data_is_split(mistake)
+    if mistake in mistakes.STEPS_ALONE:
+        testing.assert_equals_one_process(mistakes.net, mistakes.global_batch, 2, step=mistake)

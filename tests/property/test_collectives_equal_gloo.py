@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -40,12 +39,6 @@ all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor
 reduce_scatter_from = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 WAYS = ("sync", "async", "future", "polled")
 no_shrinking = draws(15, shrinks=False)
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools("paceline") as pools:
-        yield pools
 
 
 @functools.cache

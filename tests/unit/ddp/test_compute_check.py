@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 import socket
@@ -16,112 +15,11 @@ from torch.utils.data import Dataset
 
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
-from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
+from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.ddp.slices.compute_check import Fault, describe, judge
 from paceline.errors import UsageError, WrongComputation
 from ranks import Pools, run_ranks
-
-SAMPLES, BATCH = 3 * 32 + 5, 32
-"""The last batch of an epoch has 5 samples, so that with 8 virtual ranks three slices are empty."""
-
-
-class Noisy(Dataset[Tensor]):
-    """Samples with random noise, as an augmentation."""
-
-    def __init__(self, *shape: int) -> None:
-        self.samples = torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(1))
-        self.copies = 1
-
-    def __len__(self) -> int:
-        return SAMPLES * self.copies
-
-    def __getitem__(self, index: int) -> Tensor:
-        sample = self.samples[index % SAMPLES]
-        return sample + 0.1 * torch.randn(sample.shape)
-
-
-class Private(nn.Module):
-    """Adds noise from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.randn(x.shape, generator=self.generator)
-
-
-class Unsteady(nn.Module):
-    """Has a kernel that returns other bits in each call."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * (1 + 1e-3 * self.calls)
-
-
-def model_and_data(kind: str) -> tuple[nn.Module, Noisy]:
-    torch.manual_seed(3)
-    if kind == "cnn":
-        first, second = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 6, 3)
-        layers = [first, nn.BatchNorm2d(6), nn.ReLU(), second, nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2)]
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(6 * 16, 4)), Noisy(2, 8, 8)
-    middle: nn.Module = nn.Tanh()
-    if kind == "spectral":  # has buffers that each forward changes, and the next one uses
-        middle = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
-    elif kind == "kernel":
-        middle = Unsteady()
-    elif kind == "private":
-        middle = Private()
-    # Without dropout where bits are flipped, because it may hide them.
-    dropout = nn.Dropout(0.0 if kind == "all count" else 0.1)
-    return nn.Sequential(nn.Linear(8, 16), middle, dropout, nn.Linear(16, 8)), Noisy(8)
-
-
-class Steps:
-    """Trains, and counts; `number` is the step under way, counted from 1, `calls` the forwards in it."""
-
-    def __init__(self, kind: str, options: dict[str, Any]) -> None:
-        self.module, data = model_and_data(kind)
-        data.copies = options.get("copies", 1)
-        count = options.get("count", 4)
-        self.model = DistributedDataParallel(
-            self.module, virtual_ranks=count, check_compute_every=options.get("every"), unused_parameters="allow"
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.loader = DataLoader(data, BATCH, shuffle=True, num_workers=options.get("workers", 0))
-        self.bf16, self.weighted = options.get("bf16", False), options.get("weighted", True)
-        self.number = 1
-        self.repeats = self.samples = 0
-
-    def slice(self, x: Tensor | None) -> None:
-        if x is None:
-            self.model.sync_gradients()
-        else:
-            with torch.autocast("cpu", torch.bfloat16) if self.bf16 else contextlib.nullcontext():
-                losses = self.model(x).float().pow(2).flatten(1).mean(1)
-            if self.weighted:
-                with self.model.weight(len(x)):
-                    losses.sum().backward()
-            else:
-                losses.mean().backward()
-            self.repeats += self.model.is_repeat
-            self.samples += 0 if self.model.is_repeat else len(x)
-        if self.model.do_sync:
-            clip_grad_norm_(self.model, 0.05)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.number += 1
-
-    def run(self, steps: int) -> bytes:
-        while self.number <= steps:
-            for x in accumulate(self.model, self.loader):
-                self.slice(x)
-                if self.model.do_sync and self.number > steps:
-                    break
-        return b"".join(value.numpy().tobytes() for value in self.module.state_dict().values())
-
+from sliced import Steps
 
 # -- no false alarm, and no other bits ------------------------------------------------------------------------------
 
@@ -134,12 +32,8 @@ def trained(world: World, kind: str, options: dict[str, Any], steps: int) -> tup
 @pytest.mark.parametrize(
     ("size", "kind", "options"),
     [
-        (1, "mlp", {"bf16": True}),
         (1, "cnn", {}),
-        (2, "mlp", {"weighted": False, "count": 8}),
-        (2, "mlp", {"workers": 1}),
-        (2, "spectral", {}),
-        (4, "mlp", {}),
+        (2, "mlp", {"bf16": True, "workers": 1}),
         (4, "cnn", {"count": 8, "weighted": False}),
         (4, "spectral", {}),
     ],
@@ -159,16 +53,16 @@ def test_a_check_raises_no_false_alarm_and_changes_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "kind", "options"), [(2, "mlp", {"bf16": True, "workers": 1}), (4, "cnn", {})])
-def test_hundreds_of_steps_raise_no_false_alarm(pools: Pools, size: int, kind: str, options: dict[str, Any]) -> None:
-    pools.run(size, trained, kind, options | {"every": 1, "copies": 40}, 300)  # workers start once an epoch
+def test_hundreds_of_steps_raise_no_false_alarm(pools: Pools) -> None:
+    pools.run(
+        2, trained, "cnn", {"every": 1, "copies": 40, "bf16": True, "workers": 1}, 300
+    )  # workers start once an epoch
 
 
 @pytest.mark.slow
 def test_over_gloo_a_check_changes_no_bit_and_names_a_flip() -> None:
-    for size in (2, 4):
-        plain, checked = (run_ranks(size, trained, "cnn", {"every": n}, 9, backend="gloo") for n in (None, 1))
-        assert [weights for weights, _, _ in checked] == [weights for weights, _, _ in plain]
+    plain, checked = (run_ranks(4, trained, "cnn", {"every": n}, 9, backend="gloo") for n in (None, 1))
+    assert [weights for weights, _, _ in checked] == [weights for weights, _, _ in plain]
     for _, ranks in run_ranks(2, with_flip, 1, "gradient", 3, 22, 5, backend="gloo"):
         assert ranks == (1,)
 
@@ -347,8 +241,7 @@ def refused(world: World, kind: str, options: dict[str, Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("kind", ["private", "kernel"])
+@pytest.mark.parametrize(("size", "kind"), [(1, "private"), (2, "kernel")])
 def test_a_model_that_does_not_repeat_itself_is_refused_in_the_first_step(pools: Pools, size: int, kind: str) -> None:
     [message] = set(pools.run(size, refused, kind, {"every": 100, "count": 2}))
     assert message.startswith("in step 1, a slice that is computed again gives other gradients on the same rank")
@@ -381,7 +274,7 @@ def with_exception(world: World, kind: str, every: int | None, fails_at: int | N
 
 def test_a_rank_that_leaves_a_check_by_an_exception_keeps_no_rank_waiting(pools: Pools) -> None:
     whole = {weights for weights, _ in pools.run(2, with_exception, "mlp", 1, None)}
-    for fails_at in range(1, 12):  # repeats, the rank's own slices, and the last one
+    for fails_at in (1, 3, 4, 5, 8, 11):  # repeats, the rank's own slices, and the last one
         assert {weights for weights, _ in pools.run(2, with_exception, "mlp", 1, fails_at)} == whole, fails_at
 
 
@@ -423,7 +316,7 @@ def test_a_rank_that_leaves_the_repetitions_after_a_difference_keeps_no_rank_wai
 @pytest.mark.parametrize("kind", ["spectral", "cnn"])
 def test_a_rank_that_leaves_a_step_by_an_exception_has_the_buffers_from_before(pools: Pools, kind: str) -> None:
     whole = {weights for weights, _ in pools.run(2, with_exception, kind, None, None)}
-    for every, fails_at in ((None, 1), (None, 4), (1, 2), (1, 5), (1, 7)):  # 4 and 5: in a rank's last slice of a step
+    for every, fails_at in ((None, 4), (1, 2), (1, 5)):  # 4 and 5: in a rank's last slice of a step
         assert {weights for weights, _ in pools.run(2, with_exception, kind, every, fails_at)} == whole, fails_at
 
 

@@ -32,8 +32,7 @@ def equals_one_process(world: World, algorithm: str) -> None:
         train_beside_twin(world, case)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("algorithm", "size"), [*((name, 3) for name in ALGORITHMS), ("ring", 1)])
 def test_ranks_equal_one_process(pools: Pools, size: int, algorithm: str) -> None:
     pools.run(size, equals_one_process, algorithm)
 
@@ -60,9 +59,8 @@ def beside_the_default(world: World, algorithm: str, backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["gloo", "paceline"])
-def test_gradients_equal_the_default_and_are_the_same_bits_on_all_ranks(pools: Pools, backend: str) -> None:
-    for algorithm in ALGORITHMS:
+def test_gradients_equal_the_default_and_are_the_same_bits_on_all_ranks(pools: Pools) -> None:
+    for backend, algorithm in zip(("gloo", "paceline", "gloo", "paceline"), ALGORITHMS, strict=True):
         pools.run(4, beside_the_default, algorithm, backend)
 
 

@@ -17,12 +17,6 @@ from paceline.errors import UsageError
 from ranks import Ranks
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param) as pool:
-        yield pool
-
-
 class Sam(torch.optim.Optimizer):
     """Takes a step with the gradient at weights that were moved along the gradient from before the step."""
 
@@ -94,7 +88,7 @@ def last_micro_batch_in_the_closure(world: World, weighted: bool, by_keyword: bo
     check_equal(model, twin)
 
 
-@pytest.mark.parametrize(("weighted", "by_keyword"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(("weighted", "by_keyword"), [(False, True), (True, False)])
 def test_the_last_micro_batch_may_run_inside_the_closure(ranks: Ranks, weighted: bool, by_keyword: bool) -> None:
     """As Lightning's loop does it; the step was refused before the closure had run."""
     ranks.run(last_micro_batch_in_the_closure, weighted, by_keyword)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,12 +23,6 @@ from ranks import RankFailed
 from twins import Pools
 
 Step = Callable[[DistributedDataParallel, torch.optim.Optimizer, Tensor], None]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
 
 
 def build() -> nn.Sequential:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,18 +20,6 @@ from paceline.ddp import DistributedDataParallel, clip_grad_norm_
 from paceline.errors import NonFiniteGradient, ReplicaMismatch, UsageError
 from ranks import Ranks
 from twins import Pools
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as pool:
-        yield pool
 
 
 def net() -> nn.Module:
@@ -58,15 +45,11 @@ def expect_mean(model: nn.Module, world: World) -> None:
 
 
 def weighted_in_eval_mode(world: World) -> None:
+    """Fine-tuning with frozen BatchNorm trains in eval mode."""
     model = DistributedDataParallel(net()).eval()
     with model.weight(4):
         model(sample(world)).sum().backward()
     expect_mean(model, world)
-
-
-def test_a_weight_counts_in_eval_mode(ranks: Ranks) -> None:
-    """Fine-tuning with frozen BatchNorm trains in eval mode."""
-    ranks.run(weighted_in_eval_mode)
 
 
 def weighted_with_inputs(world: World) -> None:
@@ -74,10 +57,6 @@ def weighted_with_inputs(world: World) -> None:
     with model.weight(4):
         model(sample(world)).sum().backward(inputs=list(model.parameters()))
     expect_mean(model, world)
-
-
-def test_a_weight_counts_where_backward_names_its_inputs(ranks: Ranks) -> None:
-    ranks.run(weighted_with_inputs)
 
 
 def weighted_past_the_wrapper(world: World) -> str:
@@ -92,26 +71,6 @@ def weighted_past_the_wrapper(world: World) -> str:
 def test_a_step_with_a_weight_that_was_not_used_is_refused(ranks: Ranks) -> None:
     for message in ranks.run(weighted_past_the_wrapper):
         assert "call the wrapper and not model.module" in message
-
-
-def two_backwards_in_a_block(world: World) -> None:
-    model = DistributedDataParallel(net())
-    x = sample(world)
-    with model.weight(4):
-        (model(x) / 4).sum().backward()
-        (model(x) * 3 / 4).sum().backward()
-    expect_mean(model, world)
-    model.zero_grad()
-    with model.weight(4):
-        with model.no_sync():
-            (model(x) / 2).sum().backward()
-        model.zero_grad()
-        model(x).sum().backward()
-    expect_mean(model, world)
-
-
-def test_two_synchronized_backwards_in_a_weight_block_are_each_divided_by_the_weight(ranks: Ranks) -> None:
-    ranks.run(two_backwards_in_a_block)
 
 
 class TwoOutputs(nn.Module):
@@ -136,10 +95,6 @@ def backward_after_its_block(world: World) -> None:
     expect_mean(model, world)
 
 
-def test_a_backward_after_its_weight_block_counts_once_with_several_outputs(ranks: Ranks) -> None:
-    ranks.run(backward_after_its_block)
-
-
 def accumulated_and_dropped(world: World) -> None:
     model = DistributedDataParallel(net())
     with model.no_sync(), model.weight(2):
@@ -148,10 +103,6 @@ def accumulated_and_dropped(world: World) -> None:
     with model.weight(4):
         model(sample(world)).sum().backward()
     expect_mean(model, world)
-
-
-def test_what_zero_grad_drops_does_not_weigh(ranks: Ranks) -> None:
-    ranks.run(accumulated_and_dropped)
 
 
 def unweighted_and_dropped(world: World) -> None:
@@ -167,11 +118,13 @@ def unweighted_and_dropped(world: World) -> None:
         model.zero_grad()
 
 
-def test_an_unweighted_backward_that_zero_grad_drops_does_not_count(ranks: Ranks) -> None:
-    ranks.run(unweighted_and_dropped)
+WEIGHTED = [weighted_in_eval_mode, weighted_with_inputs, backward_after_its_block, accumulated_and_dropped]
+WEIGHTED += [unweighted_and_dropped]
 
 
-# -- eval mode ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("train", WEIGHTED, ids=lambda train: train.__name__)
+def test_a_weight_counts_once_for_gradients_that_are_synchronized(ranks: Ranks, train: Any) -> None:
+    ranks.run(train)
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------
@@ -188,8 +141,8 @@ def local_after_synchronized(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_step_after_a_local_backward_is_refused(two: Ranks) -> None:
-    for message in two.run(local_after_synchronized):
+def test_a_step_after_a_local_backward_is_refused(pools: Pools) -> None:
+    for message in pools.run(2, local_after_synchronized):
         assert "ran under no_sync()" in message
 
 
@@ -206,8 +159,8 @@ def skipped_step_with_a_frozen_first_layer(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_skipped_step_is_noticed_with_a_frozen_first_layer(two: Ranks) -> None:
-    for message in two.run(skipped_step_with_a_frozen_first_layer):
+def test_a_skipped_step_is_noticed_with_a_frozen_first_layer(pools: Pools) -> None:
+    for message in pools.run(2, skipped_step_with_a_frozen_first_layer):
         assert "rank 0 has 1, rank 1 has 0 optimizer steps" in message
 
 
@@ -241,8 +194,8 @@ def _raise(_gradient: Tensor) -> None:
     raise ZeroDivisionError
 
 
-def test_a_layout_may_be_loaded_after_an_exception_in_backward(two: Ranks) -> None:
-    two.run(layout_after_an_exception)
+def test_a_layout_may_be_loaded_after_an_exception_in_backward(pools: Pools) -> None:
+    pools.run(2, layout_after_an_exception)
 
 
 def refused_again_and_again(world: World) -> int:
@@ -258,8 +211,8 @@ def refused_again_and_again(world: World) -> int:
     return before
 
 
-def test_a_refused_wrapper_leaves_no_descriptors(two: Ranks) -> None:
-    two.run(refused_again_and_again)
+def test_a_refused_wrapper_leaves_no_descriptors(pools: Pools) -> None:
+    pools.run(2, refused_again_and_again)
 
 
 # -- numbers that are not finite, or nearly so -------------------------------------------------------------------------
@@ -293,8 +246,8 @@ class _Twice(nn.Module):
         return checkpoint(self.layer, first, use_reentrant=True)
 
 
-def test_a_late_gradient_that_is_not_finite_is_noticed(two: Ranks) -> None:
-    for message in two.run(late_nan):
+def test_a_late_gradient_that_is_not_finite_is_noticed(pools: Pools) -> None:
+    for message in pools.run(2, late_nan):
         assert "rank 1" in message
 
 
@@ -304,8 +257,8 @@ def large_halves(world: World) -> float:
     return float(model.module.weight.grad)
 
 
-def test_the_mean_of_large_fp16_gradients_does_not_overflow(two: Ranks) -> None:
-    assert two.run(large_halves) == [40000.0, 40000.0]
+def test_the_mean_of_large_fp16_gradients_does_not_overflow(pools: Pools) -> None:
+    assert pools.run(2, large_halves) == [40000.0, 40000.0]
 
 
 # -- letting go --------------------------------------------------------------------------------------------------------
@@ -325,8 +278,8 @@ def let_go(world: World) -> bool:
         gc.enable()
 
 
-def test_a_deleted_wrapper_frees_its_buckets_without_a_collection(two: Ranks) -> None:
-    assert two.run(let_go) == [True, True]
+def test_a_deleted_wrapper_frees_its_buckets_without_a_collection(pools: Pools) -> None:
+    assert pools.run(2, let_go) == [True, True]
 
 
 def compiled_inside(world: World) -> list[list[str]]:
@@ -337,8 +290,8 @@ def compiled_inside(world: World) -> list[list[str]]:
     return [sorted(name for names in model.bucket_layout() for name in names) for model in (plain, compiled)]
 
 
-def test_names_are_the_users_own_with_a_compiled_module_inside(two: Ranks) -> None:
-    for plain, compiled in two.run(compiled_inside):
+def test_names_are_the_users_own_with_a_compiled_module_inside(pools: Pools) -> None:
+    for plain, compiled in pools.run(2, compiled_inside):
         assert plain == compiled
 
 
@@ -353,9 +306,9 @@ def clip_after_a_local_backward(world: World) -> str:
     return str(caught.value)
 
 
-def test_clipping_local_gradients_is_refused(two: Ranks) -> None:
+def test_clipping_local_gradients_is_refused(pools: Pools) -> None:
     """Each rank would clip by a norm of its own."""
-    for message in two.run(clip_after_a_local_backward):
+    for message in pools.run(2, clip_after_a_local_backward):
         assert "clip_grad_norm_() found gradients that the wrapper has not averaged" in message
 
 

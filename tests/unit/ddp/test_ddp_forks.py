@@ -254,12 +254,6 @@ def test_a_child_that_communicates_is_refused_at_once(pools: Pools) -> None:
     pools.run(2, talks)
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools("paceline") as pools:
-        yield pools
-
-
 @pytest.mark.slow
 def test_a_child_may_end_as_scripts_do(tmp_path: Path) -> None:
     # Not by os._exit: at the end of the interpreter everything goes that is left.

@@ -139,7 +139,7 @@ def train(world: World, scenario: str, how: str) -> tuple[list[Any], list[str], 
 
 
 SCENARIOS = [
-    "plain", "accumulated", "zeros", "a collective between", "unused on one", "unused everywhere", "late on one",
+    "accumulated", "zeros", "a collective between", "unused on one", "unused everywhere", "late on one",
     "late on both", "late on one, in float64", "late and dropped", "sparse", "without data", "weighted", "not finite",
     "another position",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
@@ -115,21 +115,9 @@ def to_bfloat16_in_part(net: Any) -> None:
     net.second.data = net.second.data.bfloat16()
 
 
-def to_single_overwriting(net: Any) -> None:
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        net.float()
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
-
-
 def equal_scalar(net: Any) -> None:
     """A new parameter that is equal to the old one by ``==``."""
     net.scale = nn.Parameter(net.scale.detach().clone())
-
-
-def in_the_dict(net: Any) -> None:
-    net.head._parameters["weight"] = nn.Parameter(net.head.weight.detach() * 2)
 
 
 def sparse_embedding(net: Any) -> None:
@@ -144,23 +132,9 @@ def weight_norm(net: Any) -> None:
     parametrizations.weight_norm(net.head)
 
 
-def spectral_norm(net: Any) -> None:
-    parametrizations.spectral_norm(net.head).double()
-
-
-def pruned(net: Any) -> None:
-    prune.l1_unstructured(net.head, "weight", 0.5)
-
-
-def removed(net: Any) -> None:
-    net.head = nn.Identity()
-
-
 CHANGES: list[tuple[Callable[[Any], None], Callable[[], nn.Module]]] = [
-    *((change, Net) for change in (new_head, lora, tie, assign, to_single)),
-    *((change, Net) for change in (to_single_in_part, to_single_overwriting, equal_scalar)),
-    *((change, Net) for change in (in_the_dict, sparse_embedding, with_statistics, weight_norm)),
-    *((change, Net) for change in (spectral_norm, pruned, removed)),
+    *((change, Net) for change in (new_head, lora, tie, assign, to_single, to_single_in_part, equal_scalar)),
+    *((change, Net) for change in (sparse_embedding, with_statistics, weight_norm)),
     *((change, frozen_body) for change in (unfreeze, new_head)),
     (to_bfloat16_in_part, TwiceScaled),
 ]
@@ -214,7 +188,7 @@ def test_a_changed_module_trains_as_in_one_process(pools: Pools, change: Any, bu
     assert layouts[0] == layouts[1]
 
 
-@pytest.mark.parametrize("change", [new_head, lora, to_single], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("change", [new_head, lora], ids=lambda one: one.__name__)
 def test_a_changed_module_is_taken_in_with_small_buckets_and_local_backwards(pools: Pools, change: Any) -> None:
     pools.run(SIZE, train, Net, change, {"bucket_cap_mb": 1e-4}, 2)
 
@@ -491,7 +465,7 @@ AROUND = [in_a_copy_of_the_wrapper, another_module, undone_on_one_rank, two_wrap
 AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed, weighed_micro_batches]
 AROUND += [used_outside_of_the_forward]
 AROUND += [after_an_exception_in_eval_mode, in_join_without_data]
-OF_ONE = [in_a_copy_of_the_wrapper, another_module, weighed, used_outside_of_the_forward]
+OF_ONE = [another_module, weighed]
 
 
 @pytest.mark.parametrize("case", AROUND, ids=lambda one: one.__name__)

@@ -104,14 +104,13 @@ def strike(change: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "said", "every", "found"),
     [
-        ("bit", "'parameter 0.weight'"),
-        ("swap", "'parameter 2.weight'"),
-        ("state", "parameter 2.bias"),
+        ("bit", "'parameter 0.weight'", 1, 3),
+        ("swap", "'parameter 2.weight'", 2, 4),
+        ("state", "parameter 2.bias", 5, 5),
     ],
 )
-@pytest.mark.parametrize(("every", "found"), [(1, 3), (2, 4), (5, 5)])
 def test_a_flipped_bit_is_found_within_the_interval_on_every_rank(
     pools: Pools, change: str, said: str, every: int, found: int
 ) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import DesyncError, HookError, ReplicaMismatch, UsageError
-from twins import Pools
+from twins import Pools, same_gradients
 
 
 class Side:
@@ -83,18 +83,6 @@ def one_backward(side: Side) -> Iterator[nn.Module]:
         optimizer.step()
 
 
-def a_backward_each(side: Side) -> Iterator[nn.Module]:
-    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
-    optimizer = torch.optim.Adam(dict.fromkeys([*actor.parameters(), *critic.parameters()]), 0.01)
-    for step in range(5):
-        optimizer.zero_grad()
-        square(actor(side.batch(step))).backward()
-        yield side.actor
-        square(critic(side.batch(step))).backward()
-        yield from (side.actor, side.critic)
-        optimizer.step()
-
-
 def zeroed_in_place(side: Side) -> Iterator[nn.Module]:
     actor, critic = side.wrap(side.actor), side.wrap(side.critic)
     for step in range(4):
@@ -113,16 +101,6 @@ def averages_kept_over_steps(side: Side) -> Iterator[nn.Module]:
             (square(actor(x)) + square(critic(x))).backward()
         else:
             square((actor, critic)[step % 2](x)).backward()
-        yield from (side.actor, side.critic)
-
-
-def clipped_between_backwards(side: Side) -> Iterator[nn.Module]:
-    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
-    for step in range(3):
-        actor.zero_grad(), critic.zero_grad()
-        square(actor(side.batch(step))).backward()
-        torch.nn.utils.clip_grad_norm_(actor.parameters(), 0.01)
-        square(critic(side.batch(step))).backward()
         yield from (side.actor, side.critic)
 
 
@@ -269,10 +247,8 @@ def old_wrapper_gone_on_one_rank(side: Side) -> Iterator[nn.Module]:
 
 PROGRAMS = [
     one_backward,
-    a_backward_each,
     zeroed_in_place,
     averages_kept_over_steps,
-    clipped_between_backwards,
     accumulated,
     accumulated_by_one_over_the_others_average,
     weighted_in_one_backward,
@@ -286,14 +262,16 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.parametrize("size", [1, 2])
-def test_common_parameters_equal_one_process(pools: Pools, program: Program, size: int) -> None:
-    pools.run(size, beside_one_process, program, {})
+def test_common_parameters_equal_one_process(pools: Pools, program: Program) -> None:
+    pools.run(2, beside_one_process, program, {})
 
 
-@pytest.mark.parametrize("program", [one_backward, averages_kept_over_steps, weighted_in_a_backward_each])
-def test_common_parameters_equal_one_process_in_tiny_buckets_on_four_ranks(pools: Pools, program: Program) -> None:
-    pools.run(4, beside_one_process, program, {"bucket_cap_mb": 1e-4})
+@pytest.mark.parametrize("program", [averages_kept_over_steps, weighted_in_a_backward_each])
+def test_common_parameters_equal_one_process_in_tiny_buckets_on_one_and_three_ranks(
+    pools: Pools, program: Program
+) -> None:
+    for size in (1, 3):
+        pools.run(size, beside_one_process, program, {"bucket_cap_mb": 1e-4})
 
 
 def a_rank_without_data(world: World) -> None:
@@ -315,9 +293,8 @@ def a_rank_without_data(world: World) -> None:
                     model.sync_gradients()
         shares = (2 if step % 3 == 1 else 1) / 2, (2 if step % 3 == 2 else 1) / 2
         (square(bare.actor(x)) * shares[0] + square(bare.critic(x)) * shares[1]).backward()
-        for ours, theirs in ((wrapped.actor, bare.actor), (wrapped.critic, bare.critic)):
-            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-                torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+        same_gradients(wrapped.actor, bare.actor)
+        same_gradients(wrapped.critic, bare.critic)
 
 
 def test_a_rank_without_data_for_one_of_two_models_takes_part(pools: Pools) -> None:
@@ -395,8 +372,7 @@ def adds_to_an_average_on_one_rank(world: World) -> None:
             whole = Side(world, wrapped=False).batch(10 * micro + step)
             for rank in range(world.size):
                 (square(twin(whole[rank :: world.size], micro != 1 or rank == 0)) / world.size).backward()
-        for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+        same_gradients(ours, twin)
 
 
 def test_a_kept_average_to_which_one_rank_alone_has_added_counts_once(pools: Pools) -> None:
@@ -447,9 +423,8 @@ def wrapped_again_after_a_failure(world: World) -> None:
         square(actor(wrapped.batch(step))).backward()
         square(critic(wrapped.batch(step))).backward()
         (square(bare.actor(bare.batch(step))) + square(bare.critic(bare.batch(step)))).backward()
-        for ours, theirs in ((wrapped.actor, bare.actor), (wrapped.critic, bare.critic)):
-            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-                torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+        same_gradients(wrapped.actor, bare.actor)
+        same_gradients(wrapped.critic, bare.critic)
 
 
 def test_a_wrapper_that_has_failed_leaves_its_parameters_to_others(pools: Pools) -> None:
@@ -551,10 +526,11 @@ def raise_in_one_of_several(world: World, which: int, order: str, size: int) -> 
     return log
 
 
-@pytest.mark.parametrize("order", ["forth", "back and forth", "chained"])
-@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("order", "which"), [("forth", 2), ("back and forth", 0), ("back and forth", 1), ("chained", 1)]
+)
 def test_an_exception_on_one_rank_ends_that_step_alone_through_several_models(
-    pools: Pools, which: int, order: str
+    pools: Pools, order: str, which: int
 ) -> None:
     """A model that the failed backward had not reached knew nothing of it: ranks went on a step apart, or hung."""
     first, second = pools.run(2, raise_in_one_of_several, which, order, 3)
@@ -612,10 +588,9 @@ def chunks_by_rank(world: World) -> None:
         chunks = wrapped.batch(step).chunk(1 + (world.rank + step) % 3)
         (sum(actor(chunk).square().sum() for chunk in chunks) / 4 / 2).backward()
         square(bare.actor(bare.batch(step))).backward()
+        same_gradients(wrapped.actor, bare.actor)
         for optimizer in optimizers:
             optimizer.step()
-        for a, b in zip(wrapped.actor.parameters(), bare.actor.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_ranks_may_run_different_numbers_of_forwards_where_no_buffers_are_broadcast(pools: Pools) -> None:

@@ -32,6 +32,7 @@ from paceline.core.torch_internals.distributed.c10d import get_known_groups
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointMismatch, ReplicaMismatch, UsageError, WorldError
 from processes import until
+from trainings import digest
 from twins import Pools
 
 TINY = 1e-4
@@ -375,37 +376,24 @@ def through_dcp(world: World) -> None:
             step(model, optimizer, seed)
     for options in (StateDictOptions(), StateDictOptions(full_state_dict=True, cpu_offload=True)):
         mine, reference = get_model_state_dict(ours, options=options), get_model_state_dict(theirs, options=options)
-        same(mine, reference)
+        assert digest(mine) == digest(reference)
         if mine:  # full state dicts exist on rank 0 alone
             assert next(iter(mine)) == "first.weight"
-        same(
-            get_state_dict(ours, optimizers[0], options=options), get_state_dict(theirs, optimizers[1], options=options)
+        mine, reference = (
+            get_state_dict(model, optimizer, options=options)
+            for model, optimizer in zip((ours, theirs), optimizers, strict=True)
         )
+        assert digest(mine) == digest(reference)
     saved, saved_optimizer = copy.deepcopy(get_state_dict(ours, optimizers[0]))
-    digest = weights_sha256(ours)
+    weights = weights_sha256(ours)
     step(ours, optimizers[0], 5)
-    assert weights_sha256(ours) != digest
+    assert weights_sha256(ours) != weights
     set_state_dict(ours, optimizers[0], model_state_dict=copy.copy(saved), optim_state_dict=saved_optimizer)
-    assert weights_sha256(ours) == digest
-    same(get_state_dict(ours, optimizers[0])[1], saved_optimizer)
+    assert weights_sha256(ours) == weights
+    assert digest(get_state_dict(ours, optimizers[0])[1]) == digest(saved_optimizer)
     step(ours, optimizers[0], 5)
     set_model_state_dict(ours, saved)
-    assert weights_sha256(ours) == digest
-
-
-def same(mine: Any, other: Any) -> None:
-    if isinstance(mine, torch.Tensor):
-        torch.testing.assert_close(mine, other)
-    elif isinstance(mine, dict):
-        assert list(mine) == list(other)
-        for key in mine:
-            same(mine[key], other[key])
-    elif isinstance(mine, list | tuple):
-        assert len(mine) == len(other)
-        for one, two in zip(mine, other, strict=True):
-            same(one, two)
-    else:
-        assert mine == other
+    assert weights_sha256(ours) == weights
 
 
 def test_torchs_distributed_state_dicts_equal_those_of_torch_ddp_and_round_trip(pools: Pools) -> None:

@@ -40,9 +40,10 @@ def asking(world: World, asker: int, at: int, weighted: bool, kind: str) -> list
     return said
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "copy", "read late"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["means", "weighted"])
-@pytest.mark.parametrize(("size", "asker"), [(1, 0), (2, 1), (3, 0)])
+@pytest.mark.parametrize(
+    ("size", "asker", "weighted", "kind"),
+    [(1, 0, False, "wrapper"), (2, 1, False, "copy"), (2, 1, True, "read late"), (3, 0, True, "wrapper")],
+)
 def test_all_ranks_know_it_after_the_next_step(pools: Pools, size: int, asker: int, weighted: bool, kind: str) -> None:
     for at in (1, 4):
         for said in pools.run(size, asking, asker, at, weighted, kind):

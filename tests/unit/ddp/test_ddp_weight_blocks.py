@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,12 +16,6 @@ from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from ranks import Ranks
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param) as pool:
-        yield pool
 
 
 def net() -> nn.Module:
@@ -69,7 +63,12 @@ class Side:
         self.optimizer.zero_grad()
 
 
-def beside_one_process(world: World, case: str, reduction: str) -> None:
+def beside_one_process(world: World, case: str) -> None:
+    for reduction in ("sum", "mean"):
+        with_reduction(world, case, reduction)
+
+
+def with_reduction(world: World, case: str, reduction: str) -> None:
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(5, 7 if "plain" not in case else 8, 3, generator=generator, dtype=torch.float64)
     ours, twin = Side(world, wrapped=True, reduction=reduction), Side(world, wrapped=False)
@@ -304,18 +303,16 @@ KEPT: dict[str, Callable[[Side, Tensor, int], None]] = {
 CASES = UNUSED | KEPT
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("case", UNUSED)
-def test_a_block_without_a_backward_changes_no_step(ranks: Ranks, case: str, reduction: str) -> None:
+def test_a_block_without_a_backward_changes_no_step(ranks: Ranks, case: str) -> None:
     """Its weight stayed pending, and the next step was divided by it, too."""
-    ranks.run(beside_one_process, case, reduction)
+    ranks.run(beside_one_process, case)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("case", KEPT)
-def test_a_weighted_mean_is_added_to_a_kept_gradient(ranks: Ranks, case: str, reduction: str) -> None:
+def test_a_weighted_mean_is_added_to_a_kept_gradient(ranks: Ranks, case: str) -> None:
     """What was kept was summed over the ranks again and divided by the weights."""
-    ranks.run(beside_one_process, case, reduction)
+    ranks.run(beside_one_process, case)
 
 
 def kept_and_two_blocks(world: World) -> str:

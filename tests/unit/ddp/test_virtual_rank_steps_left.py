@@ -7,7 +7,7 @@ buffers stayed those of each rank's own slice.
 from __future__ import annotations
 
 import copy
-import hashlib
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from paceline.core.processes.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
 from ranks import Pools
+from sliced import bits
 
 
 class Training:
@@ -45,21 +46,20 @@ class Training:
             pass
         self.model.zero_grad()
 
-    def train(self) -> str:
-        """Train two steps; the digest of weights and buffers."""
+    def train(self) -> bytes:
+        """Train two steps; weights and buffers."""
         optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
         for x, y in accumulate(self.model, DataLoader(self.data, 16)):
             F.cross_entropy(self.model(x), y).backward()
             if self.model.do_sync:
                 optimizer.step()
                 optimizer.zero_grad()
-        state = self.module.state_dict()
-        return hashlib.sha256(b"".join(value.numpy().tobytes() for value in state.values())).hexdigest()
+        return bits(self.module)
 
 
-def left(world: World, virtual_ranks: int, check: int | None, leaves: list[tuple[str, list[int]]]) -> set[str]:
-    """Train after a step was left, in each of several ways; digests, and what else is not as without such a step."""
-    found = set()
+def left(world: World, virtual_ranks: int, check: int | None, leaves: list[tuple[str, list[int]]]) -> set[Any]:
+    """Train after a step was left, in each of several ways; weights, and what else is not as without such a step."""
+    found: set[Any] = set()
     for way, numbers in leaves:
         training = Training(virtual_ranks, check)
         module, before = training.module, copy.deepcopy(training.module.state_dict())
@@ -100,8 +100,8 @@ def test_steps_after_one_that_was_left_in_a_check_are_as_without_it(pools: Pools
     assert [len(found) for found in pools.run(2, left, count, 1, leaves)] == [1] * 2
 
 
-def ended_late(world: World, check: int | None) -> set[tuple[str, bool]]:
-    """Train while a loop that was left is kept for some slices; digests, and whether random numbers are the loop's."""
+def ended_late(world: World, check: int | None) -> set[tuple[bytes, bool]]:
+    """Train while a loop that was left is kept for some slices; weights, and whether random numbers are the loop's."""
     found = set()
     for kept_for in (0, 1, 3, 99):
         training = Training(4, check)
@@ -112,13 +112,12 @@ def ended_late(world: World, check: int | None) -> set[tuple[str, bool]]:
             if number == kept_for:
                 before = torch.get_rng_state()
                 kept.close()
-                found.add(("", torch.equal(torch.get_rng_state(), before)))
+                found.add((b"", torch.equal(torch.get_rng_state(), before)))
             F.cross_entropy(training.model(x), y).backward()
             if training.model.do_sync:
                 optimizer.step()
                 optimizer.zero_grad()
-        values = [value.numpy().tobytes() for value in training.module.state_dict().values()]
-        found.add((hashlib.sha256(b"".join(values)).hexdigest(), True))
+        found.add((bits(training.module), True))
     return found
 
 

@@ -806,7 +806,7 @@ def test_alone():
 
 FOUND = {
     "clipped_locally": "'parameter 0.bias' .* has other bits on rank 1 than on rank 0",
-    "collective_on_rank_0": "rank 0 is in all_reduce, its collective 1, called at collective_on_rank_0.py",
+    "collective_on_rank_0": "rank 0 is in all_reduce, its collective 1, called at mistakes.py",
     "early_stopping": "rank 1 is at assert_no_desync.* rank 0 had not come there",
     "learning_rate_on_rank_0": "'parameter 0.bias' .* has other bits on rank 1 than on rank 0",
     "loss_not_divided": "gradient of '0.weight' .* it is 2 times as large",

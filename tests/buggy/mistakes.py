@@ -1,0 +1,292 @@
+"""Trainings with one mistake each; `DDP` wraps the model. Everything else in them is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+STEPS = 4
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def global_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """This rank's slice."""
+    x, y = (tensor.tensor_split(dist.get_world_size())[dist.get_rank()] for tensor in global_batch(step))
+    return x, y
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    x, y = batch(step)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(model: nn.Module, end_of_step: Callable[[Tensor], object] = lambda _: None, steps: int = STEPS) -> nn.Module:
+    """Train without a mistake; `end_of_step` gets the loss."""
+    optimizer = sgd(model)
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        update(optimizer)
+        end_of_step(loss.detach())
+    return model
+
+
+# -- ranks that do not do the same -------------------------------------------------------------------------------------
+
+
+def skipped_backward(DDP: Any) -> nn.Module:
+    """A rank skips a backward."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        loss = loss_of(model, step)
+        if dist.get_rank() == 1 and step == 2:
+            continue
+        loss.backward()
+        update(optimizer)
+    return model
+
+
+def early_stopping(DDP: Any) -> nn.Module:
+    """A rank stops by its own loss."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        loss = loss_of(model, step)
+        if dist.get_rank() == 1 and step == 2:
+            break
+        loss.backward()
+        update(optimizer)
+    return model
+
+
+def one_batch_fewer(DDP: Any) -> nn.Module:
+    """A rank has a batch fewer than the others."""
+    return train(DDP(net()), steps=STEPS - dist.get_rank())
+
+
+def skipped_optimizer_step(DDP: Any) -> nn.Module:
+    """A rank skips a step of the optimizer."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        if not (dist.get_rank() == 1 and step == 2):
+            optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def branch_by_rank(DDP: Any) -> nn.Module:
+    """A rank takes another branch of the model, and does not use all parameters."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x) if dist.get_rank() else self.first(x) + self.second(x)
+
+    return train(DDP(Branches()))
+
+
+def other_model(DDP: Any) -> nn.Module:
+    """A rank has another model."""
+    module = net()
+    module.append(nn.Linear(2, 2 + dist.get_rank()))
+    return train(DDP(module))
+
+
+def batch_norm_drift(DDP: Any) -> nn.Module:
+    """BatchNorm's statistics are each rank's own."""
+    torch.manual_seed(0)
+    return train(DDP(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))))
+
+
+def weights_loaded_on_rank_0(DDP: Any) -> nn.Module:
+    """Weights are loaded on rank 0 alone, after the model was wrapped."""
+    model = DDP(net())
+    if dist.get_rank() == 0:
+        model.module.load_state_dict({name: value + 1 for name, value in net().state_dict().items()})
+    return train(model)
+
+
+def learning_rate_on_rank_0(DDP: Any) -> nn.Module:
+    """The learning rate changes on rank 0 alone."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        update(optimizer)
+        if dist.get_rank() == 0:
+            scheduler.step()
+    return model
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def collective_on_rank_0(DDP: Any) -> nn.Module:
+    """Rank 0 alone runs a collective."""
+    return train(DDP(net()), lambda loss: dist.all_reduce(loss) if dist.get_rank() == 0 else None)
+
+
+def other_order(DDP: Any) -> nn.Module:
+    """Ranks call collectives in another order."""
+
+    def average(loss: Tensor) -> None:
+        if dist.get_rank() == 0:
+            dist.all_reduce(loss)
+            dist.barrier()
+        else:
+            dist.barrier()
+            dist.all_reduce(loss)
+
+    return train(DDP(net()), average)
+
+
+def other_sizes(DDP: Any) -> nn.Module:
+    """Ranks reduce tensors of other sizes: one value for each of their own batches so far."""
+    return train(DDP(net()), lambda loss: dist.all_reduce(loss.repeat(1 + dist.get_rank())))
+
+
+def other_dtype(DDP: Any) -> nn.Module:
+    """Ranks reduce tensors of another dtype of the same width."""
+    return train(DDP(net()), lambda loss: dist.all_reduce(loss if dist.get_rank() == 0 else loss.to(torch.int32)))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def module_called(DDP: Any) -> nn.Module:
+    """The module is called in place of the wrapper, so nothing is averaged."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        loss_of(model.module, step).backward()
+        update(optimizer)
+    return model
+
+
+def no_sync_around_the_last(DDP: Any) -> nn.Module:
+    """All micro-batches are inside no_sync, also the last one."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        with model.no_sync():
+            for x, y in zip(*(tensor.chunk(2) for tensor in batch(step)), strict=True):
+                nn.functional.mse_loss(model(x), y).backward()
+        update(optimizer)
+    return model
+
+
+def clipped_locally(DDP: Any) -> nn.Module:
+    """Each rank scales gradients by its own loss after they were averaged."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        loss = loss_of(model, step)
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(max(1.0, loss.item()))
+        update(optimizer)
+    return model
+
+
+def loss_not_divided(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    """The losses of micro-batches are not divided by their number."""
+    micros = 2 if dist.is_initialized() and hasattr(model, "module") else 1
+    optimizer.zero_grad()
+    for xs, ys in zip(x.chunk(micros), y.chunk(micros), strict=True):
+        nn.functional.mse_loss(model(xs), ys).backward()
+    optimizer.step()
+
+
+def stale_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    """Gradients are not zeroed."""
+    if not hasattr(model, "module"):
+        optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def summed_loss(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    """The loss is a sum over samples, which the average over ranks divides."""
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y, reduction="sum").backward()
+    optimizer.step()
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def samples() -> TensorDataset:
+    return TensorDataset(torch.arange(32.0).view(-1, 1).repeat(1, 4), torch.zeros(32, 2))
+
+
+def no_sampler(epoch: int) -> Any:
+    """The loader has no sampler that divides the data, so that all ranks train on all of it."""
+    return DataLoader(samples(), 8, shuffle=True)
+
+
+def seeds_of_samplers(epoch: int) -> Any:
+    """The samplers of ranks have different seeds, so that ranks share samples."""
+    sampler: DistributedSampler[Any] = DistributedSampler(samples(), seed=dist.get_rank())
+    sampler.set_epoch(epoch)
+    return DataLoader(samples(), 8, sampler=sampler)
+
+
+def set_epoch_forgotten(epoch: int) -> Any:
+    """Without set_epoch every epoch has the order of the first."""
+    return DataLoader(samples(), 8, sampler=DistributedSampler(samples()))
+
+
+TRAININGS = [skipped_backward, early_stopping, one_batch_fewer, skipped_optimizer_step, branch_by_rank, other_model]
+TRAININGS += [batch_norm_drift, weights_loaded_on_rank_0, learning_rate_on_rank_0, collective_on_rank_0, other_order]
+TRAININGS += [other_sizes, other_dtype, module_called, no_sync_around_the_last, clipped_locally]
+STEPS_ALONE = [loss_not_divided, stale_gradients, summed_loss]
+"""Functions that take one step, which can be compared with one process."""
+LOADERS = [no_sampler, seeds_of_samplers, set_epoch_forgotten]
+"""Functions that give the batches of an epoch."""
+
+
+def train_by(one_step: Any, model: nn.Module) -> nn.Module:
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        one_step(model, optimizer, *batch(step))
+    return model
+
+
+def train_on(data: Any, model: nn.Module) -> nn.Module:
+    optimizer = sgd(model)
+    for epoch in range(2):
+        for x, y in data(epoch):
+            nn.functional.mse_loss(model(x), y).backward()
+            update(optimizer)
+    return model

@@ -1,0 +1,138 @@
+"""Trainings on virtual ranks: models, data with random noise, and a loop whose steps can be left and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
+from paceline.optim import ShardedOptimizer
+
+SAMPLES, BATCH = 3 * 32 + 5, 32
+"""The last batch of an epoch has 5 samples, so that with 8 virtual ranks three slices are empty."""
+
+
+class Noisy(Dataset[Tensor]):
+    """Samples with random noise, as an augmentation."""
+
+    def __init__(self, *shape: int) -> None:
+        self.samples = torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(1))
+        self.copies = 1
+
+    def __len__(self) -> int:
+        return SAMPLES * self.copies
+
+    def __getitem__(self, index: int) -> Tensor:
+        sample = self.samples[index % SAMPLES]
+        return sample + 0.1 * torch.randn(sample.shape)
+
+
+class Private(nn.Module):
+    """Adds noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=self.generator)
+
+
+class Unsteady(nn.Module):
+    """Has a kernel that returns other bits in each call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + 1e-3 * self.calls)
+
+
+class Branches(nn.Module):
+    """A trunk, and a branch that is used only by slices whose first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.trunk(x)
+        return self.branch(out) if x[0, 0] > 0 else out
+
+
+def model_and_data(kind: str) -> tuple[nn.Module, Noisy]:
+    torch.manual_seed(3)
+    if kind == "cnn":
+        first, second = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 6, 3)
+        layers = [first, nn.BatchNorm2d(6), nn.ReLU(), second, nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(6 * 16, 4)), Noisy(2, 8, 8)
+    if kind == "branches":
+        return Branches(), Noisy(8)
+    width = 200 if kind == "mlp" else 16
+    middle: nn.Module = nn.Tanh()
+    if kind == "spectral":  # has buffers that each forward changes, and the next one uses
+        middle = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+    elif kind == "kernel":
+        middle = Unsteady()
+    elif kind == "private":
+        middle = Private()
+    # Without dropout where bits are flipped, because it may hide them.
+    dropout = nn.Dropout(0.0 if kind == "all count" else 0.1)
+    return nn.Sequential(nn.Linear(8, width), middle, dropout, nn.Linear(width, 8)), Noisy(8)
+
+
+def bits(module: nn.Module) -> bytes:
+    """Weights and buffers."""
+    return b"".join(value.numpy().tobytes() for value in module.state_dict().values())
+
+
+class Steps:
+    """Trains, and counts; `number` is the step under way, counted from 1. Four steps are an epoch."""
+
+    def __init__(self, kind: str, options: dict[str, Any]) -> None:
+        self.module, data = model_and_data(kind)
+        data.copies = options.get("copies", 1)
+        count = options.get("count", 4)
+        self.model = DistributedDataParallel(
+            self.module, virtual_ranks=count, check_compute_every=options.get("every"), unused_parameters="allow"
+        )
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if options.get("sharded"):
+            self.optimizer = ShardedOptimizer(self.model, torch.optim.AdamW, lr=1e-2)
+        self.loader = DataLoader(data, BATCH, shuffle=True, num_workers=options.get("workers", 0))
+        self.bf16, self.weighted = options.get("bf16", False), options.get("weighted", True)
+        self.number = 1
+        self.repeats = self.samples = 0
+
+    def slice(self, x: Tensor | None) -> None:
+        if x is None:
+            self.model.sync_gradients()
+        else:
+            with torch.autocast("cpu", torch.bfloat16) if self.bf16 else contextlib.nullcontext():
+                losses = self.model(x).float().pow(2).flatten(1).mean(1)
+            if self.weighted:
+                with self.model.weight(len(x)):
+                    losses.sum().backward()
+            else:
+                losses.mean().backward()
+            self.repeats += self.model.is_repeat
+            self.samples += 0 if self.model.is_repeat else len(x)
+        if self.model.do_sync:
+            clip_grad_norm_(self.model, 0.05)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.number += 1
+
+    def run(self, steps: int) -> bytes:
+        """Train until so many steps are taken; weights and buffers."""
+        while self.number <= steps:
+            for x in accumulate(self.model, self.loader):
+                self.slice(x)
+                if self.model.do_sync and self.number > steps:
+                    break
+        return bits(self.module)
