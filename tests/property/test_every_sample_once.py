@@ -17,7 +17,7 @@ from paceline.data.split.partition import batch_count, slice_bounds
 sizes = st.integers(1, 60)
 batch_sizes = st.integers(1, 17)
 worlds = st.integers(1, 5)
-fast = draws(60)
+fast = draws(30)
 
 
 def global_batches(size: int, batch_size: int, world_size: int, state: Any = None, **options: Any) -> list[list[int]]:

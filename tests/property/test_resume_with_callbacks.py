@@ -239,6 +239,7 @@ def test_cut_anywhere_and_resumed_it_ends_with_the_same_bits(
     check(pools, size, fitting(case, precision, stream))
 
 
+@pytest.mark.slow
 def test_resumed_after_a_step_that_the_scaler_skipped(pools: Pools) -> None:
     case = Case(by_steps=True, evaluate_every=2, keep_best=True, precision="fp16", overflow=2, patience=9)
     check(pools, 2, replace(case, cut=(6, "on_step")))

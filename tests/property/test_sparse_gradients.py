@@ -1,4 +1,4 @@
-"""Promise: sparse embedding gradients work, and equal those of one process and of torch DDP."""
+"""Promise: sparse embedding gradients work, and equal those of one process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import NonFiniteGradient
+from ranks import run_ranks
 from twins import Pools, same_tensor
 
 ROWS, WIDTH = 12, 4
@@ -131,25 +132,8 @@ def test_equals_one_process(pools: Pools, build: Any, use: Any) -> None:
         pools.run(2, beside_one_process, build, micros, use, weighted, set_to_none)
 
 
-def test_over_gloo_as_torch_ddp() -> None:
-    with Pools("gloo") as pools:
-        pools.run(2, beside_one_process, Words, 2, only_on_rank_0, True, True)
-        pools.run(2, beside_torch)
-
-
-def beside_torch(world: World) -> None:
-    torch.manual_seed(0)
-    ours = DistributedDataParallel(Words())
-    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(ours.module))
-    both = optimizers(ours, theirs)
-    for step in range(4):
-        for model in (ours, theirs):
-            model(words(step, world.rank)).sum().backward()
-        compare(ours, theirs, f"step {step}")
-        assert ours.module.word.weight.grad.is_coalesced()
-        for optimizer in both:
-            optimizer.step()
-            optimizer.zero_grad()
+def test_over_gloo_too() -> None:
+    run_ranks(2, beside_one_process, Words, 2, only_on_rank_0, True, True, backend="gloo")
 
 
 def test_an_embedding_takes_no_room_in_buckets(pools: Pools) -> None:

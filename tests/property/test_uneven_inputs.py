@@ -226,40 +226,8 @@ def test_uneven_inputs_equal_one_process_on_gloo() -> None:
 # and hooks have collectives that have to come in one order.
 @pytest.mark.parametrize(("sums", "window"), [("ring", 1), ("hook", 2), ("PowerSGD", 1)])
 def test_layers_and_what_averages_in_place_of_the_backend_keep_one_order(pools: Pools, sums: str, window: int) -> None:
-    pools.run(3, beside_twin, Uneven((2, 0, 5), sums=sums, window=window, weighted=True))
-
-
-class Branching(ConvNet):
-    """Has a head that not every rank uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(4, 2, dtype=torch.float64)
-
-    def forward(self, x: Tensor, how: str = "plain") -> Tensor:
-        return (self.other if how == "other" else self.last)(self.body(x))
-
-
-def unused_by_some(world: World, sums: str) -> None:
-    """The bucket of the head is full earlier where that head is used, layers or not; so also without ``join``."""
-    torch.manual_seed(0)
-    twin = Branching()
-    model = wrapped(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin)), sums, find_unused_parameters=True)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, twin)]
-    for at in range(4):
-        parts = [batch(rank, at) for rank in range(world.size)]
-        loss_of(model(parts[world.rank], "other" if world.rank == at % 2 else "plain")).backward()
-        bodies = twin.body(torch.cat(parts)).split([len(part) for part in parts])
-        heads = [twin.other if rank == at % 2 else twin.last for rank in range(world.size)]
-        (sum(loss_of(head(body)) for head, body in zip(heads, bodies, strict=True)) / world.size).backward()
-        same_gradients(model.module, twin, RTOL, f"step {at}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def test_parts_that_some_ranks_do_not_use_change_no_order(pools: Pools) -> None:
-    pools.run(2, unused_by_some, "ring")
+    weighted = sums != "hook"  # ranks that are not counted are left out of its mean
+    pools.run(3, beside_twin, Uneven((2, 0, 5), sums=sums, window=window, weighted=weighted, by_initial=weighted))
 
 
 def normalized_apart(world: World, counts: tuple[int, ...], groups: list[list[int]], sums: str) -> None:
@@ -580,41 +548,3 @@ def torchs_norm(world: World) -> str:
 def test_torchs_own_sync_batch_norm_is_named(pools: Pools) -> None:
     for message in pools.run(2, torchs_norm):
         assert "torch's SyncBatchNorm '1'; use paceline.SyncBatchNorm" in message
-
-
-def different_steps(world: World) -> str:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Plain(), broadcast_buffers=False)
-    with pytest.raises(DesyncError) as caught, model.join():  # noqa: PT012
-        if world.rank:
-            loss = loss_of(model(batch(world.rank, 0)))
-            if world.rank == 1:
-                loss.backward()
-            else:
-                with model.no_sync():
-                    loss.backward()
-    return str(caught.value)
-
-
-def test_ranks_that_do_different_things_are_told(pools: Pools) -> None:
-    messages = pools.run(3, different_steps)
-    assert len(set(messages)) == 1
-    assert "at different points of their step (BACKWARD and LOCAL)" in messages[0]
-
-
-def one_in_another(world: World) -> str:
-    torch.manual_seed(0)
-    first, second = DistributedDataParallel(Plain()), DistributedDataParallel(nn.Linear(2, 2).double())
-    try:
-        with Join([first, second]):
-            for at in range(2 * world.rank):
-                loss_of(second(first(batch(world.rank, at)))).backward()
-    except (UsageError, DesyncError) as error:
-        return str(error)
-    return ""
-
-
-def test_two_wrappers_in_one_another_are_refused(pools: Pools) -> None:
-    first, second = pools.run(2, one_in_another)
-    assert first == second
-    assert "one wrapper's step began before another's had ended" in first

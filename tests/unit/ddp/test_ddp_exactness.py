@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
-from insides import engine_of
 from models import chain
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel, clip_grad_norm_
@@ -146,24 +144,6 @@ def test_a_step_after_a_local_backward_is_refused(pools: Pools) -> None:
         assert "ran under no_sync()" in message
 
 
-def skipped_step_with_a_frozen_first_layer(world: World) -> str:
-    module = net()
-    module[0].requires_grad_(False)
-    model = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(sample(world)).sum().backward()
-    if world.rank == 0:
-        optimizer.step()
-    with pytest.raises(Exception) as caught:
-        model(sample(world)).sum().backward()
-    return str(caught.value)
-
-
-def test_a_skipped_step_is_noticed_with_a_frozen_first_layer(pools: Pools) -> None:
-    for message in pools.run(2, skipped_step_with_a_frozen_first_layer):
-        assert "rank 0 has 1, rank 1 has 0 optimizer steps" in message
-
-
 def state_before_the_first_step(world: World) -> int:
     model = DistributedDataParallel(net())
     optimizer = torch.optim.Adam(model.parameters())
@@ -259,27 +239,6 @@ def large_halves(world: World) -> float:
 
 def test_the_mean_of_large_fp16_gradients_does_not_overflow(pools: Pools) -> None:
     assert pools.run(2, large_halves) == [40000.0, 40000.0]
-
-
-# -- letting go --------------------------------------------------------------------------------------------------------
-
-
-def let_go(world: World) -> bool:
-    module = net()
-    model = DistributedDataParallel(module)
-    model(sample(world)).sum().backward()
-    module.zero_grad()
-    reducer: Any = weakref.ref(engine_of(model))
-    gc.disable()
-    try:
-        del model
-        return reducer() is None
-    finally:
-        gc.enable()
-
-
-def test_a_deleted_wrapper_frees_its_buckets_without_a_collection(pools: Pools) -> None:
-    assert pools.run(2, let_go) == [True, True]
 
 
 def compiled_inside(world: World) -> list[list[str]]:

@@ -40,21 +40,6 @@ def train_unevenly(model: DistributedDataParallel, world: World) -> None:
             optimizer.step()
 
 
-def hook_in_join(world: World) -> None:
-    model, alone = DistributedDataParallel(net()), net()
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    with model.join(divide_by_initial_world_size=False):
-        if world.rank == 0:
-            model(batch(world)).square().mean().backward()
-            alone(batch(world)).square().mean().backward()
-            for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad, other.grad)
-
-
-def test_a_hooks_mean_leaves_out_ranks_that_are_not_counted(pools: Pools) -> None:
-    pools.run(2, hook_in_join)
-
-
 def copy_in_join(world: World) -> float:
     model = copy.deepcopy(DistributedDataParallel(net()))
     train_unevenly(model, world)

@@ -267,8 +267,8 @@ def test_two_wrappers_read_in_the_same_order_everywhere(pools: Pools) -> None:
     assert pools.run(2, two_wrappers, "") == pools.run(2, two_wrappers, "always")
 
 
-def let_go(world: World) -> tuple[str, bool]:
-    model, _ = make("always")
+def let_go(world: World, how: str) -> tuple[str, bool]:
+    model, _ = make(how)
     for step in range(2):
         model(data(world, step)).sum().backward()
     reducer: Any = weakref.ref(engine_of(model))
@@ -281,8 +281,9 @@ def let_go(world: World) -> tuple[str, bool]:
         gc.enable()
 
 
-def test_a_wrapper_that_goes_before_it_has_read_leaves_nothing_behind(pools: Pools) -> None:
-    assert pools.run(2, let_go) == [("UNREAD", True)] * 2
+@pytest.mark.parametrize(("how", "phase"), [("always", "UNREAD"), ("", "IDLE")])
+def test_a_wrapper_that_goes_frees_its_buckets_without_a_collection(pools: Pools, how: str, phase: str) -> None:
+    assert pools.run(2, let_go, how) == [(phase, True)] * 2
 
 
 def trip(world: World, how: str) -> tuple[str, list[Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deep import TINY, Deep, data
-from insides import has_hook, storage_of
+from insides import storage_of
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import GRADIENT, Recorder
 from paceline.ddp import DistributedDataParallel
@@ -81,24 +81,6 @@ def where_gradients_live(world: World) -> None:
 
 def test_between_steps_gradients_exist_once_in_the_buckets(pools: Pools) -> None:
     pools.run(2, where_gradients_live)
-
-
-def hooks_left(world: World) -> list[int]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY)
-    counts = []
-    for step in range(3):
-        model(data(world.rank, step)).sum().backward()
-        counts.append(sum(has_hook(p) for p in model.parameters()))
-        model.zero_grad()
-    assert counts[-1] == len(model.bucket_layout())
-    return counts
-
-
-def test_once_the_order_is_known_one_hook_a_bucket_is_left(pools: Pools) -> None:
-    for first, second, third in pools.run(2, hooks_left):
-        assert first == 12
-        assert second == third < 12
 
 
 # -- the world's own collectives ---------------------------------------------------------------------------------------

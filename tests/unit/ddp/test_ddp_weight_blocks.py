@@ -120,11 +120,6 @@ def skip_after_forward(side: Side, x: Tensor) -> Tensor:
         return side.loss(x)
 
 
-def skip_before_forward(side: Side, x: Tensor) -> None:
-    with side.weight(100):
-        return
-
-
 def differentiate(side: Side, x: Tensor) -> None:
     with side.weight(100):
         torch.autograd.grad(side.model(x.clone().requires_grad_()).sum(), list(side.net.parameters()))
@@ -182,12 +177,6 @@ def one_backward_of_two_blocks(side: Side, batch: Tensor, number: int) -> None:
 
 
 # -- kept gradients ----------------------------------------------------------------------------------------------------
-
-
-def two_losses(side: Side, batch: Tensor, number: int) -> None:
-    side.backward(batch)
-    side.backward(batch / 2)
-    side.step()
 
 
 def two_losses_whose_forwards_come_first(side: Side, batch: Tensor, number: int) -> None:
@@ -278,10 +267,8 @@ def kept_while_accumulating(side: Side, batch: Tensor, number: int) -> None:
 
 
 UNUSED: dict[str, Callable[[Side, Tensor, int], None]] = {
-    "evaluation": after(evaluate),
     "evaluation on rank 0": after(evaluate_on_rank_0),
     "skip after forward": after(skip_after_forward),
-    "skip before forward": after(skip_before_forward),
     "autograd.grad": after(differentiate),
     "evaluation beside plain training": unweighted_after_evaluation,
     "skipped micro-batch": skipped_micro_batch,
@@ -289,7 +276,6 @@ UNUSED: dict[str, Callable[[Side, Tensor, int], None]] = {
     "one backward of two blocks": one_backward_of_two_blocks,
 }
 KEPT: dict[str, Callable[[Side, Tensor, int], None]] = {
-    "two losses": two_losses,
     "two losses whose forwards come first": two_losses_whose_forwards_come_first,
     "used by the loss alone": used_by_the_loss_alone,
     "two losses in one block": two_losses_in_one_block,

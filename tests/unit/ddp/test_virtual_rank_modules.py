@@ -238,25 +238,6 @@ def test_a_wrapper_that_is_gone_leaves_the_statistics_alone(pools: Pools) -> Non
     assert pools.run(1, wrapped_again) == [(True, 0.0)]
 
 
-def recomputed(world: World) -> list[Tensor]:
-    module: Any = network("thawed")
-    model = DistributedDataParallel(module, virtual_ranks=COUNT)
-    for x, y in accumulate(model, DataLoader(data(), BATCH)):
-        F.cross_entropy(model(x), y).backward()
-        if model.do_sync:
-            break
-    batches = [torch.randn(8, 8), torch.randn(8, 8)]
-    plain = copy.deepcopy(module)
-    torch.optim.swa_utils.update_bn(batches, model)
-    torch.optim.swa_utils.update_bn(batches, plain)
-    return [module[1].running_mean, plain[1].running_mean]
-
-
-def test_statistics_can_be_recomputed_between_steps(pools: Pools) -> None:
-    [[ours, plain]] = pools.run(1, recomputed)
-    assert torch.equal(ours, plain)
-
-
 def weighted_in_part(world: World) -> None:
     model = DistributedDataParallel(network("twice"), virtual_ranks=2)
     for number, (x, y) in enumerate(accumulate(model, DataLoader(data(), BATCH))):
