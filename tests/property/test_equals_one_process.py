@@ -183,13 +183,6 @@ def gradient_penalty(model: nn.Module, x: Tensor, y: Tensor) -> None:
     (mean_loss(out, y) + (slope**2).sum(1).mean()).backward()
 
 
-def penalty_in_a_backward_of_its_own(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    x = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    (slope**2).sum(1).mean().backward()
-    mean_loss(model(x), y).backward()
-
-
 def create_graph(model: nn.Module, x: Tensor, y: Tensor) -> None:
     with no_warning_about_cycles():
         mean_loss(model(x), y).backward(create_graph=True)
@@ -240,7 +233,6 @@ def through_a_hook_that_scales(model: nn.Module, x: Tensor, y: Tensor) -> None:
 STEPS = [
     plain,
     gradient_penalty,
-    penalty_in_a_backward_of_its_own,
     create_graph,
     grad_by_parameters_before,
     grad_by_inputs_before,

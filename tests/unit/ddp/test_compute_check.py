@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from paceline.core.processes.world import World
-from paceline.data import DataLoader
-from paceline.ddp import DistributedDataParallel, accumulate
+from paceline.ddp import accumulate
 from paceline.ddp.slices.compute_check import Fault, describe, judge
 from paceline.errors import UsageError, WrongComputation
 from ranks import Pools, run_ranks
@@ -318,47 +316,3 @@ def test_a_rank_that_leaves_a_step_by_an_exception_has_the_buffers_from_before(p
     whole = {weights for weights, _ in pools.run(2, with_exception, kind, None, None)}
     for every, fails_at in ((None, 4), (1, 2), (1, 5)):  # 4 and 5: in a rank's last slice of a step
         assert {weights for weights, _ in pools.run(2, with_exception, kind, every, fails_at)} == whole, fails_at
-
-
-class Unpicklable(Dataset[Any]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return lambda: index
-
-
-def refusal(world: World, mistake: str) -> str:
-    with pytest.raises(UsageError) as refused:
-        make_mistake(mistake)
-    return str(refused.value)
-
-
-def make_mistake(mistake: str) -> None:
-    module = nn.Linear(4, 4)
-    match mistake:
-        case "no virtual ranks":
-            DistributedDataParallel(module, check_compute_every=10)
-        case "unpicklable":
-            model = DistributedDataParallel(module, virtual_ranks=2, check_compute_every=10)
-            next(accumulate(model, DataLoader(Unpicklable(), 8, collate_fn=list)))
-        case _:
-            DistributedDataParallel(module, virtual_ranks=2, check_compute_every=int(mistake))
-
-
-@pytest.mark.parametrize(
-    ("mistake", "words"),
-    [
-        (
-            "no virtual ranks",
-            "check_compute_every=10 compares slices that have the same bits on any rank; also give virtual",
-        ),
-        ("0", "check_compute_every must be a number of optimizer steps >= 1, or None, not 0"),
-        ("-3", "check_compute_every must be a number of optimizer steps >= 1, or None, not -3"),
-        ("unpicklable", "a batch of rank 0 cannot be pickled"),
-    ],
-)
-def test_a_mistake_is_refused_in_one_line(pools: Pools, mistake: str, words: str) -> None:
-    for message in pools.run(2, refusal, mistake):
-        assert words in message
-        assert "\n" not in message

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from insides import backward_of, channel_of, engine_of
-from paceline import unwrap
+from insides import channel_of
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import recorder
 from paceline.ddp import DistributedDataParallel
@@ -266,32 +265,3 @@ def test_a_backward_that_only_passes_through_launches_nothing(pools: Pools) -> N
     # As where a discriminator judges for the generator's sake.
     for launched in pools.run(2, passed_through):
         assert launched == [0, 4] * 3
-
-
-def early_launches(world: World) -> tuple[int, int, int]:
-    """Buckets; how many were launched when the last gradient came; how many when backward had ended."""
-    torch.manual_seed(0)
-    net = Net()
-    model = DistributedDataParallel(net, bucket_cap_mb=3e-4, init_sync=False)
-    for step in range(3):
-        model(data(world.rank, step), "").square().mean().backward()
-        model.zero_grad()
-    reducer = engine_of(model)
-    seen: list[int] = []
-    handle = unwrap(model).trunk.weight.register_post_accumulate_grad_hook(
-        lambda _: seen.append(len(backward_of(model).launched))
-    )
-    sums: list[int] = []
-    channel = reducer.channel
-    with pytest.MonkeyPatch.context() as patch:
-        launch = channel.all_reduce
-        patch.setattr(channel, "all_reduce", lambda *a, **o: (sums.append(1), launch(*a, **o))[1])
-        model(data(world.rank, 3), "").square().mean().backward()
-    handle.remove()
-    return len(reducer.buckets), max(seen), len(sums)
-
-
-def test_the_last_bucket_waits_for_the_end_of_backward(pools: Pools) -> None:
-    # Until then this rank may get something to report: a late gradient, or an exception.
-    for buckets, launched, sums in pools.run(2, early_launches):
-        assert launched < buckets == sums

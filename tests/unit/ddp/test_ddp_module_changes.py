@@ -367,20 +367,6 @@ def two_forwards_in_a_step(world: World) -> None:
     same_gradients(net, twin)
 
 
-def weighed(world: World) -> None:
-    model, net, twin = wrapped()
-    change_both(new_head, net, twin)
-    for _ in range(2):
-        rows = [batch(0, world.size)[4 * rank : 4 * rank + rank + 1] for rank in range(world.size)]
-        with model.weight(world.rank + 1):
-            model(rows[world.rank]).sum().backward()
-        whole = torch.cat(rows)
-        (twin(whole).sum() / len(whole)).backward()
-        same_gradients(net, twin)
-        model.zero_grad()
-        twin.zero_grad()
-
-
 def weighed_micro_batches(world: World) -> None:
     """The weights of local backwards count, although no parameter that was averaged before has a gradient."""
     model, net, twin = wrapped()
@@ -462,10 +448,10 @@ def two_wrappers_reached_in_another_order(world: World) -> None:
 
 
 AROUND = [in_a_copy_of_the_wrapper, another_module, undone_on_one_rank, two_wrappers_reached_in_another_order]
-AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed, weighed_micro_batches]
+AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed_micro_batches]
 AROUND += [used_outside_of_the_forward]
 AROUND += [after_an_exception_in_eval_mode, in_join_without_data]
-OF_ONE = [another_module, weighed]
+OF_ONE = [another_module, weighed_micro_batches]
 
 
 @pytest.mark.parametrize("case", AROUND, ids=lambda one: one.__name__)

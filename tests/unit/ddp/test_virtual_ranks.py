@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 import paceline
 from paceline import compression
@@ -126,87 +128,91 @@ def test_resumes_in_mid_epoch_on_another_number_of_ranks(
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
+def wrap(module: nn.Module | None = None, count: int = 4, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module or nn.Linear(4, 4), virtual_ranks=count, **options)
+
+
+def hook() -> None:
+    model = wrap()
+    model.register_comm_hook(compression.Int8(model), compression.hook)
+
+
+def two_backwards() -> None:
+    model = wrap()
+    for batch in accumulate(model, DataLoader(torch.ones(8, 4), 8)):
+        model(batch).sum().backward()
+        model(batch).sum().backward()
+
+
+def step_in_a_hook(count: int) -> None:
+    model = wrap(count=count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    for batch in accumulate(model, DataLoader(torch.ones(8, 4), 8)):
+        model(batch).sum().backward()
+
+
+class Unpicklable(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return lambda: index
+
+
+def unpicklable() -> None:
+    next(accumulate(wrap(check_compute_every=10), DataLoader(Unpicklable(), 8, collate_fn=list)))
+
+
+IN_A_HOOK = "it runs in a hook, before this backward has averaged its gradients"
+SAME_BITS = "check_compute_every=10 compares slices that have the same bits on any rank; also give virtual"
+EVERY = "check_compute_every must be a number of optimizer steps >= 1, or None, not"
+LOOP = "loop over paceline.accumulate(model, loader)"
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "not divided": (lambda: wrap(count=1), "2 ranks do not divide virtual_ranks=1; start 1"),
+    "no power of two": (lambda: wrap(count=6), "virtual_ranks must be a power of two"),
+    "algorithm": (lambda: wrap(algorithm="ring"), "algorithm='ring' sums in another order"),
+    "fp16": (lambda: wrap(nn.Linear(4, 4).half()), "'weight' is float16"),
+    "sync batch norm": (lambda: wrap(nn.SyncBatchNorm(4)), "normalizes over all ranks at once"),
+    "cumulative": (lambda: wrap(nn.BatchNorm1d(4, momentum=None)), "momentum=None"),
+    "hook": (hook, "adds up gradients in another order"),
+    "join": (lambda: wrap().join(), "join does not go with virtual_ranks=4"),
+    "plain loop": (lambda: wrap()(torch.ones(2, 4)).sum().backward(), LOOP),
+    "sync_gradients": (lambda: wrap().sync_gradients(), LOOP),
+    # It was told to loop over accumulate(), which it did.
+    "two backwards": (two_backwards, "add up the losses of a slice before its one backward()"),
+    # It was told to call the wrapper and not model.module.
+    "step in a hook": (lambda: step_in_a_hook(4), IN_A_HOOK),
+    "step in a hook, one slice": (lambda: step_in_a_hook(2), IN_A_HOOK),
+    "other loader": (lambda: next(accumulate(wrap(), [torch.ones(2, 4)])), "needs a loader that cuts batches"),
+    "every": (lambda: next(accumulate(wrap(), DataLoader([1.0] * 8, 8), every=2)), "leave every and total out"),
+    "small batch": (
+        lambda: next(accumulate(wrap(), DataLoader([1.0] * 8, 2))),
+        "a global batch of 2 samples cannot be cut into virtual_ranks=4 slices",
+    ),
+    "other count": (
+        lambda: next(accumulate(wrap(), DataLoader([1.0] * 8, 8, virtual_ranks=8))),
+        "the loader has virtual_ranks=8, not 4",
+    ),
+    "check without": (lambda: DistributedDataParallel(nn.Linear(4, 4), check_compute_every=10), SAME_BITS),
+    "check every 0": (lambda: wrap(check_compute_every=0), f"{EVERY} 0"),
+    "check every -3": (lambda: wrap(check_compute_every=-3), f"{EVERY} -3"),
+    "check of lambdas": (unpicklable, "a batch of rank 0 cannot be pickled"),
+}
+
+
 def refusal(world: World, mistake: str) -> str:
     gc.collect()  # on both ranks, or one would make up for a wrapper of the test before that the other has not any more
     with pytest.raises(UsageError) as refused:
-        make_mistake(mistake)
+        MISTAKES[mistake][0]()
     return str(refused.value)
 
 
-def make_mistake(mistake: str) -> None:
-    module: nn.Module = nn.Linear(4, 4)
-    match mistake:
-        case "not divided":
-            DistributedDataParallel(module, virtual_ranks=1)
-        case "no power of two":
-            DistributedDataParallel(module, virtual_ranks=6)
-        case "algorithm":
-            DistributedDataParallel(module, virtual_ranks=4, algorithm="ring")
-        case "fp16":
-            DistributedDataParallel(module.half(), virtual_ranks=4)
-        case "sync batch norm":
-            DistributedDataParallel(nn.SyncBatchNorm(4), virtual_ranks=4)
-        case "cumulative":
-            DistributedDataParallel(nn.BatchNorm1d(4, momentum=None), virtual_ranks=4)
-    model = DistributedDataParallel(module, virtual_ranks=4)
-    match mistake:
-        case "hook":
-            model.register_comm_hook(compression.Int8(model), compression.hook)
-        case "join":
-            model.join()
-        case "plain loop":
-            model(torch.ones(2, 4)).sum().backward()
-        case "sync_gradients":
-            model.sync_gradients()
-        case "two backwards":
-            for batch in accumulate(model, DataLoader(torch.ones(8, 4), 8)):
-                model(batch).sum().backward()
-                model(batch).sum().backward()
-        case "step in a hook" | "step in a hook, one slice":
-            if mistake == "step in a hook, one slice":
-                model = DistributedDataParallel(nn.Linear(4, 4), virtual_ranks=2)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-            for batch in accumulate(model, DataLoader(torch.ones(8, 4), 8)):
-                model(batch).sum().backward()
-        case "other loader":
-            next(accumulate(model, [torch.ones(2, 4)]))
-        case "every":
-            next(accumulate(model, DataLoader([1.0] * 8, 8), every=2))
-        case "small batch":
-            next(accumulate(model, DataLoader([1.0] * 8, 2)))
-        case "other count":
-            next(accumulate(model, DataLoader([1.0] * 8, 8, virtual_ranks=8)))
-
-
-@pytest.mark.parametrize(
-    ("mistake", "words"),
-    [
-        ("not divided", "2 ranks do not divide virtual_ranks=1; start 1"),
-        ("no power of two", "virtual_ranks must be a power of two"),
-        ("algorithm", "algorithm='ring' sums in another order"),
-        ("fp16", "'weight' is float16"),
-        ("sync batch norm", "normalizes over all ranks at once"),
-        ("cumulative", "momentum=None"),
-        ("hook", "adds up gradients in another order"),
-        ("join", "join does not go with virtual_ranks=4"),
-        ("plain loop", "loop over paceline.accumulate(model, loader)"),
-        ("sync_gradients", "loop over paceline.accumulate(model, loader)"),
-        # It was told to loop over accumulate(), which it did.
-        ("two backwards", "add up the losses of a slice before its one backward()"),
-        # It was told to call the wrapper and not model.module.
-        ("step in a hook", "it runs in a hook, before this backward has averaged its gradients"),
-        ("step in a hook, one slice", "it runs in a hook, before this backward has averaged its gradients"),
-        ("other loader", "needs a loader that cuts batches"),
-        ("every", "leave every and total out"),
-        ("small batch", "a global batch of 2 samples cannot be cut into virtual_ranks=4 slices"),
-        ("other count", "the loader has virtual_ranks=8, not 4"),
-    ],
-)
-def test_a_mistake_is_refused_in_one_line(pools: Pools, mistake: str, words: str) -> None:
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_refused_in_one_line(pools: Pools, mistake: str) -> None:
     for message in pools.run(2, refusal, mistake):
-        assert words in message
+        assert MISTAKES[mistake][1] in message
         assert "\n" not in message
 
 
