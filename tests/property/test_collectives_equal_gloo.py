@@ -141,16 +141,17 @@ counts = st.one_of(
 kinds = st.sampled_from(["all_reduce", "all_reduce", "reduce_scatter", "reduce_scatter_tensor"])
 
 
+sizes = st.sampled_from([2, 3, 4, 5])
+
+
+def cases_of(kinds: Any, what: Any) -> Any:
+    case = st.tuples(kinds, st.sampled_from(what), counts, st.sampled_from(LAYOUTS), st.sampled_from(WAYS))
+    return st.lists(case, min_size=1, max_size=6)
+
+
 @pytest.mark.slow
 @no_shrinking
-@given(
-    size=st.sampled_from([2, 3, 4, 5]),
-    cases=st.lists(
-        st.tuples(kinds, st.sampled_from(REDUCTIONS), counts, st.sampled_from(LAYOUTS), st.sampled_from(WAYS)),
-        min_size=1,
-        max_size=6,
-    ),
-)
+@given(size=sizes, cases=cases_of(kinds, REDUCTIONS))
 def test_reductions(pools: Pools, size: int, cases: list[Any]) -> None:
     pools.run(size, reduces, cases)
 
@@ -185,30 +186,12 @@ def moves(world: World, cases: list[Any]) -> None:
         same(*results, f"rank {rank} of {n}: {cases[seed]}")
 
 
-MOVES = (
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_in_place",
-)
+MOVES = ("broadcast", "all_gather", "all_gather_into_tensor", "all_gather_in_place")
 
 
 @pytest.mark.slow
 @no_shrinking
-@given(
-    size=st.sampled_from([2, 3, 4, 5]),
-    cases=st.lists(
-        st.tuples(
-            st.sampled_from(MOVES),
-            st.sampled_from(EVERY),
-            counts,
-            st.sampled_from(LAYOUTS),
-            st.sampled_from(WAYS),
-        ),
-        min_size=1,
-        max_size=6,
-    ),
-)
+@given(size=sizes, cases=cases_of(st.sampled_from(MOVES), EVERY))
 def test_moving_bytes(pools: Pools, size: int, cases: list[Any]) -> None:
     pools.run(size, moves, cases)
 

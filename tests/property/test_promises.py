@@ -75,28 +75,3 @@ def scheduled(world: World) -> list[float]:
 def test_a_schedule_counts_optimizer_steps_on_any_number_of_ranks(pools: Pools) -> None:
     for size in (1, 3):
         assert pools.run(size, scheduled) == [[1.0, 0.5, 0.5, 0.25, 0.25, 0.125]] * size
-
-
-def two_forwards(world: World) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(INPUTS, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    model = DistributedDataParallel(module)
-    for step in range(3):
-        real, _ = mine(world, step)
-        fake = real.flip(0) * 2
-        first, second = model(real), model(fake)  # the broadcast before the second writes into BatchNorm's buffers
-        (first.mean() - second.square().mean()).backward()
-        sums = [torch.zeros_like(parameter) for parameter in module.parameters()]
-        for rank in range(world.size):  # batch statistics are each rank's own, so its gradient is too
-            x = global_batch(step, 3 * world.size)[0].tensor_split(world.size)[rank]
-            loss = module(x).mean() - module(x.flip(0) * 2).square().mean()
-            for total, one in zip(sums, torch.autograd.grad(loss, list(module.parameters())), strict=True):
-                total += one / world.size
-        for (name, parameter), total in zip(module.named_parameters(), sums, strict=True):
-            assert parameter.grad is not None
-            torch.testing.assert_close(parameter.grad, total, rtol=1e-9, atol=1e-12, msg=name)
-        model.zero_grad()
-
-
-def test_two_forwards_then_backward_works_while_buffers_are_broadcast(pools: Pools) -> None:
-    pools.run(2, two_forwards)

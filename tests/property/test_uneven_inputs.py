@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -461,33 +460,6 @@ def test_stale_optimizer_state_is_said_or_brought_up_to_date(pools: Pools) -> No
     (warned, first), (_, second) = pools.run(2, stale, True)
     assert not warned
     assert first == second
-
-
-def copied_inside(world: World) -> list[bool]:
-    model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(ConvNet()))
-    with model.join():
-        loss_of(model(batch(world.rank, 0))).backward()
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        copies = [copy.deepcopy(model), torch.load(buffer, weights_only=False)]
-        announced = [
-            layer.announce is not None
-            for net in (*copies, copy.deepcopy(model.module))
-            for layer in net.modules()
-            if isinstance(layer, SyncBatchNorm)
-        ]
-    for other in copies:  # trains by itself
-        other.zero_grad()
-        loss_of(other(batch(world.rank, 1))).backward()
-    return [*announced, *(other._join_config.enable for other in copies)]
-
-
-def test_a_copy_made_inside_join_belongs_to_no_join(pools: Pools) -> None:
-    """Its steps would be told to ranks that run out of data, and nobody would listen."""
-    for shown in pools.run(2, copied_inside):
-        assert len(shown) == 8
-        assert not any(shown)
 
 
 def raising(world: World) -> None:

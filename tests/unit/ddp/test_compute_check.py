@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.processes.world import World
-from paceline.ddp import accumulate
 from paceline.ddp.slices.compute_check import Fault, describe, judge
 from paceline.errors import UsageError, WrongComputation
 from ranks import Pools, run_ranks
@@ -184,24 +183,6 @@ def test_of_two_ranks_with_other_weights_none_saves_for_the_next_start(pools: Po
     assert "ranks hold other bits in '" in message
 
 
-def with_flip_in_new_parameter(world: World) -> str:
-    """Replace a parameter after the first step, and flip a bit of its first gradient on rank 1."""
-    training = Steps("all count", {"every": 1})
-    training.run(1)
-    module: Any = training.module
-    module[3].weight = nn.Parameter(module[3].weight.detach().clone())
-    if world.rank == 1:
-        Flip(training, "gradient", 2, 22, 5)
-    with pytest.raises(WrongComputation) as raised:
-        training.run(2)
-    return str(raised.value)
-
-
-def test_the_first_gradient_of_a_new_parameter_is_compared(pools: Pools) -> None:
-    [message] = set(pools.run(2, with_flip_in_new_parameter))
-    assert message.startswith("in step 2, rank 1 (cpu, ")
-
-
 @pytest.mark.parametrize(
     ("repeats", "earlier", "fault", "ranks"),
     [
@@ -274,41 +255,6 @@ def test_a_rank_that_leaves_a_check_by_an_exception_keeps_no_rank_waiting(pools:
     whole = {weights for weights, _ in pools.run(2, with_exception, "mlp", 1, None)}
     for fails_at in (1, 3, 4, 5, 8, 11):  # repeats, the rank's own slices, and the last one
         assert {weights for weights, _ in pools.run(2, with_exception, "mlp", 1, fails_at)} == whole, fails_at
-
-
-def leaves_a_comparison(world: World) -> str | None:
-    """Flip a bit on rank 1, and leave the repetitions that follow on rank 2, which begins the step again."""
-    training = Steps("all count", {"every": 1})
-    repeats = 0
-
-    def fail(*_: Any) -> None:
-        nonlocal repeats
-        repeats += training.model.is_repeat and training.number == 2
-        if repeats == 2:  # the first one is compared
-            repeats += 1
-            raise KeyError("in a repetition")
-
-    if world.rank == 1:
-        Flip(training, "activation", 2, 22, 5)
-    if world.rank == 2:
-        training.module.register_forward_pre_hook(fail)
-        with pytest.raises(KeyError):
-            training.run(3)
-        training.optimizer.zero_grad()
-        slices = accumulate(training.model, training.loader)
-        next(slices)
-        return None
-    with pytest.raises(WrongComputation) as raised:
-        training.run(3)
-    assert raised.value.may_save == (world.rank != 1 and world.rank != 2)
-    return str(raised.value)
-
-
-def test_a_rank_that_leaves_the_repetitions_after_a_difference_keeps_no_rank_waiting(pools: Pools) -> None:
-    for message in {*pools.run(4, leaves_a_comparison)} - {None}:
-        assert message is not None
-        assert message.startswith("in step 2, ranks 1, 2 computed different gradients for one slice, and an exception")
-        assert "\n" not in message
 
 
 @pytest.mark.parametrize("kind", ["spectral", "cnn"])

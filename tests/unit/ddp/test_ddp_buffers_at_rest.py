@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from insides import channel_of
 from paceline.core.processes.world import World
 from paceline.core.torch_internals.tensors import keep_versions
 from paceline.ddp import DistributedDataParallel
@@ -132,23 +131,6 @@ def test_a_backward_that_fails_on_one_rank_leaves_buffers_equal(pools: Pools) ->
     assert second == ["fine", "ValueError", "fine", "fine"]
 
 
-def count_of_broadcasts(world: World) -> int:
-    model = DistributedDataParallel(Model())
-    launched = []
-    channel = channel_of(model)
-    original = channel.all_reduce
-    channel.all_reduce = lambda tensor: (
-        launched.append(tensor.dtype) or original(tensor)  # type: ignore[func-returns-value]
-    )
-    for step in range(3):
-        model(batch(world, step)).square().mean().backward()
-    return launched.count(torch.int32)
-
-
-def test_there_are_as_many_broadcasts_as_forwards(pools: Pools) -> None:
-    assert pools.run(2, count_of_broadcasts) == [3, 3]
-
-
 class Codebook(nn.Module):
     """Buffers that the first batch makes, as in a vector quantizer."""
 
@@ -201,27 +183,6 @@ def test_buffers_of_another_shape_are_told_unless_they_are_caches(pools: Pools, 
     assert pools.run(2, of_other_shapes, False, rows) == ["", ""]
     told = [" ".join(message.split()) for message in pools.run(2, of_other_shapes, True, rows)]
     assert all("its new buffers are other [1], code [" in message and "persistent=False" in message for message in told)
-
-
-def filled_on_one_rank(world: World) -> str:
-    """Rank 1 has no sample in the first step, so its buffer is still None."""
-    model = DistributedDataParallel(Codebook(True, [3] * world.size))
-    del model.module.other
-    try:
-        for step in range(2):
-            if world.rank and not step:
-                model.sync_gradients()
-            else:
-                model(batch(world, step)).sum().backward()
-    except (DesyncError, CommunicationError) as error:
-        return " ".join(str(error).split())
-    return ""
-
-
-def test_a_buffer_that_only_some_ranks_have_filled_is_told(pools: Pools) -> None:
-    first, second = pools.run(2, filled_on_one_rank)
-    assert "its new buffers are code [3, 4], and another rank has others" in first or "rank 1 has others" in first
-    assert "its new buffers are all None, and" in second
 
 
 def norms_without_statistics(world: World) -> bool:

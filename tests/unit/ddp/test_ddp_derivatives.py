@@ -165,24 +165,3 @@ def test_a_graph_of_averages_is_not_promised_in_silence(pools: Pools) -> None:
     assert first[1][0].startswith("test_ddp_derivatives.py: after backward(create_graph=True) p.grad is the average")
     assert "torch.autograd.grad(loss, parameters, create_graph=True)" in first[1][0]
     assert second == [[], [], []]
-
-
-def local_gradients_with_a_graph(world: World) -> None:
-    model, twin = (build(nn.Tanh)[0] for _ in range(2))
-    wrapped = DistributedDataParallel(model, check_replicas_every=1)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
-    for step in range(3):
-        x = torch.randn(2 * world.size, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        with wrapped.no_sync(), warnings.catch_warnings(action="ignore"):
-            wrapped(x[world.rank :: world.size]).square().mean().backward(create_graph=True)
-        twin(x).square().mean().backward()
-        wrapped.sync_gradients()
-        assert not any(parameter.grad.requires_grad for parameter in model.parameters())
-        same_gradients(model, twin, where=f"step {step}")
-        for each, optimizer in zip((model, twin), optimizers, strict=True):
-            optimizer.step()
-            each.zero_grad()
-
-
-def test_averages_have_no_graph_where_there_is_no_backward_either(pools: Pools) -> None:
-    pools.run(2, local_gradients_with_a_graph)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from typing import Any
@@ -38,17 +37,6 @@ def train_unevenly(model: DistributedDataParallel, world: World) -> None:
             optimizer.zero_grad()
             model(batch(world, step)).square().mean().backward()
             optimizer.step()
-
-
-def copy_in_join(world: World) -> float:
-    model = copy.deepcopy(DistributedDataParallel(net()))
-    train_unevenly(model, world)
-    return float(sum(p.detach().sum() for p in model.parameters()))
-
-
-def test_a_copy_that_never_trained_may_join(pools: Pools) -> None:
-    first, second = pools.run(2, copy_in_join)
-    assert first == second
 
 
 def sharded_in_join(world: World) -> None:

@@ -22,7 +22,6 @@ from insides import channel_of, pieces_in_use, storage_of
 from models import chain
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.reducer.bucket_set import BucketSet
 from twins import Pools
 
 WHOLE = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -127,15 +126,6 @@ def itself(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def in_a_graph(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    probe = torch.zeros_like(gradient, requires_grad=True)
-    return probe, (gradient * probe).sum()  # autograd holds the gradient for backward
-
-
-def out_of_a_graph(held: tuple[Tensor, Tensor]) -> Tensor:
-    return torch.autograd.grad(held[1], held[0])[0].view(-1)
-
-
 def in_storage(gradient: Tensor) -> tuple[Any, ...]:
     return gradient.untyped_storage(), gradient.storage_offset(), gradient.shape
 
@@ -150,7 +140,6 @@ KEPT = {
     "part": (lambda gradient: gradient[0], torch.flatten),
     "numpy": (lambda gradient: gradient.numpy(), lambda array: torch.from_numpy(array).flatten()),
     "dlpack": (lambda gradient: torch.from_dlpack(gradient), torch.flatten),
-    "graph": (in_a_graph, out_of_a_graph),
     "storage": (in_storage, out_of_storage),
 }
 
@@ -289,31 +278,6 @@ def layout_restored(world: World) -> None:
 def test_gradients_kept_while_buckets_are_rebuilt_keep_their_values(pools: Pools) -> None:
     """The old buckets' memory was given back to the host, which reads as zeros."""
     pools.run(2, layout_restored)
-
-
-class Memory:
-    """Allocates as a channel does."""
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    def free(self, tensor: Tensor) -> None:
-        tensor.fill_(float("nan"))
-
-
-def test_a_gradient_that_another_wrapper_averages_is_left_alone_where_zeros_are_launched_for_it() -> None:
-    """It lies in this wrapper's bucket, which showed it last, and is read by the other one later."""
-    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    storage = BucketSet(["a", "b"], parameters, [2**20], Memory())  # type: ignore[arg-type]
-    for parameter, average in zip(parameters, storage.averages({}), strict=True):
-        parameter.grad = average.fill_(1)
-    storage.make_writable(0)
-    assert parameters[0].grad is storage.views[0]  # both are ours, and stay where they are
-    storage.make_writable(0, {0})
-    storage.buckets[0].flat.zero_()
-    for _ in range(2):  # what is left is not given back before its last user has gone
-        storage.averages({})
-        assert [p.grad.tolist() for p in parameters] == [[1.0] * 3] * 2
 
 
 # -- gradients that the script averages by itself ----------------------------------------------------------------------

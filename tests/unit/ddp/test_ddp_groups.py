@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -114,31 +113,6 @@ def missed_once(world: World) -> str:
 
 def test_ranks_that_missed_each_other_once_meet_the_next_time(either: Pools) -> None:
     assert "rank 1 did not arrive" in either.run(2, missed_once)[0]
-
-
-def counts() -> tuple[int, int]:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
-def some_wrappers(world: World) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    seen = []
-    for group in (dist.new_group([0, 1]), None):
-        if group is None or world.rank < 2:
-            step(group)
-            before = counts()
-            for _ in range(6):
-                step(group)
-            seen.append((before, counts()))
-    return seen
-
-
-@pytest.mark.slow
-def test_wrappers_that_go_give_back_their_descriptors_and_threads(either: Pools) -> None:
-    # On a true subgroup each kept 12 descriptors and 4 threads.
-    for seen in either.run(3, some_wrappers):
-        for before, after in seen:
-            assert after == before
 
 
 def uses(model: DistributedDataParallel) -> dict[str, Callable[[], Any]]:

@@ -116,24 +116,6 @@ def test_each_optimizer_of_a_model_may_step_once_a_synchronization() -> None:
     first.step()
 
 
-def test_a_guard_may_go_in_the_middle_of_a_step() -> None:
-    """torch goes through its hooks for optimizers while one of them, or a collection, drops another wrapper."""
-    ours = torch.zeros(1, requires_grad=True)
-    guards = [StepGuard([ours], Ledger(), lambda: None) for _ in range(3)]
-    ledger = Ledger()
-
-    class Dropping(StepGuard):
-        def after(self, optimizer: torch.optim.Optimizer) -> None:
-            guards.clear()
-            gc.collect()
-            super().after(optimizer)
-
-    last = Dropping([ours], ledger, lambda: None)
-    torch.optim.SGD([ours], lr=0.1).step()
-    assert ledger.status.optimizer_steps == 1
-    del last
-
-
 def test_the_watched_sampler_is_reported_as_it_is_now() -> None:
     ledger = Ledger()
     assert (ledger.report(2).epoch, ledger.report(2).position) == (-1, -1)

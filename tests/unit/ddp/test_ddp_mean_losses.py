@@ -90,17 +90,6 @@ class Reentrant(nn.Module):
         return x
 
 
-class UsedByThePenaltyAlone(nn.Module):
-    """Has a parameter whose gradient comes before the backward has reached the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.scale = net(), nn.Parameter(torch.ones(2, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
 def mean_over_uneven_slices(world: World, loss: Loss, make: Callable[[], nn.Module], ends_inside: bool) -> None:
     model, twin = DistributedDataParallel(make(), unused_parameters="allow"), make()
     for _ in range(2):
@@ -126,9 +115,8 @@ def test_means_of_uneven_micro_batches_equal_one_process(ranks: Ranks, loss: Los
     ranks.run(mean_over_uneven_slices, loss, net, ends_inside)
 
 
-@pytest.mark.parametrize("make", [Reentrant, UsedByThePenaltyAlone])
-def test_gradients_that_come_early_or_in_parts_are_multiplied_once(ranks: Ranks, make: type[nn.Module]) -> None:
-    ranks.run(mean_over_uneven_slices, plain if make is Reentrant else penalty, make, True)
+def test_gradients_that_come_in_parts_are_multiplied_once(ranks: Ranks) -> None:
+    ranks.run(mean_over_uneven_slices, plain, Reentrant, True)
 
 
 def chained(world: World, weighted: tuple[bool, bool]) -> None:

@@ -552,19 +552,6 @@ def test_an_exception_brings_no_gradient_back_that_was_set_aside_earlier(pools: 
     pools.run(2, other_wrapper_gone_before_an_exception)
 
 
-def refused_beside_a_new_parameter(world: World) -> None:
-    side = Side(world, wrapped=True)
-    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
-    side.actor.append(nn.Linear(2, 1).double())
-    x = side.batch()
-    with pytest.raises(UsageError, match="so their shares cannot be separated"), actor.weight(1):
-        (square(actor(x)) + square(critic(x))).backward()
-
-
-def test_a_refusal_is_the_same_beside_a_new_parameter(pools: Pools) -> None:
-    pools.run(2, refused_beside_a_new_parameter)
-
-
 # -- ranks with different numbers of forwards --------------------------------------------------------------------------
 
 

@@ -251,22 +251,7 @@ def test_what_frameworks_call_works_or_is_refused_by_name(pools: Pools) -> None:
     pools.run(2, framework_calls)
 
 
-# -- functional calls, autocast ---------------------------------------------------------------------------------------
-
-
-def functional(world: World) -> None:
-    ours, theirs = both(world)
-    for model in (ours, theirs):
-        values = dict(model.named_parameters())
-        torch.func.functional_call(model, values, (batch(world.rank),)).sin().sum().backward()
-    same_gradients(ours.module, theirs.module)
-    replaced = {name: torch.zeros_like(value) for name, value in ours.named_parameters()}
-    with torch.no_grad():
-        assert not torch.func.functional_call(ours, replaced, (batch(world.rank),)).any()
-
-
-def test_functional_call(pools: Pools) -> None:
-    pools.run(2, functional)
+# -- autocast ----------------------------------------------------------------------------------------------------------
 
 
 def overflow(world: World) -> None:

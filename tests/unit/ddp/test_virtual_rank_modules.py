@@ -254,30 +254,6 @@ def test_slices_of_which_only_some_are_weighted_are_refused(pools: Pools) -> Non
             pools.run(size, weighted_in_part)
 
 
-def refused_twice(world: World) -> tuple[str, str, bytes]:
-    """Add a layer that is refused, and train twice all the same; then without it, where the statistics move."""
-    module: Any = network("thawed")
-    model = DistributedDataParallel(module, virtual_ranks=COUNT, unused_parameters="allow")  # the layer that goes again
-    module.append(nn.SyncBatchNorm(4))
-    with pytest.raises(UsageError) as first:
-        next(accumulate(model, DataLoader(data(), BATCH)))
-    with pytest.raises(UsageError) as second:
-        next(accumulate(model, DataLoader(data(), BATCH)))
-    module.pop(4)
-    for x, y in accumulate(model, DataLoader(data(), BATCH)):
-        F.cross_entropy(model(x), y).backward()
-        if model.do_sync:
-            break
-    return str(first.value), str(second.value), bits(module)
-
-
-def test_a_layer_that_is_refused_once_is_refused_again_and_leaves_the_others_alone(pools: Pools) -> None:
-    [(first, second, alone)] = pools.run(1, refused_twice)
-    assert "'4' is a SyncBatchNorm" in first
-    assert second == first
-    assert [weights for _, _, weights in pools.run(2, refused_twice)] == [alone] * 2
-
-
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
