@@ -137,6 +137,11 @@ def hook() -> None:
     model.register_comm_hook(compression.Int8(model), compression.hook)
 
 
+def plain_loop() -> None:
+    model = wrap()
+    model(torch.ones(2, 4)).sum().backward()
+
+
 def two_backwards() -> None:
     model = wrap()
     for batch in accumulate(model, DataLoader(torch.ones(8, 4), 8)):
@@ -178,7 +183,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "cumulative": (lambda: wrap(nn.BatchNorm1d(4, momentum=None)), "momentum=None"),
     "hook": (hook, "adds up gradients in another order"),
     "join": (lambda: wrap().join(), "join does not go with virtual_ranks=4"),
-    "plain loop": (lambda: wrap()(torch.ones(2, 4)).sum().backward(), LOOP),
+    "plain loop": (plain_loop, LOOP),
     "sync_gradients": (lambda: wrap().sync_gradients(), LOOP),
     # It was told to loop over accumulate(), which it did.
     "two backwards": (two_backwards, "add up the losses of a slice before its one backward()"),
