@@ -80,14 +80,6 @@ def test_latest_and_pruning_count_what_is_durable(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_a_restore_waits_for_the_save_before(tmp_path: Path) -> None:
-    checkpointer, _ = open_with(tmp_path)
-    with held_writer() as go_on:
-        checkpointer.save(1)
-        threading.Timer(0.05, go_on.set).start()
-        assert checkpointer.restore() == 1
-
-
 def due_save(checkpointer: Checkpointer) -> None:
     checkpointer.due.save(checkpointer, 2)
 
@@ -192,7 +184,7 @@ def test_what_other_ranks_own_is_handed_over_before_save_returns(pools: Pools, t
     assert pools.run(3, own_states_at_save, str(tmp_path)) == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("broken"), SystemExit(3), OSError(28, "No space left")])
+@pytest.mark.parametrize("error", [MemoryError(), SystemExit(3)])
 def test_however_the_writer_dies_it_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +143,37 @@ def test_verify_names_every_damaged_file_and_whose_tensors_it_holds(run_folder: 
     assert told.code == 1
     assert json.loads(told.out)["damaged"] == [2]
     assert len(json.loads(told.out)["checkpoints"][1]["damages"]) == 4
+
+
+def test_verify_compares_copies_tensor_by_tensor_and_bit_by_bit(
+    run_folder: Path, command: Command, tmp_path: Path
+) -> None:
+    for step in (2, 3):
+        shutil.rmtree(run_folder / step_name(step))
+    copy = shutil.copytree(run_folder, tmp_path / "copy")
+    done = command("verify", run_folder, copy)
+    assert (done.code, done.err) == (0, "")
+    assert "the copies are equal: every tensor bit by bit" in done.out
+    flip(copy / step_name(1) / "model.safetensors")
+    done = command("verify", run_folder, copy)
+    assert done.code == 1
+    assert "does not have the SHA-256" in done.out
+    assert re.search(r"tensor '\S+' of 'model' differs: from byte \d+ of \d+", done.out)
+
+
+def test_verify_names_what_differs_between_two_whole_runs(tmp_path: Path, command: Command) -> None:
+    for fill in (1.0, 2.0):
+        with Checkpointer(tmp_path / str(fill)) as checkpointer:
+            model = checkpointer.register("model", nn.Linear(2, 1))
+            nn.init.constant_(model.weight, 1.0)
+            nn.init.constant_(model.bias, fill)
+            checkpointer.register("value", Holder({"a": fill}))
+            checkpointer.save(1)
+    done = command("verify", tmp_path / "1.0", tmp_path / "2.0")
+    assert done.code == 1
+    assert "tensor 'bias' of 'model' differs" in done.out
+    assert "'weight'" not in done.out
+    assert "plain values of 'value' differ" in done.out
 
 
 # show

@@ -181,8 +181,7 @@ def test_a_save_killed_between_its_two_renames_loses_nothing(tmp_path: Path) -> 
     assert model.weight.mean().item() == 1.0
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.02])
-def test_kill_9_in_the_midst_of_saving_leaves_the_earlier_intact(tmp_path: Path, delay: float) -> None:
+def test_kill_9_in_the_midst_of_saving_leaves_the_earlier_intact(tmp_path: Path) -> None:
     script = f"""
 import torch
 from paceline.checkpoint import Checkpointer
@@ -201,7 +200,6 @@ while True:
     while not (out.exists() and out.read_text()):
         assert time.monotonic() < deadline, "nothing is saved"
         time.sleep(0.005)
-    time.sleep(delay)
     process.kill()
     process.wait(PATIENCE_S)
     done = len(out.read_text().split())
@@ -221,30 +219,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
-    checkpointer, model = open_with(small_disk, fill=1.0, keep=1, size=35_000)
-    checkpointer.save(1)
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"step 2 .*No space left on device"):
-            checkpointer.save(2)
-        with pytest.raises(CheckpointError, match=r"step 1 .*No space left on device"):
-            checkpointer.save(1)
-    assert names(small_disk) == ["step-00000001"]
-    nn.init.constant_(model.weight, 2.0)
-    assert checkpointer.restore() == 1
-    assert model.weight.mean().item() == 1.0
-    checkpointer.close()
-
-
-def test_a_save_without_room_writes_nothing_and_says_how_much_is_missing(small_disk: Path) -> None:
+def test_a_save_without_room_writes_nothing_loses_nothing_and_says_how_much_is_missing(small_disk: Path) -> None:
     # It used to fill the disk first, so that for a moment nobody else could write there either.
     checkpointer, model = open_with(small_disk, fill=1.0, keep=1, size=35_000)
     checkpointer.save(1)
     before = os.stat(small_disk).st_mtime_ns
     figures = r"No space left on device: 2\d\d KiB are needed, \d+(\.\d)? KiB are free; earlier checkpoints"
-    for step in (1, 2):
-        with pytest.raises(CheckpointError, match=figures):
+    for step in (2, 1, 2):
+        with pytest.raises(CheckpointError, match=rf"step {step} .*{figures}"):
             checkpointer.save(step)
+    assert names(small_disk) == ["step-00000001"]
     assert os.stat(small_disk).st_mtime_ns == before  # no entry was made and removed again
     nn.init.constant_(model.weight, 2.0)
     assert checkpointer.restore() == 1

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -101,16 +99,6 @@ def test_a_resumed_run_continues_bit_equal(tmp_path: Path) -> None:
     assert other.model.head.weight is other.model.embed.weight
     assert [other.step() for _ in range(4)] == ahead
     assert equal(other.states(), run.states())
-
-
-def test_the_generators_of_python_numpy_and_torch_continue(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(0)
-        ahead = random.random(), numpy.random.rand(), torch.rand(3)
-        checkpointer.restore()
-        again = random.random(), numpy.random.rand(), torch.rand(3)
-    assert ahead[:2] == again[:2]
-    assert torch.equal(ahead[2], again[2])
 
 
 def test_files_are_plain_safetensors_with_tied_weights_once(tmp_path: Path) -> None:

@@ -122,22 +122,6 @@ def test_every_rank_writes_its_share_alone(pools: Pools, tmp_path: Path) -> None
     assert max(shares) - min(shares) <= 2 * 2 * 128
 
 
-def refused_step(world: World, folder: str) -> str:
-    *objects, checkpointer = opened(folder, "sharded")
-    with checkpointer, pytest.raises(paceline.errors.NoCheckpoint) as caught:
-        checkpointer.restore(3)
-    del objects
-    return str(caught.value)
-
-
-def test_a_missing_shard_is_named(pools: Pools, tmp_path: Path) -> None:
-    pools.run(2, saved, str(tmp_path), ["sharded"])
-    folder = tmp_path / "sharded2" / "step-00000003"
-    (folder / "rank-00001.safetensors").unlink()
-    for message in pools.run(2, refused_step, folder.parent.as_posix()):
-        assert "rank-00001.safetensors" in message
-
-
 def of_another_class(world: World, folder: str) -> str:
     model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(5, 99), nn.Tanh(), nn.Linear(99, 4)))
     optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.01)

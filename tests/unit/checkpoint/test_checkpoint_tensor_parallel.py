@@ -76,24 +76,6 @@ def test_the_number_of_ranks_may_change(pools: Pools, tmp_path: Path, async_save
     assert torch.equal(weights["0.weight"], saved["0.weight"])
 
 
-def goes_on(world: World, folder: str, cut: bool) -> dict[str, torch.Tensor]:
-    if cut:
-        run(world, folder, False, 3)
-    run(world, folder, False, 6)
-    module = model_on(world)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
-    with Checkpointer(folder) as checkpointer:
-        checkpointer.register("model", module)
-        checkpointer.register("optimizer", optimizer)
-        checkpointer.restore(6)
-    return whole_state(module, optimizer)
-
-
-def test_a_resumed_run_goes_on_bit_by_bit(pools: Pools, tmp_path: Path) -> None:
-    (whole, _), (cut, _) = (pools.run(2, goes_on, str(tmp_path / str(cut)), cut) for cut in (False, True))
-    assert all(torch.equal(whole[name], cut[name]) for name in whole)
-
-
 def one_rank_fails(world: World, folder: str) -> tuple[str, str]:
     with Checkpointer(folder) as checkpointer:
         own = checkpointer.register("own", Holder({"rank": world.rank}))

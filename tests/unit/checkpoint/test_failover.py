@@ -45,12 +45,10 @@ from paceline.core.telemetry.step_progress import (
     record_path,
 )
 from paceline.errors import CommunicationError, WrongComputation
-from paceline.launch.failures.verdict import Cause
 from paceline.launch.restart_policy import Restarts
 from processes import paceline, strike
 
 LOOP = Path(__file__).parents[3] / "scripts" / "chaos_training.py"
-OURS = {"wrapper": "ours", "backend": "paceline"}
 TORCH = {"wrapper": "torch", "backend": "paceline"}
 GLOO = {"wrapper": "ours", "backend": "gloo"}
 
@@ -72,18 +70,13 @@ def trained(folder: Path, settings: dict[str, Any], orders: str = "") -> list[di
 @pytest.mark.parametrize(
     ("settings", "orders"),
     [
-        (OURS, "optimizer rank=0 at=3"),
         # Torch's reducer once took the exception of a collective for its value, and the rank that was left crashed.
         # A start that was struck before it opened the Checkpointer was once the last.
         (TORCH, "bucket rank=1 at=3; rendezvous rank=0 start=1"),
         # All steps were once counted as redone if a rank ended while it restored them.
-        (GLOO, "forward rank=1 at=3; restore rank=0 at=2 start=1"),
+        (GLOO, "optimizer rank=1 at=3; restore rank=0 at=2 start=1"),
     ],
-    ids=[
-        "inside the optimizer",
-        "mid-reduction, then in the rendezvous",
-        "forward, then in the restore",
-    ],
+    ids=["mid-reduction, then in the rendezvous", "inside the optimizer, then in the restore"],
 )
 def test_a_struck_run_ends_with_the_bits_of_an_undisturbed_one(
     tmp_path: Path, settings: dict[str, Any], orders: str
@@ -175,41 +168,40 @@ def states(seed: int, buffer: float, count: int) -> OwnStates:
     return OwnStates({"torch": generator}, Capture({"hook": {"count": count}}, {}, {}), [torch.tensor(buffer)])
 
 
-def test_what_no_rank_changes_behind_the_gate_stays_a_lost_rank_s_own() -> None:
-    found, unknown = carry_over(states(7, 7.0, 7), states(1, 1.0, 1), states(1, 1.0, 1))
-    assert found.buffers[0] == 7
-    assert found.objects.nodes == {"hook": {"count": 7}}
-    assert torch.equal(found.generators["torch"], states(7, 0.0, 0).generators["torch"])
-    assert unknown == []
-
-
-def test_what_was_equal_at_the_gate_is_as_on_those_that_are_left() -> None:
-    """As the count of an averaged model's updates, which is a buffer."""
-    found, unknown = carry_over(states(1, 1.0, 1), states(1, 1.0, 1), states(2, 2.0, 2))
-    assert found.buffers[0] == 2
-    assert found.objects.nodes == {"hook": {"count": 2}}
-    assert torch.equal(found.generators["torch"], states(2, 0.0, 0).generators["torch"])
-    assert unknown == []
-
-
-def test_what_nobody_can_tell_of_a_lost_rank_is_named() -> None:
-    found, unknown = carry_over(states(7, 7.0, 7), states(1, 1.0, 1), states(2, 2.0, 2))
-    assert unknown == ["torch", "buffer 0", "hook"]
-    assert found.buffers[0] == 7
-
-
-def test_steps_are_not_redone_because_a_start_ended_before_it_restored_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lost", "before", "after", "kept", "unknown"),
+    [
+        (7, 1, 1, 7, []),  # no rank changes it behind the gate, so it stays the lost rank's own
+        (1, 1, 2, 2, []),  # equal at the gate, as the count of an averaged model's updates, which is a buffer
+        (7, 1, 2, 7, ["torch", "buffer 0", "hook"]),
+    ],
+)
+def test_the_states_of_a_lost_rank_are_carried_over_or_named(
+    lost: int, before: int, after: int, kept: int, unknown: list[str]
 ) -> None:
-    for name, value in ((FOLDER, str(tmp_path)), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+    found, named = carry_over(*(states(seed, seed, seed) for seed in (lost, before, after)))
+    assert named == unknown
+    assert found.buffers[0] == kept
+    assert found.objects.nodes == {"hook": {"count": kept}}
+    assert torch.equal(found.generators["torch"], states(kept, 0.0, 0).generators["torch"])
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """The only rank of a job that starts its ranks again."""
+    for name, value in ((FOLDER, str(tmp_path)), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), (RESTARTS, "3")):
         monkeypatch.setenv(name, value)
-    folder, world = tmp_path / "checkpoints", World(0, 1, 0, 1, 0, torch.device("cpu"))
+    return World(0, 1, 0, 1, 0, torch.device("cpu"))
+
+
+def test_steps_are_not_redone_because_a_start_ended_before_it_restored_them(tmp_path: Path, alone: World) -> None:
+    folder = tmp_path / "checkpoints"
     before = tmp_path / BEFORE / key_of(folder)
     before.mkdir(parents=True)
     StepRecord(record_path(before, 0), make=True).complete(50)
 
     def start() -> Recovery:
-        return Recovery(world, Contents(folder, {}, lambda: None))
+        return Recovery(alone, Contents(folder, {}, lambda: None))
 
     recovery = start()
     recovery.close(failing=False)
@@ -223,17 +215,15 @@ def test_steps_are_not_redone_because_a_start_ended_before_it_restored_them(
 @pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize("may_save", [False, True])
 def test_a_rank_whose_device_is_wrong_does_not_save_for_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_save: bool, is_wrapped: bool
+    tmp_path: Path, alone: World, may_save: bool, is_wrapped: bool
 ) -> None:
     """A flipped bit in one rank's weights was once in those of all ranks after the restart, where nobody finds it.
 
     Also where the script catches the error, and raises one of its own.
     """
-    for name, value in ((FOLDER, str(tmp_path)), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), (RESTARTS, "3")):
-        monkeypatch.setenv(name, value)
     folder, optimizer = tmp_path / "checkpoints", torch.optim.SGD([nn.Parameter(torch.ones(3))])
     contents = Contents(folder, {"optimizer": Registered("optimizer", optimizer, per_rank=False)}, lambda: None)
-    recovery = Recovery(World(0, 1, 0, 1, 0, torch.device("cpu")), contents)
+    recovery = Recovery(alone, contents)
     recovery.watch(contents.registered["optimizer"])
     recovery.mark()
     optimizer.step()
@@ -266,18 +256,14 @@ class Changing(nn.Module):
         return x * self.weight
 
 
-def test_buffers_that_a_forward_replaced_are_rescued_as_of_the_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_that_a_forward_replaced_are_rescued_as_of_the_last_step(tmp_path: Path, alone: World) -> None:
     """A queue that grew could not be rescued, and a large buffer was once that of the step that failed, in silence."""
-    for name, value in ((FOLDER, str(tmp_path)), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), (RESTARTS, "3")):
-        monkeypatch.setenv(name, value)
     folder, model = tmp_path / "checkpoints", Changing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     registered: dict[str, Registered] = {}
     registered["model"] = Registered.of("model", model, False, registered)
     registered["optimizer"] = Registered.of("optimizer", optimizer, False, registered)
-    recovery = Recovery(World(0, 1, 0, 1, 0, torch.device("cpu")), Contents(folder, registered, lambda: None))
+    recovery = Recovery(alone, Contents(folder, registered, lambda: None))
     recovery.watch(registered["optimizer"])
     recovery.mark()
     for step in (1.0, 2.0):
@@ -320,17 +306,6 @@ def test_two_checkpointers_that_mark_steps_in_turns_are_told_that_a_failure_part
     assert first == []
     assert len(said) == 1
     assert said[0].startswith("two Checkpointers mark steps in turn")
-
-
-def test_a_start_that_ended_before_its_checkpointer_is_followed_by_another(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, None)
-    folder = tmp_path / STEPS / "key"
-    folder.mkdir(parents=True)
-    StepRecord(record_path(folder, 0), make=True).complete(5)
-    assert restarts.decide(Cause()) is not None
-    restarts.begin()
-    assert restarts.reached() == []
-    assert restarts.decide(Cause()) is not None
 
 
 def test_the_launcher_waits_for_slow_steps(tmp_path: Path) -> None:

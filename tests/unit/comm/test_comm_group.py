@@ -367,9 +367,6 @@ def test_whoever_waits_in_a_group_that_is_destroyed_gets_an_error(pools: Pools) 
         assert "cannot be used any longer, because it was destroyed" in said
 
 
-# -- torch's own DDP ---------------------------------------------------------------------------------------------------
-
-
 # -- the end of the process --------------------------------------------------------------------------------------------
 
 UNFINISHED = """

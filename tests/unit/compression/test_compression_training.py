@@ -24,7 +24,6 @@ from twins import Case, Parts, Pools, same_tensor, train_beside_twin
 
 KINDS: dict[str, Callable[[nn.Module], Compressor]] = {
     "bf16": lambda model: Cast(model, torch.bfloat16),
-    "fp16": lambda model: Cast(model, torch.float16),
     "int8": Int8,
     "topk": lambda model: TopK(model, 0.02),
     "powersgd": lambda model: PowerSGD(model, rank=2),

@@ -286,12 +286,6 @@ def test_averages_leave_the_first_step_out_and_count_a_wait_once(path: Path, mon
     assert (box.mean_step, box.mean_waited, box.waited_spread) == (4.5, 2.0, 1.0)
 
 
-def test_without_a_box_a_span_does_nothing() -> None:
-    log = Recorder()
-    assert log.span("wait") is log.span("forward")
-    assert log.open("backward") is log.open("optimizer")
-
-
 # -- whose box it is ---------------------------------------------------------------------------------------------------
 
 

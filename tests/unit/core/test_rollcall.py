@@ -23,7 +23,7 @@ from torch import nn
 import paceline
 from paceline.comm.own_group import open_own_group
 from paceline.core.processes import missing_ranks, store_epochs
-from paceline.core.processes.world import TIMEOUT, World, current, init
+from paceline.core.processes.world import TIMEOUT, World, init
 from paceline.core.torch_internals.distributed.c10d import PrefixStore
 from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError
 from paceline.launch.loopback import LOOPBACK, loopback_store
@@ -64,29 +64,16 @@ def train(group: Any, folder: str) -> Callable[[], Any]:
     return lambda: model(torch.ones(1, 2)).sum().backward()
 
 
-def sync_buffers(group: Any, folder: str) -> Callable[[], Any]:
-    model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), process_group=group)
-    return lambda: model(torch.ones(2, 2)).sum().backward()  # rank 0's broadcast may reach rank 1 all the same
-
-
 def normalize(group: Any, folder: str) -> Callable[[], Any]:
     layer = paceline.SyncBatchNorm(2)
     layer(torch.ones(2, 2))
     return lambda: layer(torch.ones(2, 2))
 
 
-def open_folder(group: Any, folder: str) -> Callable[[], Any]:
-    return lambda: paceline.Checkpointer(folder)
-
-
 def save(group: Any, folder: str) -> Callable[[], Any]:
     checkpointer = paceline.Checkpointer(folder)
     checkpointer.register("model", nn.Linear(2, 2))
     return lambda: checkpointer.save(1)
-
-
-def meet(group: Any, folder: str) -> Callable[[], Any]:
-    return current().barrier
 
 
 def gather(group: Any, folder: str) -> Callable[[], Any]:
@@ -118,11 +105,8 @@ def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: s
 CALLS = {
     wrap: r"in DistributedDataParallel\(…\), which every rank must call: rank 2 did not arrive .* within 2 s",
     train: "all-reduce of gradient bucket 0|shared all_reduce",
-    sync_buffers: "broadcast|all.reduce",
     normalize: "SyncBatchNorm|all_gather",
-    open_folder: r"in Checkpointer\(…\), which every rank must call",
     save: r"in Checkpointer\.save\(\), which every rank must call",
-    meet: r"in World\.barrier\(\), which every rank must call",
     gather: r"in gather_for_metrics\(\), which every rank must call",
 }
 
@@ -347,7 +331,7 @@ def with_few(world: World, free: int) -> str:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("free", [0, 3, 9, 20])
+@pytest.mark.parametrize("free", [0, 20])
 def test_too_few_descriptors_are_refused_by_every_rank_at_once(world: World, free: int) -> None:
     """Otherwise that rank ends somewhere in Gloo or the handshake, and the others wait for it until their timeout."""
     told = with_few(world, free)

@@ -48,23 +48,19 @@ def test_a_signal_saves_the_step_though_the_launcher_cannot_write_to_stderr(tmp_
     assert [path.name for path in (tmp_path / "saved").glob("step-*")]
 
 
-LONG = {
-    "letters": 'raise KeyError("ACGT" * 250_000)',
-    "a cause": 'try: raise KeyError("ACGT" * 250_000)\nexcept KeyError as error: raise ValueError("short") from error',
-}
+LONG = 'try: raise KeyError("ACGT" * 250_000)\nexcept KeyError as error: raise ValueError("文" * 100_000) from error'
 
 
-@pytest.mark.parametrize("code", LONG.values(), ids=LONG)
-def test_a_long_error_is_cut_to_a_few_kilobytes_everywhere(tmp_path: Path, code: str) -> None:
+def test_a_long_error_is_cut_to_a_few_kilobytes_everywhere(tmp_path: Path) -> None:
     # A regular expression took quadratic time for it: 90 s for 100,000 letters, with signals unheeded.
-    name = script(tmp_path, code)
+    name = script(tmp_path, LONG)
     done = paceline(tmp_path, "run", "--report", "report.json", name, fork="all")
     assert done.returncode in (1, 2)
     assert "error: rank 0 failed first (exit code 1: " in done.stderr
     assert len(done.stderr) < 20_000
     assert (tmp_path / "report.json").stat().st_size < 100_000
     first = json.loads((tmp_path / "report.json").read_text())["failures"][0]["first"]
-    assert first["exception"]["type"] in ("KeyError", "ValueError")
+    assert first["exception"]["type"] == "ValueError"
 
 
 @pytest.mark.parametrize("text", ["ACGT" * 25_000, "文" * 100_000, "1-" * 50_000, "1" + "-" * 100_000, "a." * 50_000])

@@ -90,12 +90,10 @@ def check_saved_and_resumed(folder: Path, undisturbed: list[str]) -> None:
 @pytest.mark.parametrize(
     ("number", "target", "arguments"),
     [
-        (signal.SIGTERM, "launcher", ["slow=loop"]),
         (signal.SIGUSR1, "launcher", ["slow=loop", "background=1"]),
-        (signal.SIGTERM, "rank 1", ["slow=loop"]),
-        (signal.SIGTERM, "launcher", ["slow=save", "every=3"]),
+        (signal.SIGTERM, "rank", ["slow=save", "every=3"]),
     ],
-    ids=["computing", "in-background", "one-rank", "saving"],
+    ids=["computing", "saving"],
 )
 def test_a_signal_ends_all_ranks_after_a_saved_step_and_the_resumed_run_ends_as_if_undisturbed(
     tmp_path: Path, undisturbed: list[str], number: signal.Signals, target: str, arguments: list[str]
@@ -103,26 +101,11 @@ def test_a_signal_ends_all_ranks_after_a_saved_step_and_the_resumed_run_ends_as_
     name = script(tmp_path, TRAIN)
     with Running(tmp_path, "run", "--nproc", "2", "--requeue-exit-code", "99", name, *arguments, fork="all") as job:
         job.wait_for(*READY)
-        family = job.family()
-        for pid in {"launcher": family[:1], "rank 1": family[2:]}[target]:
-            os.kill(pid, number)
+        stop(job, number, target)
         assert job.wait() == 99, job.stderr
         assert "Traceback" not in job.stderr
         assert f"terminated by {number.name}, after step {saved_steps(tmp_path)[-1]} was saved" in job.stderr
     check_saved_and_resumed(tmp_path, undisturbed)
-
-
-CASES = [
-    (signal.SIGUSR1, "rank", False),
-    (signal.SIGINT, "launcher", False),
-    (signal.SIGHUP, "rank", False),
-    (signal.SIGTERM, "all", False),
-    # With a fork server, which one to all processes ended, and all ranks with it.
-    (signal.SIGTERM, "all", True),
-    (signal.SIGINT, "all", True),
-]
-FAST = {(signal.SIGTERM, "all", False), (signal.SIGINT, "launcher", False), (signal.SIGHUP, "rank", False)}
-"""Cases of ``make test``."""
 
 
 def stop(job: Running, number: signal.Signals, target: str) -> None:
@@ -140,12 +123,11 @@ def farewell(number: signal.Signals, step: int) -> str:
 @pytest.mark.parametrize(
     ("number", "target", "has_server"),
     [
-        pytest.param(
-            *case,
-            marks=() if case in FAST else pytest.mark.slow,
-            id=f"{case[0].name}-{case[1]}" + "-preloaded" * case[2],
-        )
-        for case in CASES
+        (signal.SIGINT, "launcher", False),
+        (signal.SIGHUP, "rank", False),
+        (signal.SIGTERM, "all", False),
+        # With a fork server, which a signal to all processes ended, and all ranks with it.
+        pytest.param(signal.SIGINT, "all", True, marks=pytest.mark.slow),
     ],
 )
 def test_each_signal_to_all_processes_to_the_launcher_or_to_one_rank_saves_the_last_step(
@@ -206,8 +188,8 @@ for batch in loader:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_workers_of_the_loader_outlive_a_signal_to_all_processes(tmp_path: Path, number: signal.Signals) -> None:
+def test_workers_of_the_loader_outlive_a_signal_to_all_processes(tmp_path: Path) -> None:
+    number = signal.SIGINT
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, WORKERS), fork="all") as job:
         job.wait_for(*READY)
         assert len(job.family()) == 1 + 2 * 3

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -404,18 +402,6 @@ def test_a_record_keeps_the_wishes_of_two_steps_because_a_rank_may_be_one_ahead(
     record.prepare(5, 2)
     assert (seen.prepared, seen.wish(4), seen.wish(5)) == (5, 1, 2)
     assert seen.pid == os.getpid()
-
-
-@pytest.mark.slow
-def test_a_record_outlives_its_rank(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys; from pathlib import Path; from paceline.core.telemetry.step_progress import *\n"
-        "record = StepRecord(record_path(Path(sys.argv[1]), 3), make=True)\n"
-        "record.prepare(8); record.complete(8); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    record = StepRecord(record_path(tmp_path, 3))
-    assert (record.prepared, record.completed) == (8, 8)
 
 
 def test_ranks_share_a_job_only_if_all_are_on_its_host(tmp_path: Path) -> None:

@@ -79,11 +79,6 @@ def test_nothing_is_said_of_ranks_without_boxes() -> None:
     assert headline(ends) == "rank 1 failed first (exit code 3)"
 
 
-def test_a_kill_has_a_hint_at_memory() -> None:
-    ends = [End(0, -signal.SIGKILL, 5.0)]
-    assert headline(ends) == "rank 0 failed first (signal SIGKILL, which the kernel sends when memory runs out)"
-
-
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 

@@ -98,14 +98,11 @@ def beside_twin(
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "1d, features": ((3, 3), (4,)),
-    "1d, sequence": ((2, 3), (3, 5)),
     "2d": ((2, 2, 2), (3, 4, 2)),
     "3d": ((1, 2), (2, 3, 2, 2)),
-    "one sample a rank": ((1, 1), (4,)),
     "one sample in all, with space": ((1, 0), (2, 3, 3)),
     "uneven": ((1, 5, 2), (3, 2, 2)),
     "empty first": ((0, 3, 2), (3, 2, 2)),
-    "empty last": ((3, 2, 0), (3,)),
     "all but one empty": ((0, 4, 0), (3, 2)),
     "all empty": ((0, 0), (3, 2)),
 }
@@ -129,10 +126,10 @@ def test_equals_batch_norm_of_the_whole_batch(pools: Pools, shape: str) -> None:
     assert len({tuple(bits) for bits in results}) == 1
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_equals_batch_norm_with_every_option(pools: Pools, options: str) -> None:
-    results = pools.run(2, beside_twin, (2, 3), (3, 4), OPTIONS[options])
-    assert len({tuple(bits) for bits in results}) == 1
+def test_equals_batch_norm_with_every_option(pools: Pools) -> None:
+    for options in OPTIONS.values():
+        results = pools.run(2, beside_twin, (2, 3), (3, 4), options)
+        assert len({tuple(bits) for bits in results}) == 1, options
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from itertools import count
 from typing import Any
 
@@ -61,24 +60,6 @@ class Growing(Own):
 
     def change(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         return gradient.sign() * self.size
-
-
-class Late(Own):
-    """Divides by the largest of gradients of ten steps before, as AdaShift does."""
-
-    def change(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        kept = self.state[parameter].setdefault("kept", deque(maxlen=10))
-        size = kept[0].abs().max() if len(kept) == 10 else 1.0
-        kept.append(gradient.clone())
-        return gradient / size
-
-
-class NeverShown(Own):
-    """Keeps a norm that acts only later, as SWATS does."""
-
-    def change(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        self.state[parameter]["norm"] = gradient.norm()
-        return gradient
 
 
 class InSettings(Own):
@@ -162,8 +143,6 @@ def refused(make: Any) -> str:
         (Clipping, {"max_grad_norm": 50.0}, False),
         (Clipping, {}, True),
         (Growing, {}, False),
-        (Late, {}, True),
-        (NeverShown, {}, True),
         (InSettings, {}, False),
         (ByPlace, {}, False),
         (ByVectors, {}, False),
