@@ -192,10 +192,9 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def gone_after(pids: list[int], limit: float) -> float:
-    """Seconds until all of `pids` are gone; fails after `limit`."""
+def gone_after(pids: list[int], limit: float) -> None:
+    """Return when all of `pids` are gone; fails after `limit` seconds."""
     begin = time.monotonic()
     while any(alive(pid) for pid in pids):
         assert time.monotonic() - begin < limit, f"after {limit} s still there: {list(filter(alive, pids))}"
         time.sleep(0.02)
-    return time.monotonic() - begin

@@ -18,9 +18,7 @@ def assert_trained(output: str, ranks: int) -> None:
     assert float(accuracy) > 0.9
 
 
-@pytest.mark.parametrize(
-    ("how", "ranks"), [("-N2 -n2", 2), ("-N2 --ntasks-per-node=1", 2), ("-N2 --ntasks-per-node=2", 4), ("-n2", 2)]
-)
+@pytest.mark.parametrize(("how", "ranks"), [("-N2 --ntasks-per-node=2", 4), ("-n2", 2)])
 def test_fabric_trains_where_srun_starts_the_ranks(cluster: Cluster, tmp_path: Path, how: str, ranks: int) -> None:
     # It was told as many devices in its node as there were ranks in all, and refused.
     pytest.importorskip("lightning_fabric")
@@ -35,11 +33,3 @@ def test_fabric_trains_where_mpirun_starts_the_ranks(mpirun: None, tmp_path: Pat
     done = run("mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "python", EXAMPLE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert_trained(done.stdout, 2)
-
-
-@pytest.mark.slow
-def test_fabric_trains_in_one_process(tmp_path: Path) -> None:
-    pytest.importorskip("lightning_fabric")
-    done = run("python", EXAMPLE, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert_trained(done.stdout, 1)

@@ -219,7 +219,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-def test_a_save_without_room_writes_nothing_loses_nothing_and_says_how_much_is_missing(small_disk: Path) -> None:
+def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
     # It used to fill the disk first, so that for a moment nobody else could write there either.
     checkpointer, model = open_with(small_disk, fill=1.0, keep=1, size=35_000)
     checkpointer.save(1)

@@ -12,7 +12,7 @@ import pytest
 from paceline.core.processes.schedulers import PORTS, adopt, adopted
 from paceline.core.processes.world import _place
 from paceline.errors import WorldError
-from processes import Running
+from processes import Running, paceline
 
 SRUN = {
     "SLURM_JOB_ID": "7",
@@ -108,15 +108,17 @@ def test_a_first_node_whose_name_nobody_knows_is_refused_at_once() -> None:
 
 
 SHELL = """
-import os, pty, signal, sys
-code = "from paceline.core.processes.schedulers import adopt; import os; adopt(os.environ); print('a rank')"
+import os, pty, sys
+from paceline.core.processes.schedulers import adopt
 pid, terminal = pty.fork()
 if pid == 0:  # the leader of a session with a terminal, as the shell of srun --pty is
     child = os.fork()
     if child == 0:
         if sys.argv[1] == "typed":
             os.setpgid(0, 0)
-        os.execv(sys.executable, [sys.executable, "-c", code])
+        adopt(os.environ)
+        print("a rank")
+        sys.exit()
     os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 said = b""
 try:
@@ -137,9 +139,9 @@ def test_a_command_typed_into_a_shell_of_srun_is_refused_and_one_in_a_script_is_
 ) -> None:
     # It waited half an hour for three ranks, and did not say why.
     step = {"SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0", "SLURM_PTY_PORT": "40512"}
-    with Running(tmp_path, how, program=("-c", SHELL), fork="nothing", **(SRUN | step)) as job:
-        assert job.wait() == 0
-        assert re.search(says, job.stdout)
+    done = paceline(tmp_path, how, program=("-c", SHELL), fork="all", **(SRUN | step))
+    assert done.returncode == 0
+    assert re.search(says, done.stdout)
 
 
 @pytest.mark.parametrize("more", [{}, {"WORLD_SIZE": "1"}])

@@ -259,11 +259,10 @@ def test_a_job_goes_on_with_one_rank_and_takes_the_other_in_again_with_the_same_
 
 
 @pytest.mark.slow
-def test_kills_with_4_2_and_4_ranks_end_with_the_bits_of_one(tmp_path: Path) -> None:
+def test_kills_at_drawn_moments_with_4_2_and_4_ranks_end_with_the_bits_of_one(tmp_path: Path) -> None:
     one = trained(tmp_path / "one", 1, 8)
-    orders = (
-        twice(0, ("bucket", 5), ("forward", 3)) + "; bucket rank=0 at=1 start=3"
-    )  # once more when it is tried again
+    # The last one strikes when the place is tried again.
+    orders = twice(0, ("bucket", 5), ("forward", 3)) + "; bucket rank=0 at=1 start=3"
     job = trained(tmp_path / "elastic", 4, 8, 2, orders=orders)
     assert job["ends"] == [[4, digest] for _, digest in one["ends"] * 4]
     assert job["used"] == one["used"]

@@ -17,6 +17,7 @@ import pytest
 
 from paceline import errors
 from paceline.core.telemetry.flight_record import Snapshot
+from paceline.launch.rank import stack_dump
 from paceline.launch.watching import stack_requests
 from paceline.launch.watching.hang_detection import Sight, hanging
 from paceline.launch.watching.stack_requests import waiting_call
@@ -24,8 +25,9 @@ from processes import Running, paceline, script
 
 TRAIN = """
 import hashlib, os, signal, sys, time, torch, paceline
-how = sys.argv[1]
-world = paceline.init()
+how, wrapper, backend = [*sys.argv[1:], "paceline", "paceline"][:3]
+wrap = torch.nn.parallel.DistributedDataParallel if wrapper == "torch" else paceline.DistributedDataParallel
+world = paceline.init(backend)
 torch.manual_seed(3 + world.rank)  # ranks with equal inputs get a warning
 
 class Net(torch.nn.Linear):
@@ -41,7 +43,7 @@ def hang():
     if how == "stop": os.kill(os.getpid(), signal.SIGSTOP)
 
 strikes = False
-model = paceline.DistributedDataParallel(Net(4, 4))
+model = wrap(Net(4, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 checkpointer = paceline.Checkpointer("saved")
 checkpointer.register("model", model)
@@ -49,10 +51,13 @@ checkpointer.register("optimizer", optimizer)
 first = checkpointer.restore() if checkpointer.steps() else 0
 checkpointer.step()
 for step in range(first, 6):
-    strikes = step == 3 and world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and how != "no"
+    is_late = step == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    strikes = is_late and world.rank == 1 and how not in ("no", "loop", "save")
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+    if is_late and world.rank == 0 and how in ("loop", "save"): time.sleep(600)
+    if step == 3 and how == "save": checkpointer.save(step + 1)
     checkpointer.step()
 checkpointer.close()
 digest = hashlib.sha256()
@@ -251,9 +256,10 @@ def test_the_call_a_rank_waits_in_is_the_outermost_of_torch_distributed(tmp_path
     assert {told: waiting_call(told) for told in calls} == calls
 
 
-BUSY = """
-import os, signal
-from paceline.launch.rank import stack_dump
+BUSY = f"""
+import os, signal, sys
+sys.path.insert(0, {os.path.dirname(stack_dump.__file__)!r})  # by path, as ranks load it: nothing imports torch
+import stack_dump
 stack_dump.install()
 signal.signal(stack_dump.number(), lambda *_: os._exit(9))
 
@@ -277,44 +283,18 @@ def test_a_rank_that_runs_python_writes_its_stacks_by_itself(tmp_path: Path, mon
     assert [stack_requests.main_thread(each[0])[0].rpartition(" in ")[2] for each in told] == ["busy", "busy"]
 
 
-SAVES_ALONE = """
-import os, sys, time, torch, paceline
-wrapper = torch.nn.parallel.DistributedDataParallel if sys.argv[1] == "torch" else paceline.DistributedDataParallel
-world = paceline.init(sys.argv[2])
-torch.manual_seed(3 + world.rank)  # ranks with equal inputs get a warning
-model = wrapper(torch.nn.Linear(2, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-checkpointer = paceline.Checkpointer("saved")
-checkpointer.register("model", model)
-checkpointer.register("optimizer", optimizer)
-step = checkpointer.restore() if checkpointer.steps() else 0
-while step < 4:
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if step == 2 and world.rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        time.sleep(600)
-    if step == 2 and sys.argv[3] == "save":
-        checkpointer.save(step + 1)
-    step = checkpointer.step()
-checkpointer.close()
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wrapper", "backend", "where"), [("paceline", "gloo", "backward"), ("torch", "paceline", "save")]
-)
+@pytest.mark.parametrize(("where", "wrapper", "backend"), [("loop", "paceline", "gloo"), ("save", "torch", "paceline")])
 def test_the_rank_in_its_own_code_is_named_and_not_those_that_wait(
-    tmp_path: Path, wrapper: str, backend: str, where: str
+    tmp_path: Path, where: str, wrapper: str, backend: str
 ) -> None:
     # It took ten times as long, and one that waited was killed.
-    arguments = (script(tmp_path, SAVES_ALONE), wrapper, backend, where)
+    arguments = (script(tmp_path, TRAIN), where, wrapper, backend)
     options = ("--nproc", "3", "--hang-timeout", "2", "--report", "report.json")
     done = paceline(tmp_path, "run", *options, *arguments, fork="all")
     assert done.returncode == 0, done.stderr
     (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
-    assert (failure["first"]["rank"], failure["first"]["kind"], failure["first"]["step"]) == (0, "hang", 3)
+    assert (failure["first"]["rank"], failure["first"]["kind"], failure["first"]["step"]) == (0, "hang", 4)
     seconds = re.search(r"rank 0 hangs: no progress for (\d+) s", done.stderr)
     assert seconds is not None
     assert 2 <= int(seconds[1]) < 20, "ten times the timeout"
@@ -328,8 +308,8 @@ def test_steps_that_leave_no_mark_are_no_hang(tmp_path: Path) -> None:
     # What goes on there shows in stacks that change, so it sleeps on two lines.
     sleep = "        time.sleep(0.02)\n"
     many = f"    for _ in range(300 if step == 1 else 1):\n{sleep}{sleep}        model("
-    epochs = SAVES_ALONE.replace("    model(", many).replace("time.sleep(600)", "pass")
+    epochs = TRAIN.replace("    model(", many)
     epochs = re.sub(r"(?m)^    (optimizer\..*)$", r"        \1", epochs)
-    arguments = (script(tmp_path, epochs), "torch", "gloo", "none")
+    arguments = (script(tmp_path, epochs), "no", "torch", "gloo")
     done = paceline(tmp_path, "run", "--nproc", "2", "--hang-timeout", "1", *arguments, fork="all", first=patient)
     assert (done.returncode, done.stderr) == (0, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,6 +74,15 @@ def groups_of(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     return [{"params": parameters[::2], "lr": 2 * lr}, {"params": parameters[1::2]}]
 
 
+def optimizer_of(model: nn.Module, is_sharded: bool, kind: Any, **options: Any) -> Any:
+    return ShardedOptimizer(model, kind, **options) if is_sharded else kind(model.parameters(), **options)
+
+
+def is_exact(world: World, train: Callable[..., list[Tensor]], *case: Any) -> bool:
+    """Whether ``train(world, is_sharded, …)`` ends with the same bits, sharded or not."""
+    return all(map(torch.equal, train(world, False, *case), train(world, True, *case)))
+
+
 def wrap(world: World, module: nn.Module) -> nn.Module:
     return paceline.DistributedDataParallel(module, find_unused_parameters=True)
 
@@ -116,11 +126,6 @@ def trained(
     return weights(model)
 
 
-def is_exact(world: World, *case: Any) -> bool:
-    plain = trained(world, False, *case[:3])
-    return all(map(torch.equal, plain, trained(world, True, *case)))
-
-
 CASES = {
     "adamw": (AdamW, {"lr": 1e-2}, "plain"),
     "fused": (AdamW, {"lr": 1e-2, "fused": True}, "clipped"),
@@ -135,36 +140,28 @@ CASES = {
 
 @pytest.mark.parametrize(("size", "case"), [*((2, case) for case in CASES), (1, "added"), (3, "fused"), (4, "sparse")])
 def test_the_bits_are_those_of_the_unsharded_optimizer(pools: Pools, size: int, case: str) -> None:
-    assert all(pools.run(size, is_exact, *CASES[case]))
-
-
-def all_exact(world: World, kinds: list[type]) -> list[bool]:
-    return [is_exact(world, kind, {"lr": 1e-2}, "short") for kind in kinds]
+    assert all(pools.run(size, is_exact, trained, *CASES[case]))
 
 
 def test_every_elementwise_optimizer_of_torch_can_be_cut(pools: Pools) -> None:
-    assert pools.run(2, all_exact, [Adadelta, Adamax, NAdam, RAdam]) == [[True] * 4] * 2
+    for kind in (Adadelta, Adamax, NAdam, RAdam):
+        assert all(pools.run(2, is_exact, trained, kind, {"lr": 1e-2}, "short")), kind
 
 
-def through_gloo_and_torch(world: World) -> list[bool]:
-    found = []
-    for wrapper in (nn.parallel.DistributedDataParallel, paceline.DistributedDataParallel):
-        results = []
-        for is_sharded in (False, True):
-            group = dist.new_group(backend="gloo")
-            model = wrapper(Net(), process_group=group, find_unused_parameters=True)
-            optimizer: Any = AdamW(model.parameters(), lr=1e-2)
-            if is_sharded:
-                optimizer = ShardedOptimizer(model.parameters(), AdamW, process_group=group, lr=1e-2)
-            for step in range(9):
-                step_once(model, optimizer, step, world.rank)
-            results.append(weights(model))
-        found.append(all(map(torch.equal, *results)))
-    return found
+def through_gloo(world: World, is_sharded: bool, wrapper: Any) -> list[Tensor]:
+    group = dist.new_group(backend="gloo")
+    model = wrapper(Net(), process_group=group, find_unused_parameters=True)
+    optimizer: Any = AdamW(model.parameters(), lr=1e-2)
+    if is_sharded:
+        optimizer = ShardedOptimizer(model.parameters(), AdamW, process_group=group, lr=1e-2)
+    for step in range(9):
+        step_once(model, optimizer, step, world.rank)
+    return weights(model)
 
 
-def test_it_works_over_gloo_and_with_torch_ddp(pools: Pools) -> None:
-    assert pools.run(3, through_gloo_and_torch) == [[True, True]] * 3
+@pytest.mark.parametrize("wrapper", [nn.parallel.DistributedDataParallel, paceline.DistributedDataParallel])
+def test_it_works_over_gloo_and_with_torch_ddp(pools: Pools, wrapper: Any) -> None:
+    assert all(pools.run(3, is_exact, through_gloo, wrapper))
 
 
 class Rowwise(torch.optim.Optimizer):
@@ -184,7 +181,7 @@ class Rowwise(torch.optim.Optimizer):
 def test_by_tensor_ranks_train_whole_parameters(pools: Pools) -> None:
     for kind in (Rowwise, AdamW, torch.optim.Adafactor):
         case = (kind, {"lr": 1e-2}, "short", {"by": "tensor"})
-        assert all(pools.run(2, is_exact, *case)), kind
+        assert all(pools.run(2, is_exact, trained, *case)), kind
 
 
 def refused(function: Any, *arguments: Any, **options: Any) -> str:
@@ -328,94 +325,65 @@ def test_masters_keep_what_bf16_would_round_away(pools: Pools) -> None:
         assert with_master < 4e-3 < without
 
 
-def moved(world: World) -> bool:
+def moved(world: World, is_sharded: bool) -> list[Tensor]:
     """Weights that were changed, or given other memory, between steps are what the next step goes on from."""
-    results = []
-    for is_sharded in (False, True):
-        model = wrap(world, Net())
-        optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
-        for step in range(6):
-            step_once(model, optimizer, step, world.rank)
-            with torch.no_grad():
+    model = wrap(world, Net())
+    optimizer = optimizer_of(model, is_sharded, AdamW)
+    for step in range(6):
+        step_once(model, optimizer, step, world.rank)
+        with torch.no_grad():
+            for parameter in model.parameters():
                 if step == 1:
-                    for parameter in model.parameters():
-                        parameter.mul_(0.9)
+                    parameter.mul_(0.9)
                 if step == 3:
-                    for parameter in model.parameters():
-                        parameter.data = parameter.data * 0.9
-                if step == 4:
-                    model.module.load_state_dict({key: 0.9 * value for key, value in model.module.state_dict().items()})
-        results.append(weights(model))
-    return all(map(torch.equal, *results))
+                    parameter.data = parameter.data * 0.9
+            if step == 4:
+                model.module.load_state_dict({key: 0.9 * value for key, value in model.module.state_dict().items()})
+    return weights(model)
 
 
-def test_weights_may_change_between_steps(pools: Pools) -> None:
-    assert all(pools.run(2, moved))
+def of_another_dtype(world: World, is_sharded: bool) -> list[Tensor]:
+    model = wrap(world, Net())
+    optimizer = optimizer_of(model, is_sharded, SGD, lr=0.1)
+    model.double()
+    for step in range(3):
+        step_once(model, optimizer, step, world.rank)
+    return weights(model)
 
 
-def of_another_dtype(world: World) -> tuple[bool, str]:
-    results = []
-    for is_sharded in (False, True):
-        model: Any = wrap(world, Net())
-        optimizer: Any = ShardedOptimizer(model, SGD, lr=0.1) if is_sharded else SGD(model.parameters(), lr=0.1)
-        model.double()
-        for step in range(3):
-            step_once(model, optimizer, step, world.rank)
-        results.append(weights(model))
-    model.module.hidden.float()
-    model.module.hidden.weight.grad = torch.ones(33, 33)
-    model.gradients_are_averaged()
-    return all(map(torch.equal, *results)), refused(optimizer.step)
-
-
-def test_a_model_may_change_its_dtype_as_a_whole(pools: Pools) -> None:
-    for is_exact_now, message in pools.run(2, of_another_dtype):
-        assert is_exact_now
-        assert "now have torch.float32 and torch.float64" in message
-
-
-def of_two_wrappers(world: World) -> bool:
+def of_two_wrappers(world: World, is_sharded: bool) -> list[Tensor]:
     """One optimizer for an actor and a critic; what has no gradient yet is not changed, so its backward may come."""
-    results = []
-    for is_sharded in (False, True):
-        torch.manual_seed(0)
-        actor, critic = (paceline.DistributedDataParallel(nn.Linear(40, 40)) for _ in range(2))
-        parameters = [*actor.parameters(), *critic.parameters()]
-        optimizer: Any = ShardedOptimizer(parameters, Adam) if is_sharded else Adam(parameters)
-        for step in range(3):
-            x = torch.full((2, 40), float(step + world.rank), requires_grad=True)
-            first, second = actor(x).square().sum(), critic(x).square().sum()
-            for loss in (first, second):
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append(weights(actor) + weights(critic))
-    return all(map(torch.equal, *results))
+    torch.manual_seed(0)
+    actor, critic = (paceline.DistributedDataParallel(nn.Linear(40, 40)) for _ in range(2))
+    parameters = [*actor.parameters(), *critic.parameters()]
+    optimizer: Any = ShardedOptimizer(parameters, Adam) if is_sharded else Adam(parameters)
+    for step in range(3):
+        x = torch.full((2, 40), float(step + world.rank), requires_grad=True)
+        for loss in (actor(x).square().sum(), critic(x).square().sum()):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(actor) + weights(critic)
 
 
-def test_one_optimizer_may_train_two_models_in_turns(pools: Pools) -> None:
-    assert all(pools.run(2, of_two_wrappers))
+def taken_over(world: World, is_sharded: bool) -> list[Tensor]:
+    """It takes the place of an optimizer that has trained."""
+    model = wrap(world, Net())
+    optimizer: Any = Adagrad(groups_of(model, 0.1), lr=0.1, initial_accumulator_value=0.3)
+    for step in range(3):
+        step_once(model, optimizer, step, world.rank)
+    if is_sharded:
+        state = optimizer.state_dict()
+        optimizer = ShardedOptimizer(optimizer.param_groups, Adagrad)
+        optimizer.load_state_dict(state)
+    for step in range(3, 6):
+        step_once(model, optimizer, step, world.rank)
+    return weights(model)
 
 
-def taken_over(world: World) -> bool:
-    results = []
-    for is_sharded in (False, True):
-        model = wrap(world, Net())
-        optimizer: Any = Adagrad(groups_of(model, 0.1), lr=0.1, initial_accumulator_value=0.3)
-        for step in range(3):
-            step_once(model, optimizer, step, world.rank)
-        if is_sharded:
-            state = optimizer.state_dict()
-            optimizer = ShardedOptimizer(optimizer.param_groups, Adagrad)
-            optimizer.load_state_dict(state)
-        for step in range(3, 6):
-            step_once(model, optimizer, step, world.rank)
-        results.append(weights(model))
-    return all(map(torch.equal, *results))
-
-
-def test_it_takes_the_place_of_an_optimizer_that_has_trained(pools: Pools) -> None:
-    assert all(pools.run(2, taken_over))
+@pytest.mark.parametrize("train", [moved, of_another_dtype, of_two_wrappers, taken_over])
+def test_what_happens_around_steps_leaves_the_bits_as_they_are(pools: Pools, train: Any) -> None:
+    assert all(pools.run(2, is_exact, train))
 
 
 def test_a_shard_of_other_parameters_is_refused() -> None:
