@@ -14,43 +14,33 @@ from typing import Any
 import pytest
 from torch import nn
 
+from loops import loop
 from paceline.checkpoint import Checkpointer
 from paceline.core.telemetry.job_directory import PARENT
 from paceline.errors import CheckpointError, CheckpointWarning
 from processes import paceline, script
 
-LOOP = """
-import json, os, signal, sys, torch, paceline
-given = json.loads(sys.argv[1])
-world = paceline.init()
-first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-checkpointer = paceline.Checkpointer(given["folder"], every=5, async_save=given.get("async", False))
-with paceline.set_seed(0):
-    model = checkpointer.register("model", paceline.DistributedDataParallel(torch.nn.Linear(4, 2)))
-optimizer = checkpointer.register("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
-step = checkpointer.restore() if checkpointer.steps() else 0
-history = checkpointer.history
-if world.is_main:
-    print("begins at", step, history.steps_redone, history.rescued_from, flush=True)
-while step < 15:
-    if world.is_main and step == 4 and first and "fill" in given:
-        with open(given["fill"] + "/fill", "wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-            except OSError:
-                pass
-    if world.is_main and step == given.get("free"):
-        os.truncate(given["folder"] + "/ballast", 0)
-    if world.rank == 1 and step == given.get("kill") and first:
-        os.kill(os.getpid(), signal.SIGKILL)
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    step = checkpointer.step()
-if given.get("close", True):
-    checkpointer.close()
-"""
+LOOP = loop(
+    15,
+    'paceline.Checkpointer(given["folder"], every=5)',
+    begin="given = json.loads(sys.argv[1])",
+    before="""
+if world.is_main and step == first_step:
+    print("begins at", step, checkpointer.history.steps_redone, checkpointer.history.rescued_from, flush=True)
+if world.is_main and step == 4 and start == 0 and "fill" in given:
+    with open(given["fill"] + "/fill", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+if world.is_main and step == given.get("free"):
+    os.truncate(given["folder"] + "/ballast", 0)
+if world.rank == 1 and step == given.get("kill") and start == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+""",
+    end='if given.get("close", True): checkpointer.close()',
+)
 
 
 @pytest.fixture
@@ -165,37 +155,29 @@ def test_closing_a_training_that_saved_nothing_is_an_error_once(
     Checkpointer(tmp_path).close()  # the folder was released
 
 
-LOSES_ITS_FOLDER = """
-import os, shutil, signal, subprocess, sys, torch, paceline
-world = paceline.init()
-start, how = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), sys.argv[1]
-checkpointer = paceline.Checkpointer("parent/saved", every=int(sys.argv[2]))
-model = checkpointer.register("model", paceline.DistributedDataParallel(torch.nn.Linear(4, 2)))
-optimizer = checkpointer.register("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
-step = checkpointer.restore() if checkpointer.steps() else 0
-if world.is_main:
+LOSES_ITS_FOLDER = loop(
+    9,
+    'paceline.Checkpointer("parent/saved", every=2)',
+    begin="how = sys.argv[1]",
+    before="""
+if world.is_main and step == first_step:
     print("begins at", step, checkpointer.history.rescued_from, flush=True)
-while step < 9:
-    if step == 3 and start == 0 and world.rank == 1:
-        if how == "no parent":
-            shutil.rmtree("parent")
-            open("parent", "w").close()
-        elif how == "read-only":
-            subprocess.run("mount --bind parent parent && mount -o remount,ro,bind parent", shell=True, check=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if step == 6 and start == 1 and world.rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if step == 7 and start == 2 and world.rank == 0:
-        if how == "read-only":
-            subprocess.run("umount -l parent", shell=True, check=True)
-        else:
-            os.unlink("parent")
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    step = checkpointer.step()
-checkpointer.close()
-"""
+if step == 3 and start == 0 and world.rank == 1:
+    if how == "no parent":
+        shutil.rmtree("parent")
+        open("parent", "w").close()
+    else:
+        subprocess.run("mount --bind parent parent && mount -o remount,ro,bind parent", shell=True, check=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+if step == 6 and start == 1 and world.rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+if step == 7 and start == 2 and world.rank == 0:
+    if how == "no parent":
+        os.unlink("parent")
+    else:
+        subprocess.run("umount -l parent", shell=True, check=True)
+""",
+)
 
 
 @pytest.mark.parametrize("how", ["no parent", "read-only"])
@@ -207,7 +189,7 @@ def test_a_job_whose_folder_becomes_unusable_goes_on_from_the_rescued_step_and_s
         pytest.skip("mounting a file system needs root")
     name = script(tmp_path, LOSES_ITS_FOLDER)
     try:
-        done = paceline(tmp_path, "run", "--nproc", "2", name, how, "2", fork="all")
+        done = paceline(tmp_path, "run", "--nproc", "2", name, how, fork="all")
     finally:
         subprocess.run(["umount", "-l", str(tmp_path / "parent")], capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from loops import loop
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.recovery.emergency_save import DESTINATION
 from paceline.checkpoint.recovery.persist_rescued import keep
@@ -35,23 +36,7 @@ checkpointer = paceline.Checkpointer(folder) if folder else None
 trainer = Trainer(model, optimizer, loss, DataLoader(data, batch_size=4), config, checkpointer=checkpointer)
 trainer.fit()
 """
-LOOP = """
-import torch, paceline
-paceline.init()
-model = paceline.DistributedDataParallel(torch.nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-checkpointer = paceline.Checkpointer("runs", every=2)
-checkpointer.register("model", model)
-checkpointer.register("optimizer", optimizer)
-step = checkpointer.restore() if checkpointer.steps() else 0
-checkpointer.step()
-while step < 3:
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    step = checkpointer.step()
-checkpointer.close()
-"""
+LOOP = loop(3, 'paceline.Checkpointer("runs", every=2)')
 LOST = (
     "the last completed step, 2, is lost because the training has no checkpoint folder; give it one: "
     "Checkpointer(folder), or --checkpoint-dir of a recipe"

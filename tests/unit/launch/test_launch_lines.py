@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from loops import loop
 from processes import Running, paceline, script
 
 PRINTS = """
@@ -61,27 +62,16 @@ def test_the_launchers_message_follows_what_the_ranks_printed(tmp_path: Path) ->
     )
 
 
-STEPS = """
-import os, signal, sys, torch, paceline
-world = paceline.init()
-model = paceline.DistributedDataParallel(torch.nn.Linear(2, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-checkpointer = paceline.Checkpointer("saved", every=100)
-checkpointer.register("model", model)
-checkpointer.register("optimizer", optimizer)
-first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-step = 0 if first else checkpointer.restore()
-open(f"from-{step}", "w").close()
-while step < 6:
-    print("step", step, "x" * 100_000)
-    print("step", step, file=sys.stderr)
-    model(torch.ones(2, 2)).sum().backward()
-    optimizer.step()
-    step = checkpointer.step()
-    if step == 3 and first and world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-checkpointer.close()
-"""
+STEPS = loop(
+    6,
+    'paceline.Checkpointer("saved", every=100)',
+    before="""
+open(f"from-{first_step}", "w").close()
+print("step", step, "x" * 100_000)
+print("step", step, file=sys.stderr)
+""",
+    after="if step == 3 and start == 0 and world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)",
+)
 
 
 def full_disk() -> None:

@@ -9,28 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from loops import loop
 from paceline.launch.failures.root_cause import End, identity
 from paceline.launch.rank import failure_record
 from processes import Running, paceline, script
 
-TRAIN = """
-import time, torch, paceline
-world = paceline.init()
-model = paceline.DistributedDataParallel(torch.nn.Linear(2, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-checkpointer = paceline.Checkpointer("saved", every=100)
-checkpointer.register("model", model)
-checkpointer.register("optimizer", optimizer)
-step = 0
-while step < 4:
-    model(torch.ones(2, 2)).sum().backward()
-    optimizer.step()
-    step = checkpointer.step()
-    if step == 2:
-        open(f"ready-{world.rank}", "w").close()
-        while not checkpointer._recovery.boundary.wish: time.sleep(0.01)
-checkpointer.close()
-"""
+TRAIN = loop(
+    4,
+    'paceline.Checkpointer("saved", every=100)',
+    after="""
+if step == 2:
+    open(f"ready-{world.rank}", "w").close()
+    while not checkpointer._recovery.boundary.wish: time.sleep(0.01)
+""",
+)
 
 
 def dead_reader() -> None:

@@ -8,37 +8,30 @@ from pathlib import Path
 
 import pytest
 
+from loops import loop
 from processes import paceline, script
 
-LOOP = """
-import os, torch, paceline
+LOOP = loop(
+    6,
+    begin="""
 from paceline.errors import MissingExtra, UsageError
-world = paceline.init()
-how = {how!r}
-if how == "killed" and world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+how = sys.argv[1]
+if how == "killed" and world.rank == 1 and start == 0:
     os.kill(os.getpid(), 9)
-model = paceline.DistributedDataParallel(torch.nn.Linear(2, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-checkpointer = paceline.Checkpointer("saved")
-checkpointer.register("model", model)
-step = checkpointer.restore() if checkpointer.steps() else 0
-while step < 6:
-    if step == 3 and how == "usage":
-        raise UsageError("lr=7 is not a thing; give another")
-    if step == 3 and how == "extra" and world.rank == 0:
-        raise MissingExtra("tensorboard", "tensorboard", "writing files")
-    if step == 3 and how == "error" and world.rank == 1:
-        raise ValueError(f"the labels are wrong, says {{os.getpid()}} of {{object()}}")
-    if step == 0 and how == "first" and world.rank == 1:
-        raise ValueError("the labels are wrong")
-    if step == 0 and how == "busy" and world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        raise OSError("the address is in use")
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    step = checkpointer.step()
-print("done", step)
-"""
+""",
+    before="""
+if step == 3 and how == "usage":
+    raise UsageError("lr=7 is not a thing; give another")
+if step == 3 and how == "extra" and world.rank == 0:
+    raise MissingExtra("tensorboard", "tensorboard", "writing files")
+if step == 3 and how == "error" and world.rank == 1:
+    raise ValueError(f"the labels are wrong, says {os.getpid()} of {object()}")
+if step == 0 and how == "first" and world.rank == 1:
+    raise ValueError("the labels are wrong")
+if step == 0 and how == "busy" and world.rank == 1 and start == 0:
+    raise OSError("the address is in use")
+""",
+)
 
 
 def lower(limit: int, value: int) -> None:
@@ -77,7 +70,7 @@ def test_too_low_a_limit_is_one_line(tmp_path: Path, limit: int, value: int, tol
 def test_mistakes_end_the_job_and_early_kills_do_not(
     tmp_path: Path, how: str, code: int, starts: int, last: str
 ) -> None:
-    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOOP.format(how=how)), fork="all")
+    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOOP), how, fork="all")
     assert done.returncode == code, done.stderr
     assert done.stderr.count("starting all ranks again") == starts - 1
     assert done.stderr.splitlines()[-1].startswith(last), done.stderr
