@@ -95,15 +95,13 @@ class Agent:
         caught: Caught,
         say: Callable[[str], None],
         restarts: Restarts,
-        hangs: HangWatch,
         fork_server: ForkServer,
         boxes: JobFolder | None,
         report: JobReport,
     ) -> None:
-        self.ends: dict[int, End] = {}
-        """How ranks of the current start ended, by rank; filled as they end."""
         self.grace = 30.0
         self.interval = 0.1
+        self.hang_timeout: float | None = None
         self._program = program
         self._files = files
         self._caught = caught
@@ -111,19 +109,25 @@ class Agent:
         self._boxes = boxes
         self._restarts = restarts
         self._report = report
-        self._moments = LastMoments(boxes)
-        self._hangs = hangs
         self._fork_server = fork_server
         self._preemption = Preemption(None if boxes is None else boxes.path)
         self._ending = Ending(self._all_pids, self._running, self._poll, caught, say)
         self._context: Any = None
         """torchelastic's context, with the processes and the threads that copy their logs."""
+        self._watched: dict[int, int] = {}  # rank -> pidfd, readable once the rank has ended
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with a start whose ranks are not running yet."""
+        self.ends: dict[int, End] = {}
+        """How ranks of the current start ended, by rank; filled as they end."""
         self._processes: dict[int, Any] = {}
         """Each rank's process: a ``Popen`` or a ``ForkedRank``."""
-        self._watched: dict[int, int] = {}  # rank -> pidfd, readable once the rank has ended
         self._signalled: set[int] = set()  # ranks that the launcher signalled to end
-        self._slow = SlowErrors(say)  # of the current start
         self._makes_room = False  # ranks were signalled to save a step and end, so that more of them can start
+        self._slow = SlowErrors(self._say)
+        self._moments = LastMoments(self._boxes)
+        self._hangs = HangWatch(None if self._boxes is None else self._boxes.path, self.hang_timeout)
 
     def run(self) -> bool:
         """Run the ranks, with restarts; return whether all ranks succeeded in the end."""
@@ -142,11 +146,10 @@ class Agent:
     def _start(self, stores: LoopbackStores) -> None:
         self._fork_server.prepare(lambda: bool(self._caught.received))
         self._obey()  # importing takes seconds
-        self.ends, self._processes, self._signalled, self._makes_room = {}, {}, set(), False
-        self._slow = SlowErrors(self._say)
-        self._moments.begin()
+        self._begin()
+        if self._boxes is not None:
+            self._boxes.clear(range(self._boxes.note.nproc))
         self._restarts.begin()
-        self._hangs.begin()
         program, ranks, size = self._program, range(self._restarts.size), self._restarts.size
         of_start = {
             **self._restarts.environment(program.environment),

@@ -32,7 +32,6 @@ from paceline.launch.rank.channels import Logs, RankFiles
 from paceline.launch.rank.failure_record import LAUNCHER
 from paceline.launch.rank.printed_lines import PrintedLines
 from paceline.launch.restart_policy import Restarts
-from paceline.launch.watching.hang_detection import HangWatch
 from paceline.launch.watching.settings import TIMEOUT_S, Supervision
 from paceline.launch.watching.signals import FORWARDED, Caught, Stopped
 
@@ -143,9 +142,8 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         places = job.supervision.places(job.nproc)
         restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts, places)
         server = stack.enter_context(fork_server(job, printed.say))
-        hangs = HangWatch(None if boxes is None else boxes.path, job.supervision.hang_timeout)
-        agent = Agent(program, files, caught, printed.say, restarts, hangs, server, boxes, report)
-        agent.grace, agent.interval = job.grace, job.interval
+        agent = Agent(program, files, caught, printed.say, restarts, server, boxes, report)
+        agent.grace, agent.interval, agent.hang_timeout = job.grace, job.interval, job.supervision.hang_timeout
         try:
             has_succeeded = agent.run()
         except Stopped as stop:  # all ranks have ended

@@ -109,10 +109,10 @@ def test_a_group_made_without_torchruns_local_names_is_taken_as_one_host(
         ({"MASTER_ADDR": "first-host"}, False),
         ({"MASTER_ADDR": "10.0.0.1"}, False),
         ({"MASTER_ADDR": "10.0.0.1", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1"}, False),
     ],
 )
 def test_ranks_that_meet_elsewhere_are_not_taken_to_be_on_one_host(environment: dict[str, str], expected: bool) -> None:
     # Four variables are enough for torch on two hosts. Here Gloo was bound to loopback, and the ranks that came
     # from the other host were refused as strangers.
-    assert is_one_host({"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}, environment) is expected
-    assert is_one_host({"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}, environment)
+    assert is_one_host({"WORLD_SIZE": "2", **environment}, environment["MASTER_ADDR"]) is expected

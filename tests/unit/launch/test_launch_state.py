@@ -38,12 +38,11 @@ def test_the_state_is_that_of_the_moment(box: Snapshot | None, moment: float, ra
 
 
 MOMENTS = {
-    State(40, "backward", 0.3): "in step 41, backward, for 0.3 s",
+    State(40, "backward", 0.3): "in step 41, backward, for 300 ms",
     State(0, "bucket wait", 12.34, 2): "in step 1, bucket wait 2, for 12.3 s",
     State(None, "forward", 0.0012): "in an unknown step, forward, for 1.2 ms",
-    State(3, "loop", 0.0521): "in step 4, in the script's own code, for 52 ms",
-    State(3, "forward", 0.0012): "in step 4, forward, for 1.2 ms",
-    State(3, "collective", 1234.5): "in step 4, collective, for 1,234 s",
+    State(3, "loop", 0.0521): "in step 4, in the script's own code, for 52.1 ms",
+    State(3, "collective", 1234.5): "in step 4, collective, for 20 min 34 s",
     NOT_BEGUN: "before its first step",
 }
 

@@ -90,28 +90,15 @@ def is_private(store: Store) -> bool:
     return isinstance(base, HashStore) or (isinstance(base, FileStore) and getattr(base, "path", "").startswith(_OWN))
 
 
-def on_one_host(store: Store) -> bool:
-    """Return whether all users of `store` are on this host, by the launcher's environment or a loopback address."""
-    if sys.platform != "linux":
-        return False
-    local, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+def is_one_host(environment: Mapping[str, str], address: str) -> bool:
+    """Return whether all ranks are on this host.
+
+    Without ``LOCAL_WORLD_SIZE``, which torch does not require, they are if their store is on loopback, at `address`.
+    Names other than localhost do not count as loopback.
+    """
+    local, size = environment.get("LOCAL_WORLD_SIZE"), environment.get("WORLD_SIZE")
     if local is not None and size is not None:
         return local == size
-    base = _base(store)
-    return isinstance(base, TCPStore) and is_loopback(base.host)
-
-
-def is_one_host(place: Mapping[str, int], environment: Mapping[str, str]) -> bool:
-    """Return whether all ranks are on this host; `place` has torchrun's numbers or their defaults.
-
-    Without ``LOCAL_WORLD_SIZE``, which torch does not require, they are if their store is on loopback.
-    """
-    is_known = "LOCAL_WORLD_SIZE" in environment or is_loopback(environment.get("MASTER_ADDR", "localhost"))
-    return place["WORLD_SIZE"] == 1 or (is_known and place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"])
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether only processes of this host can connect to `address`; names other than localhost do not count."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -159,7 +146,11 @@ def store_of_group(store: Store, rank: int, size: int, timeout: timedelta, names
     # torch gives one name, and so one store, to the groups that ranks create each for itself.
     own = PrefixStore("-".join(map(str, names)) + "/", store)
     unused = PrefixStore(f"{meet(own, rank, size, timeout, names)}/", own)
-    return private_store(unused, rank, range(size), timeout, names) if on_one_host(store) else unused
+    base = _base(store)
+    address = base.host if isinstance(base, TCPStore) else ""
+    if sys.platform != "linux" or not is_one_host(os.environ, address):
+        return unused
+    return private_store(unused, rank, range(size), timeout, names)
 
 
 def world_stores(

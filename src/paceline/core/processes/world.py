@@ -179,7 +179,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     if torch.cuda.is_available() and (backend is None or "nccl" in backend or backend == OWN_BACKEND):
         gpu = choose_gpu(place["RANK"], place["LOCAL_RANK"], torch.cuda.device_count())
         torch.cuda.set_device(gpu)
-    one_host = is_one_host(place, os.environ)
+    one_host = place["WORLD_SIZE"] == 1 or is_one_host(os.environ, os.environ["MASTER_ADDR"])
     if one_host and sys.platform == "linux":
         # Loopback, so that no port can be reached from outside; Gloo would use the interface of the host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -9,7 +9,7 @@ import os
 import platform
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -114,14 +114,6 @@ class BlackBox:
             self.bucket = bucket
         return self._phases.get(label)
 
-    def open(self, label: str) -> Callable[[], None]:
-        """Begin the phase `label`, and return the function that ends it."""
-        phase = self._phases.get(label)
-        if phase is None:
-            return _nothing
-        phase.__enter__()
-        return phase.end
-
     def change(self, phase: int, bucket: int = -1) -> float:
         """Write that `phase` begins; return the time."""
         self.phase, now = phase, time.monotonic()
@@ -220,10 +212,6 @@ class _Phase:
     def __exit__(self, kind: object = None, *_: object) -> None:
         self._box.leave(LOOP, kind)
 
-    def end(self) -> None:
-        """Leave, without an error."""
-        self.__exit__(None, None, None)
-
 
 class _Forward(_Phase):
     def __enter__(self) -> None:
@@ -275,10 +263,6 @@ class _BucketWait(_Phase):
 
 for _kind in (BlackBox, _Phase, _Forward, _Optimizer, _Meeting, _BucketWait):
     class_never_compiled(_kind)
-
-
-def _nothing() -> None:
-    """End a phase that is not kept in the box."""
 
 
 def open_box(environment: Mapping[str, str] = os.environ) -> BlackBox | None:

@@ -22,7 +22,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -105,9 +105,9 @@ class JobFolder:
             self.remove()
             raise
 
-    def clear(self) -> None:
-        """Clear the records of ranks that have ended, before others start."""
-        for rank in range(self.note.nproc):
+    def clear(self, ranks: Iterable[int]) -> None:
+        """Clear the flight records of ranks that have ended, before others start."""
+        for rank in ranks:
             with suppress(OSError), path_of(self.path, rank).open("r+b") as file:
                 file.write(bytes(SIZE))
 

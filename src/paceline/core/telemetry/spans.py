@@ -29,7 +29,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -138,29 +138,28 @@ class Recorder:
         self.spans.append(Span(label, now, now, number))
 
     @never_compiled
-    def open(self, label: str, owner: int = 0, group: str | None = None) -> Callable[[], None]:
+    def open(self, label: str, owner: int = 0, group: str | None = None) -> Callable[[], object]:
         """Begin a span without a block; return the function that ends it. A span that never ends is dropped.
 
         The ranks of `group` wait for each other in it. `owner` is a number that identifies the wrapper in the box.
         """
         if owner and self.box is not None:
             self.box.owner = owner
-        if is_profiling():
-            stack = ExitStack()
-            stack.enter_context(self.span(label, group=group))
-            return stack.close
-        if self.on and label not in self.skipped:
-            timed = _Surrounding(self, label, None, group, None if self.box is None else self.box.span(label))
-            timed.__enter__()
-            return timed.end
-        return _nothing if self.box is None else self.box.open(label)
+        if is_profiling() or (self.on and label not in self.skipped):
+            block: AbstractContextManager[None] | None = self.surround(label, group)
+        else:
+            block = None if self.box is None else self.box.span(label)
+        if block is None:
+            return _nothing
+        block.__enter__()
+        return functools.partial(block.__exit__, None, None, None)
 
     @never_compiled
-    def surround(self, label: str) -> AbstractContextManager[None]:
+    def surround(self, label: str, group: str | None = None) -> AbstractContextManager[None]:
         """Record the block under `label`, but none inside it."""
         if self.on and label not in self.skipped and not is_profiling():
-            return _Surrounding(self, label, None, None, None if self.box is None else self.box.span(label))
-        return self.span(label)
+            return _Surrounding(self, label, None, group, None if self.box is None else self.box.span(label))
+        return self.span(label, group=group)
 
 
 @class_never_compiled
@@ -210,10 +209,6 @@ class _Surrounding(_Timed):
         self._recorder.skipped.discard(self._label)
         super().__exit__(*error)
 
-    def end(self) -> None:
-        """End it without a block."""
-        self.__exit__(None, None, None)
-
 
 @contextmanager
 def _labelled(timed: _Timed, label: str) -> Iterator[None]:
@@ -248,11 +243,6 @@ class _Unopened:
         """Open the box, and have it surround the phase."""
         box = self.opened()
         return None if box is None else box.span(label, bucket)
-
-    def open(self, label: str) -> Callable[[], None]:
-        """Open the box, and begin the phase in it."""
-        box = self.opened()
-        return _nothing if box is None else box.open(label)
 
 
 recorder = Recorder()

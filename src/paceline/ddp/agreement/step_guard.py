@@ -44,7 +44,7 @@ class StepGuard:
         self._ledger, self._local_gradient, self._recorder = ledger, local_gradient, recorder
         self._all_parameters = all_parameters
         self._read_late = read_late
-        self._stepped: Callable[[], None] = lambda: None  # ends the span of the step under way
+        self._stepped: Callable[[], object] = lambda: None  # ends the span of the step under way
         self.guard(parameters)
         # By optimizer, the count of synchronizations at its last step.
         self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ from paceline.launch.failures.root_cause import End
 
 
 class LastMoments:
-    """The states of the ranks of the current start when the first one failed."""
+    """The states of the ranks of one start when the first one failed."""
 
     def __init__(self, boxes: JobFolder | None) -> None:
         self._boxes = boxes
@@ -21,12 +21,6 @@ class LastMoments:
         """Boxes of all ranks at the first failure, by rank; empty before."""
         self._seen_at = 0.0
         """Time of the first failure, on ``time.monotonic``."""
-
-    def begin(self) -> None:
-        """Forget the ranks of the previous start."""
-        if self._boxes is not None:
-            self._boxes.clear()
-        self._seen = {}
 
     def note_failure(self) -> None:
         """Read all boxes at the first failure of a start, before the other ranks fail or are ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from paceline.core.output.wording import duration
 from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
 from paceline.core.telemetry.flight_record import Snapshot
 
@@ -45,12 +46,12 @@ class State:
 
     @property
     def moment(self) -> str:
-        """Description for the rank that failed, such as "in step 41, backward, for 0.3 s"."""
+        """Description for the rank that failed, such as "in step 41, backward, for 300 ms"."""
         if self.phase is None:
             return "before its first step"
         phase = _DOING["loop"] if self.phase == "loop" else self.phase
         bucket = "" if self.bucket is None else f" {self.bucket}"
-        return f"in {self._step}, {phase}{bucket}, for {_seconds(self.seconds)}"
+        return f"in {self._step}, {phase}{bucket}, for {duration(self.seconds)}"
 
     @property
     def doing(self) -> str:
@@ -82,9 +83,3 @@ def state_of(snapshot: Snapshot | None, moment: float, raised: bool = True) -> S
 def doings(ranks: Iterable[tuple[int, str]]) -> list[str]:
     """Return a line for each activity, such as "ranks 0, 2: waiting for gradients in step 41"."""
     return [f"{named_ranks(numbers)}: {text}" for text, numbers in ranks_by_value(ranks).items()]
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 0.1:
-        return f"{1e3 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"

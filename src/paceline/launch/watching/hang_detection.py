@@ -33,24 +33,47 @@ LONGEST_S = 1.0
 """Maximum time counted between two checks. Ranks that were stopped together with the launcher do not hang."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sight:
-    """A rank as seen by one check."""
+    """A rank as seen by the checks of one start."""
 
     rank: int
-    box: Snapshot | None
-    process: str
+    box: Snapshot | None = None
+    process: str = ""
     """State of its process, a letter of /proc; empty if unknown."""
-    still: float
+    still: float = 0.0
     """Seconds since its box changed."""
-    stopped: float
+    stopped: float = 0.0
     """Seconds since its process was stopped."""
     asleep: float = 0.0
     """Seconds since its main thread ran."""
     stacks: str = ""
-    """Its stacks; empty if it did not report them."""
+    """Its stacks at the latest request; empty if it did not report them."""
     moves: bool = False
     """Whether its stacks have changed since its box did."""
+    frames: Sequence[str] = ()
+    """Main thread's stack at the latest request; empty if the ranks have made progress since."""
+    allowed_runs: int = -1
+    """Number of times that its main thread may have run; with more runs it is not asleep."""
+
+    def look(self, box: Snapshot | None, pid: int, passed: float) -> None:
+        """See the rank again, `passed` seconds after the last time."""
+        self.still = self.still + passed if box == self.box else 0.0
+        self.box, self.process = box, process_state(pid)
+        self.stopped = self.stopped + passed if self.process == "T" else 0.0
+        runs = stack_requests.runs_of(pid)
+        self.asleep = self.asleep + passed if runs <= self.allowed_runs else 0.0
+        self.allowed_runs = max(runs, self.allowed_runs)
+
+    def note_stacks(self, stacks: str, timeout: float) -> None:
+        """Keep the answer to a request for stacks."""
+        self.allowed_runs += TO_ANSWER
+        previous, self.frames = self.frames, stack_requests.main_thread(stacks)
+        if self.still < timeout:
+            self.moves = False
+        elif previous and previous != self.frames:
+            self.moves = True
+        self.stacks = stacks
 
     @property
     def waited(self) -> float | None:
@@ -98,7 +121,7 @@ def hanging(sights: Sequence[Sight], timeout: float) -> tuple[int, ...]:
 
 
 class HangWatch:
-    """Watches the ranks of the current start.
+    """Watches the ranks of one start.
 
     Args:
         folder: the job's folder; without one hangs are not detected.
@@ -107,26 +130,13 @@ class HangWatch:
 
     def __init__(self, folder: Path | None, timeout: float | None) -> None:
         self._folder, self._timeout = folder, timeout
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the ranks of the previous start."""
+        self._sights: dict[int, Sight] = {}
         self._stacks: dict[int, str] = {}
-        """Latest stacks of each rank."""
+        """Latest stacks that each rank has reported."""
         self._due = 0.0
         """Time of the next request for stacks, if a rank makes no progress."""
-        self._previous_stacks: dict[int, list[str]] = {}
-        """Main thread's stack of each rank at the latest request."""
-        self._moved: set[int] = set()
-        """Ranks whose stacks have changed since their boxes did."""
         self._looked = 0.0
         """Time of the latest check."""
-        self._still: dict[int, tuple[Snapshot | None, float]] = {}
-        """Box of each rank, and seconds since it changed."""
-        self._stopped: dict[int, float] = {}
-        """Seconds since each rank's process was stopped."""
-        self._asleep: dict[int, tuple[int, float]] = {}
-        """Number of times that each rank's main thread may have run, and seconds since it exceeded that number."""
         self._killed: dict[int, str] = {}
         """Descriptions of the hangs of ranks that were killed."""
 
@@ -144,14 +154,22 @@ class HangWatch:
             return
         passed = min(now - self._looked, LONGEST_S) if self._looked else 0.0
         self._looked = now
-        sights = [self._see(rank, pid, passed) for rank, pid in processes.items()]
-        if not any(max(each.still, each.stopped) >= self._timeout for each in sights):
+        sights = [self._sights.setdefault(rank, Sight(rank)) for rank in processes]
+        for sight in sights:
+            sight.look(self._box_of(sight.rank), processes[sight.rank], passed)
+        if not any(max(sight.still, sight.stopped) >= self._timeout for sight in sights):
             self._due = 0.0
-            self._previous_stacks.clear()
+            for sight in sights:
+                sight.frames = ()
             return
         if now < self._due:
             return
-        sights = self._request_stacks(sights, processes)
+        stacks = stack_requests.request_stacks(
+            self._folder, {sight.rank: processes[sight.rank] for sight in sights if not sight.stopped}
+        )
+        self._stacks |= stacks
+        for sight in sights:
+            sight.note_stacks(stacks.get(sight.rank, ""), self._timeout)
         self._due = time.monotonic() + self._timeout / 2
         ranks = hanging(sights, self._timeout)
         if not ranks:
@@ -159,8 +177,9 @@ class HangWatch:
         by_rank = {sight.rank: sight for sight in sights}
         if stopped := [rank for rank in ranks if by_rank[rank].stopped]:
             stacks = _stacks_of_stopped(self._folder, stopped, processes)
-            by_rank |= {rank: replace(by_rank[rank], stacks=text) for rank, text in stacks.items()}
             self._stacks |= stacks
+            for rank, text in stacks.items():
+                by_rank[rank].stacks = text
         hung = [by_rank.pop(rank) for rank in ranks]
         details = {sight.rank: _detail(sight) for sight in hung}
         lines = [line for sight in hung for line in quoted(sight.rank, sight.stacks)]
@@ -187,39 +206,12 @@ class HangWatch:
             replace(end, hang=self._killed.get(end.rank, ""), stacks=self._stacks.get(end.rank, "")) for end in ends
         ]
 
-    def _see(self, rank: int, pid: int, passed: float) -> Sight:
+    def _box_of(self, rank: int) -> Snapshot | None:
         assert self._folder is not None
         try:
-            box = read_box(path_of(self._folder, rank))
+            return read_box(path_of(self._folder, rank))
         except (OSError, ValueError):
-            box = None
-        previous, still = self._still.get(rank, (None, 0.0))
-        still = still + passed if box == previous else 0.0
-        self._still[rank] = box, still
-        process, runs = process_state(pid), stack_requests.runs_of(pid)
-        self._stopped[rank] = self._stopped.get(rank, 0.0) + passed if process == "T" else 0.0
-        allowed, asleep = self._asleep.get(rank, (runs, 0.0))
-        self._asleep[rank] = (allowed, asleep + passed) if runs <= allowed else (runs, 0.0)
-        return Sight(rank, box, process, still, self._stopped[rank], self._asleep[rank][1])
-
-    def _request_stacks(self, sights: Sequence[Sight], processes: Mapping[int, int]) -> list[Sight]:
-        """Return `sights` with the stacks of ranks that are not stopped."""
-        assert self._folder is not None
-        assert self._timeout is not None
-        running = {sight.rank: processes[sight.rank] for sight in sights if not sight.stopped}
-        stacks = stack_requests.request_stacks(self._folder, running)
-        for sight in sights:
-            rank = sight.rank
-            allowed, asleep = self._asleep[rank]
-            self._asleep[rank] = allowed + TO_ANSWER, asleep
-            previous, frames = self._previous_stacks.get(rank), stack_requests.main_thread(stacks.get(rank, ""))
-            if sight.still < self._timeout:
-                self._moved.discard(rank)
-            elif previous and previous != frames:
-                self._moved.add(rank)
-            self._previous_stacks[rank] = frames
-        self._stacks |= stacks
-        return [replace(sight, stacks=stacks.get(sight.rank, ""), moves=sight.rank in self._moved) for sight in sights]
+            return None
 
 
 def _stacks_of_stopped(folder: Path, stopped: Sequence[int], processes: Mapping[int, int]) -> dict[int, str]:

@@ -191,7 +191,7 @@ def _name_of(recorder: Recorder, group: Any) -> str | None:
 
 
 def _optimizer_hooks(recorder: Recorder, session: StepEvents) -> list[Any]:
-    running: list[tuple[int, int, Callable[[], None]]] = []
+    running: list[tuple[int, int, Callable[[], object]]] = []
     """Optimizers with running steps, the innermost last: the id, the session's backwards at the start, and the function
     that ends its span."""
 

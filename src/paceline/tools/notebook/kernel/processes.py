@@ -206,9 +206,8 @@ class Processes:
         process.kill()
         process.close()
         if self.boxes is not None:
-            with suppress(OSError), path_of(self.boxes.path, rank).open("r+b") as box:
-                # Cleared, so that the last phase is not shown for the rank that replaces this one.
-                box.write(bytes(os.fstat(box.fileno()).st_size))
+            # So that the last phase is not shown for the rank that replaces this one.
+            self.boxes.clear([rank])
 
     def close(self) -> None:
         """End all ranks and release all resources. Can be called twice."""
