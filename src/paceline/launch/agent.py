@@ -10,11 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from string import Template
 from typing import Any
 
@@ -30,7 +27,7 @@ from paceline.errors import UsageError
 from paceline.launch.failures import root_cause
 from paceline.launch.failures.exit_diagnosis import LastMoments
 from paceline.launch.failures.job_report import JobReport
-from paceline.launch.failures.reported_errors import SlowErrors, await_cause, with_report
+from paceline.launch.failures.reported_errors import SlowErrors, await_cause
 from paceline.launch.failures.root_cause import End
 from paceline.launch.fork_server.client import ForkServer
 from paceline.launch.loopback import LOOPBACK, LoopbackStores
@@ -38,6 +35,7 @@ from paceline.launch.rank.channels import RankFiles
 from paceline.launch.restart_policy import Restarts
 from paceline.launch.watching.hang_detection import HangWatch
 from paceline.launch.watching.preemption import Preemption
+from paceline.launch.watching.rank_processes import RankProcesses
 from paceline.launch.watching.signals import SPARE, Caught, Stopped
 from paceline.launch.watching.termination import Ending
 
@@ -111,23 +109,21 @@ class Agent:
         self._report = report
         self._fork_server = fork_server
         self._preemption = Preemption(None if boxes is None else boxes.path)
-        self._ending = Ending(self._all_pids, self._running, self._poll, caught, say)
         self._context: Any = None
         """torchelastic's context, with the processes and the threads that copy their logs."""
-        self._watched: dict[int, int] = {}  # rank -> pidfd, readable once the rank has ended
         self._begin()
 
     def _begin(self) -> None:
         """Begin with a start whose ranks are not running yet."""
-        self.ends: dict[int, End] = {}
-        """How ranks of the current start ended, by rank; filled as they end."""
-        self._processes: dict[int, Any] = {}
-        """Each rank's process: a ``Popen`` or a ``ForkedRank``."""
-        self._signalled: set[int] = set()  # ranks that the launcher signalled to end
         self._makes_room = False  # ranks were signalled to save a step and end, so that more of them can start
         self._slow = SlowErrors(self._say)
         self._moments = LastMoments(self._boxes)
+        self._watch_processes({})
         self._hangs = HangWatch(None if self._boxes is None else self._boxes.path, self.hang_timeout)
+
+    def _watch_processes(self, processes: Mapping[int, Any]) -> None:
+        self._ranks = RankProcesses(processes, self._files.errors, self._moments.note_failure)
+        self._ending = Ending(self._ranks, self._caught, self._say)
 
     def run(self) -> bool:
         """Run the ranks, with restarts; return whether all ranks succeeded in the end."""
@@ -136,7 +132,7 @@ class Agent:
             try:
                 self._start(stores)
                 if not self._watch():
-                    return not self._failed()
+                    return not self._ranks.failed()
             finally:
                 self._close()
                 stores.close()
@@ -174,13 +170,9 @@ class Agent:
                 prefixes,
                 **program.start_options,
             )
-        self._processes = {rank: handler.proc for rank, handler in self._context.subprocess_handlers.items()}
-        if hasattr(os, "pidfd_open"):
-            with suppress(OSError):  # an old kernel: the ranks are polled instead
-                for rank, process in self._processes.items():
-                    self._watched[rank] = os.pidfd_open(process.pid)
+        self._watch_processes({rank: handler.proc for rank, handler in self._context.subprocess_handlers.items()})
         if self._boxes is not None:
-            self._boxes.began(self._pids())
+            self._boxes.began(self._ranks.pids())
 
     # watch
 
@@ -188,23 +180,29 @@ class Agent:
         """Watch the ranks until all have ended; return whether to start them again."""
         while True:
             self._obey()
-            self._poll(self._hangs.pause(self.interval))
-            self._hangs.check(self._pids(), self._say)
-            if self._failed():
+            self._ranks.poll(self._hangs.pause(self.interval))
+            self._hangs.check(self._ranks.pids(), self._say)
+            if self._ranks.failed():
                 return self._has_made_room() or self._decide()
-            if not self._running():
+            if not self._ranks.running():
                 return False
-            self._slow.show({rank: self._files.errors[rank] for rank in self._running()})
+            self._slow.show(self._ranks.running_error_files())
             self._make_room()
 
     def _decide(self) -> bool:
         """Find out why a rank failed, and end the others; return whether to start all ranks again."""
-        await_cause(self._reported_ends, self._ends_of_running, lambda: self._poll(0.02))
+        ranks = self._ranks
+        # A signal to the launcher ends the wait.
+        await_cause(
+            ranks.reported_ends,
+            lambda: [] if self._caught.received else ranks.ends_of_running(),
+            lambda: ranks.poll(0.02),
+        )
         self._obey()  # a SIGTERM to the launcher may also have reached the ranks
-        self._restarts.wait_for_rescue(self._running, self._poll, self._report_failure)
+        self._restarts.wait_for_rescue(ranks.running, ranks.poll, self._report_failure)
         self._obey()
         # Before the ranks end: a rank that kept the others waiting can still report its stacks.
-        self._hangs.request_absent([*self._reported_ends(), *self._ends_of_running()], self._pids())
+        self._hangs.request_absent([*ranks.reported_ends(), *ranks.ends_of_running()], ranks.pids())
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         self._obey()
         ends = self.outcome()  # not before, because ranks write their records while they end
@@ -224,58 +222,19 @@ class Agent:
 
     def outcome(self) -> list[End]:
         """Return how each rank that has ended did so, with its record."""
-        return self._hangs.with_hangs(self._moments.with_diagnosis(self._reported_ends()))
-
-    def _reported_ends(self) -> list[End]:
-        return [with_report(end, self._files.errors[end.rank]) for end in self.ends.values()]
-
-    def _ends_of_running(self) -> list[End]:
-        """Return ends of the running ranks, as if the launcher had ended them; none once a signal has come."""
-        if self._caught.received:
-            return []
-        ends = [End(rank, 1, time.time(), stopped=True) for rank in self._running()]
-        return [with_report(end, self._files.errors[end.rank]) for end in ends]
-
-    def _poll(self, timeout: float) -> None:
-        """Note which ranks have ended; wait up to `timeout` seconds for the next one."""
-        running = self._running()
-        if all(rank in self._watched for rank in running):
-            wait([self._watched[rank] for rank in running], timeout)
-        else:
-            time.sleep(min(timeout, 0.05))
-        for rank in running:
-            code = self._processes[rank].poll()
-            if code is not None:
-                self.ends[rank] = End(rank, code, time.time(), rank in self._signalled)
-                if code != 0:
-                    self._moments.note_failure()
-
-    def _running(self) -> list[int]:
-        return [rank for rank in self._processes if rank not in self.ends]
-
-    def _failed(self) -> list[int]:
-        return [rank for rank, end in self.ends.items() if end.code != 0]
-
-    def _pids(self) -> dict[int, int]:
-        """Return the process ids of the running ranks."""
-        return {rank: self._processes[rank].pid for rank in self._running()}
-
-    def _all_pids(self) -> dict[int, int]:
-        return {rank: process.pid for rank, process in self._processes.items()}
+        return self._hangs.with_hangs(self._moments.with_diagnosis(self._ranks.reported_ends()))
 
     # end
 
     def _close(self) -> None:
         """End the ranks that still run, and release the resources of this start."""
-        if self._running():
+        if self._ranks.running():
             self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         if self._context is not None:
             self._context.close(signal.SIGKILL, 1)  # ends the threads that copy logs
             close_outputs(self._context.subprocess_handlers.values())
             self._context = None
-        for descriptor in self._watched.values():
-            os.close(descriptor)
-        self._watched = {}
+        self._ranks.close()
 
     def _obey(self) -> None:
         """Once the launcher has received a signal: end the ranks, after a saved step if possible, and raise."""
@@ -284,26 +243,26 @@ class Agent:
         number = self._caught.received[0]
         if number == signal.SIGINT:
             end_echo()
-        if number in STOP_SIGNALS and self._preemption.would_save(self._pids().values()):
+        pids = self._ranks.pids().values()
+        if number in STOP_SIGNALS and self._preemption.would_save(pids):
             self._say(f"{number.name}: the ranks end after this step and save it; another signal ends them at once")
-            self._signalled.update(self._running())
-            self._preemption.request_stop(number, self._pids().values())
+            self._ranks.signalled.update(self._ranks.running())
+            self._preemption.request_stop(number, pids)
             self._ending.wait(number, self.grace)
-            if not self._failed():
+            if not self._ranks.failed():
                 return  # the ranks had already ended
         elif number == signal.SIGINT:
             self._end_ranks(signal.SIGTERM, INTERRUPT_GRACE_S, quiet=True)
         else:
             if number in STOP_SIGNALS and self._preemption.is_in_vain():
                 self._say("nothing is saved, as the training has no checkpoint folder")
-            self._signalled.update(self._running())
-            self._ending.end(number, self.grace, self._failed(), (), quiet=False)
+            self._ending.end(number, self.grace)
         saved = self._preemption.saved()
         raise Stopped(number, None if saved is None else saved[1])
 
     def _make_room(self) -> None:
         """If more ranks can start than are running, signal these to save a step and end."""
-        pids = self._pids().values()
+        pids = self._ranks.pids().values()
         if not self._makes_room and self._restarts.can_grow() and self._preemption.are_ready(pids):
             self._makes_room = True
             self._preemption.request_stop(signal.SIGTERM, pids)
@@ -317,7 +276,7 @@ class Agent:
         if saved is None:
             return False
         self._ending.wait(saved[0], self.grace)
-        if any(end.code not in (0, 128 + saved[0]) for end in self.ends.values()):
+        if any(end.code not in (0, 128 + saved[0]) for end in self._ranks.ends.values()):
             return False
         if not self._makes_room:
             raise Stopped(*saved)
@@ -328,11 +287,10 @@ class Agent:
 
     def _end_ranks(self, number: signal.Signals, grace: float, quiet: bool = False) -> None:
         """End the running ranks at once, including ranks that would complete a step first."""
-        self._signalled.update(self._running())
-        heedless = [rank for rank, pid in self._pids().items() if self._preemption.would_save([pid])]
-        self._ending.end(number, grace, self._failed(), heedless, quiet)
+        heedless = [rank for rank, pid in self._ranks.pids().items() if self._preemption.would_save([pid])]
+        self._ending.end(number, grace, heedless, quiet)
 
     def _report_failure(self) -> None:
         """Signal ranks that mark their steps, so that they check whether another rank is gone."""
-        self._signalled.update(self._running())
-        self._preemption.request_stop(signal.SIGTERM, self._pids().values())
+        self._ranks.signalled.update(self._ranks.running())
+        self._preemption.request_stop(signal.SIGTERM, self._ranks.pids().values())

@@ -5,7 +5,6 @@ Starts, restarts and the rendezvous are torchelastic's.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +13,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from paceline.core.output.messages import say
 from paceline.launch.failures import root_cause
-from paceline.launch.failures.reported_errors import SlowErrors, await_cause, with_report
+from paceline.launch.failures.reported_errors import SlowErrors, await_cause
 from paceline.launch.failures.root_cause import End
 from paceline.launch.multi_host import cause
+from paceline.launch.watching.rank_processes import RankProcesses
 
 
 class HostAgent(LocalElasticAgent):
@@ -28,8 +28,7 @@ class HostAgent(LocalElasticAgent):
         """How ranks of this host and of the host with the cause ended in the latest failed start."""
         self._elsewhere: cause.HostEnds | None = None
         """The cause, if it is on another host."""
-        self._ended: dict[int, End] = {}
-        """How ranks of this host ended by themselves in the current start, by local rank."""
+        self._ranks = RankProcesses({}, {})
         self._slow = SlowErrors(say)
 
     def report(self) -> str:
@@ -44,20 +43,30 @@ class HostAgent(LocalElasticAgent):
         return headline
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._ended, self._slow = {}, SlowErrors(say)
         pids: dict[int, Any] = super()._start_workers(worker_group)
+        context: Any = self._pcontext
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        self._ranks.close()
+        self._ranks = RankProcesses(
+            {ranks[local_rank]: handler.proc for local_rank, handler in context.subprocess_handlers.items()},
+            {ranks[local_rank]: path for local_rank, path in context.error_files.items()},
+        )
+        self._slow = SlowErrors(say)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._poll()
-        if any(end.code for end in self._ended.values()):
+        ranks = self._ranks
+        ranks.poll()
+        if ranks.failed():
             # Before torchelastic ends the other ranks, because one of them may have caused the failure.
-            await_cause(self._reported_ends, self._ends_of_running, self._poll_later)
+            await_cause(ranks.reported_ends, ranks.ends_of_running, lambda: ranks.poll(0.02))
+            ranks.signalled.update(ranks.running())
         else:
-            self._slow.show({self._rank(local): self._error_file(local) for local in self._running()})
+            self._slow.show(ranks.running_error_files())
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
-            self._find_cause(self._outcome())
+            ranks.poll()  # torchelastic has ended the others
+            self._find_cause([*ranks.reported_ends(), *ranks.ends_of_running()])
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -88,52 +97,3 @@ class HostAgent(LocalElasticAgent):
                 cause.leave_together(place, worker_group.group_world_size or 1)
         except RuntimeError:  # the store has ended together with its host
             pass
-
-    # watch
-
-    def _poll(self) -> None:
-        """Note which ranks have ended."""
-        for local_rank in self._running():
-            code = self._handlers()[local_rank].proc.poll()
-            if code is not None:
-                self._ended[local_rank] = End(self._rank(local_rank), code, time.time())
-
-    def _poll_later(self) -> None:
-        time.sleep(0.02)
-        self._poll()
-
-    def _reported_ends(self) -> list[End]:
-        return [self._with_record(local_rank, end) for local_rank, end in self._ended.items()]
-
-    def _ends_of_running(self) -> list[End]:
-        return [self._end_of(local_rank, stopped=True) for local_rank in self._running()]
-
-    def _outcome(self) -> list[End]:
-        """Return how the ranks of this host ended; ranks that torchelastic ended count as stopped."""
-        has_failed = any(end.code for end in self._ended.values())
-        for local_rank in self._running():
-            self._ended[local_rank] = self._end_of(local_rank, stopped=has_failed)
-        return self._reported_ends()
-
-    def _end_of(self, local_rank: int, stopped: bool) -> End:
-        """Return the end of a rank that is or will be stopped."""
-        code = self._handlers()[local_rank].proc.returncode
-        return self._with_record(
-            local_rank, End(self._rank(local_rank), 1 if code is None else code, time.time(), stopped)
-        )
-
-    def _with_record(self, local_rank: int, end: End) -> End:
-        return with_report(end, self._error_file(local_rank))
-
-    def _running(self) -> list[int]:
-        return [local_rank for local_rank in self._handlers() if local_rank not in self._ended]
-
-    def _handlers(self) -> dict[int, Any]:
-        return self._pcontext.subprocess_handlers if self._pcontext is not None else {}  # type: ignore[attr-defined]
-
-    def _error_file(self, local_rank: int) -> str:
-        assert self._pcontext is not None
-        return str(self._pcontext.error_files[local_rank])
-
-    def _rank(self, local_rank: int) -> int:
-        return int(self.get_worker_group().workers[local_rank].global_rank)

@@ -1,0 +1,92 @@
+"""The processes of the ranks of one start, and how they ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Any
+
+from paceline.launch.failures.reported_errors import with_report
+from paceline.launch.failures.root_cause import End
+
+
+class RankProcesses:
+    """The processes of the ranks of one start on this host.
+
+    Args:
+        processes: each rank's process, a ``Popen`` or a ``ForkedRank``.
+        error_files: the path of each rank's error file.
+        note_failure: called after a rank has failed.
+    """
+
+    def __init__(
+        self,
+        processes: Mapping[int, Any],
+        error_files: Mapping[int, str],
+        note_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.ends: dict[int, End] = {}
+        """How ranks ended, by rank; filled as they end."""
+        self.signalled: set[int] = set()
+        """Ranks that the launcher signalled to end."""
+        self._processes, self._error_files, self._note_failure = processes, error_files, note_failure
+        self._watched: dict[int, int] = {}  # rank -> pidfd, readable once the rank has ended
+        if hasattr(os, "pidfd_open"):
+            with suppress(OSError):  # an old kernel: the ranks are polled instead
+                for rank, process in processes.items():
+                    self._watched[rank] = os.pidfd_open(process.pid)
+
+    def poll(self, timeout: float = 0.0) -> None:
+        """Note which ranks have ended; wait up to `timeout` seconds for the next one."""
+        running = self.running()
+        if all(rank in self._watched for rank in running):
+            wait([self._watched[rank] for rank in running], timeout)
+        else:
+            time.sleep(min(timeout, 0.05))
+        for rank in running:
+            code = self._processes[rank].poll()
+            if code is not None:
+                self.ends[rank] = End(rank, code, time.time(), rank in self.signalled)
+                if code != 0:
+                    self._note_failure()
+
+    def running(self) -> list[int]:
+        """Return the running ranks."""
+        return [rank for rank in self._processes if rank not in self.ends]
+
+    def failed(self) -> list[int]:
+        """Return the ranks that have ended with an error or by a signal."""
+        return [rank for rank, end in self.ends.items() if end.code != 0]
+
+    def pids(self) -> dict[int, int]:
+        """Return the process ids of the running ranks."""
+        return {rank: self._processes[rank].pid for rank in self.running()}
+
+    def running_error_files(self) -> dict[int, str]:
+        """Return the error files of the running ranks."""
+        return {rank: self._error_files[rank] for rank in self.running()}
+
+    def reported_ends(self) -> list[End]:
+        """Return the ends of ranks that have ended, with their reports."""
+        return [with_report(end, self._error_files[end.rank]) for end in self.ends.values()]
+
+    def ends_of_running(self) -> list[End]:
+        """Return ends of the running ranks, as if the launcher had ended them, with their reports."""
+        ends = [End(rank, 1, time.time(), stopped=True) for rank in self.running()]
+        return [with_report(end, self._error_files[end.rank]) for end in ends]
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank and its child processes, also if the rank itself has ended."""
+        # Each rank leads a process group. Its id may belong to another user's process by now.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._processes[rank].pid, number)
+
+    def close(self) -> None:
+        """Stop watching the processes."""
+        for descriptor in self._watched.values():
+            os.close(descriptor)
+        self._watched = {}
