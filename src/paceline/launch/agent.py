@@ -27,7 +27,6 @@ from paceline.errors import UsageError
 from paceline.launch.failures import root_cause
 from paceline.launch.failures.exit_diagnosis import LastMoments
 from paceline.launch.failures.job_report import JobReport
-from paceline.launch.failures.reported_errors import SlowErrors, await_cause
 from paceline.launch.failures.root_cause import End
 from paceline.launch.fork_server.client import ForkServer
 from paceline.launch.loopback import LOOPBACK, LoopbackStores
@@ -116,7 +115,6 @@ class Agent:
     def _begin(self) -> None:
         """Begin with a start whose ranks are not running yet."""
         self._makes_room = False  # ranks were signalled to save a step and end, so that more of them can start
-        self._slow = SlowErrors(self._say)
         self._moments = LastMoments(self._boxes)
         self._watch_processes({})
         self._hangs = HangWatch(None if self._boxes is None else self._boxes.path, self.hang_timeout)
@@ -186,18 +184,13 @@ class Agent:
                 return self._has_made_room() or self._decide()
             if not self._ranks.running():
                 return False
-            self._slow.show(self._ranks.running_error_files())
+            self._ranks.show_slow_errors(self._say)
             self._make_room()
 
     def _decide(self) -> bool:
         """Find out why a rank failed, and end the others; return whether to start all ranks again."""
         ranks = self._ranks
-        # A signal to the launcher ends the wait.
-        await_cause(
-            ranks.reported_ends,
-            lambda: [] if self._caught.received else ranks.ends_of_running(),
-            lambda: ranks.poll(0.02),
-        )
+        ranks.await_cause(lambda: bool(self._caught.received))
         self._obey()  # a SIGTERM to the launcher may also have reached the ranks
         self._restarts.wait_for_rescue(ranks.running, ranks.poll, self._report_failure)
         self._obey()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from forked import REAL_END
-from paceline.launch.failures import reported_errors
 from paceline.launch.job import Job, launch
+from paceline.launch.watching import rank_processes
 from processes import Running, paceline, script
 
 # With four ranks the wrong one was named in 7 of 11 deaths: what the others said of the dead one was taken for a cause.
@@ -129,7 +129,7 @@ def test_a_rank_that_raised_and_does_not_end_is_shown_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # A thread that runs on keeps the process, and all that wait for it, and the launcher kept what it knew to itself.
-    monkeypatch.setattr(reported_errors, "SLOW_S", 0.2)
+    monkeypatch.setattr(rank_processes, "SLOW_S", 0.2)
     name = script(
         tmp_path,
         "import threading, time\nthreading.Thread(target=time.sleep, args=(1,)).start()\nraise OSError('no data')\n",

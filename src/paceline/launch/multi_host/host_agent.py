@@ -13,7 +13,6 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from paceline.core.output.messages import say
 from paceline.launch.failures import root_cause
-from paceline.launch.failures.reported_errors import SlowErrors, await_cause
 from paceline.launch.failures.root_cause import End
 from paceline.launch.multi_host import cause
 from paceline.launch.watching.rank_processes import RankProcesses
@@ -29,7 +28,6 @@ class HostAgent(LocalElasticAgent):
         self._elsewhere: cause.HostEnds | None = None
         """The cause, if it is on another host."""
         self._ranks = RankProcesses({}, {})
-        self._slow = SlowErrors(say)
 
     def report(self) -> str:
         """Return the full report of the latest failure, with the headline last."""
@@ -51,7 +49,6 @@ class HostAgent(LocalElasticAgent):
             {ranks[local_rank]: handler.proc for local_rank, handler in context.subprocess_handlers.items()},
             {ranks[local_rank]: path for local_rank, path in context.error_files.items()},
         )
-        self._slow = SlowErrors(say)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -59,10 +56,10 @@ class HostAgent(LocalElasticAgent):
         ranks.poll()
         if ranks.failed():
             # Before torchelastic ends the other ranks, because one of them may have caused the failure.
-            await_cause(ranks.reported_ends, ranks.ends_of_running, lambda: ranks.poll(0.02))
+            ranks.await_cause()
             ranks.signalled.update(ranks.running())
         else:
-            self._slow.show(ranks.running_error_files())
+            ranks.show_slow_errors(say)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             ranks.poll()  # torchelastic has ended the others

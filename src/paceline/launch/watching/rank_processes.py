@@ -7,11 +7,15 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
-from paceline.launch.failures.reported_errors import with_report
-from paceline.launch.failures.root_cause import End
+from paceline.launch.failures.root_cause import End, patience, quoted, usage
+from paceline.launch.rank.failure_record import read, read_leaving
+
+SLOW_S = 5.0
+"""Seconds until the error of a rank that still runs is shown."""
 
 
 class RankProcesses:
@@ -34,6 +38,7 @@ class RankProcesses:
         self.signalled: set[int] = set()
         """Ranks that the launcher signalled to end."""
         self._processes, self._error_files, self._note_failure = processes, error_files, note_failure
+        self._shown: set[int] = set()  # ranks whose errors were shown while they ran
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable once the rank has ended
         if hasattr(os, "pidfd_open"):
             with suppress(OSError):  # an old kernel: the ranks are polled instead
@@ -66,18 +71,39 @@ class RankProcesses:
         """Return the process ids of the running ranks."""
         return {rank: self._processes[rank].pid for rank in self.running()}
 
-    def running_error_files(self) -> dict[int, str]:
-        """Return the error files of the running ranks."""
-        return {rank: self._error_files[rank] for rank in self.running()}
-
     def reported_ends(self) -> list[End]:
         """Return the ends of ranks that have ended, with their reports."""
-        return [with_report(end, self._error_files[end.rank]) for end in self.ends.values()]
+        return [self._with_report(end) for end in self.ends.values()]
 
     def ends_of_running(self) -> list[End]:
         """Return ends of the running ranks, as if the launcher had ended them, with their reports."""
-        ends = [End(rank, 1, time.time(), stopped=True) for rank in self.running()]
-        return [with_report(end, self._error_files[end.rank]) for end in ends]
+        return [self._with_report(End(rank, 1, time.time(), stopped=True)) for rank in self.running()]
+
+    def _with_report(self, end: End) -> End:
+        path = self._error_files[end.rank]
+        return replace(end, record=read(path), leaving=read_leaving(path))
+
+    def await_cause(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Wait for ranks that fail together or, if only consequences are known, for the cause.
+
+        A running rank may already have reported an error, and take long to end. Returns at once if `is_stopped`.
+        """
+        begin = time.monotonic()
+        while self.running() and not is_stopped():
+            ended, running = self.reported_ends(), self.ends_of_running()
+            is_mistake = usage([*ended, *running]) is not None
+            if is_mistake or time.monotonic() - begin > patience(ended, running):
+                return
+            self.poll(0.02)
+
+    def show_slow_errors(self, say: Callable[[str], None]) -> None:
+        """Show the error of each rank that raised it a while ago and still runs, while the other ranks wait for it."""
+        for rank in self.running():
+            record = read(self._error_files[rank]) if rank not in self._shown else None
+            if record is not None and time.time() - record.at > SLOW_S:
+                self._shown.add(rank)
+                trace = "\n".join(quoted(rank, record.trace))
+                say(f"{trace}\nrank {rank} raised this {SLOW_S:.0f} s ago and still runs")
 
     def send(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to a rank and its child processes, also if the rank itself has ended."""
