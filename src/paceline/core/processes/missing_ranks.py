@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -145,12 +145,11 @@ def read_from(store: Store, key: str, me: int, other: int, timeout: timedelta) -
         raise late(me, {other}, timeout) from error
 
 
-def late(me: int, missing: Iterable[int], timeout: timedelta) -> CommunicationError:
-    """Return rank `me`'s error that the ranks `missing` did not arrive to create the process group."""
-    ranks = ", ".join(map(str, sorted(missing)))
+def late(me: int, missing: Collection[int], timeout: timedelta) -> CommunicationError:
+    """Return rank `me`'s error that the ranks `missing`, if known, did not arrive to create the process group."""
+    who = f"{named_ranks(sorted(missing))} did not arrive" if missing else "not every rank arrived"
     return CommunicationError(
-        f"rank {me}: rank {ranks} did not arrive to create the process group within {timeout.total_seconds():g} s; "
-        f"{REMEDY}"
+        f"rank {me}: {who} to create the process group within {timeout.total_seconds():g} s; {REMEDY}"
     )
 
 

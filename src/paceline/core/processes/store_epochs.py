@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from paceline.core.processes.missing_ranks import GRACE_S, REMEDY, late, missing_from, named_ranks, reason_of
+from paceline.core.processes.missing_ranks import GRACE_S, late, missing_from, named_ranks, reason_of
 from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store
 from paceline.errors import CommunicationError
 
@@ -43,14 +43,8 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
             "written into the store"
         ) from error
     if missing or not answer:
-        who = (
-            f"{named_ranks([called[other] for other in missing])} did not arrive"
-            if missing
-            else "not every rank arrived"
-        )
-        raise CommunicationError(
-            f"rank {called[rank]}: {who} to create the process group within {timeout.total_seconds():g} s; {REMEDY}"
-        ).because_of(called[other] for other in missing)
+        absent = [called[other] for other in missing]
+        raise late(called[rank], absent, timeout).because_of(absent)
     return number
 
 
