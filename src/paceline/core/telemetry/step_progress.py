@@ -46,18 +46,18 @@ PARTS = 2**20
 
 
 class Stopping(IntEnum):
-    """Answers of a rank to a signal that asks it to end."""
+    """Answers of a rank to a signal that asks it to end; of several Checkpointers, the largest number counts."""
 
     NOT = 0
     """The rank does not handle the signal; the script or Python does."""
-    READY = 1
-    """A signal would end the rank after a step, which it saves."""
-    ASKED = 2
-    """The rank has got the signal, and trains on to the end of a step."""
-    SAVED = 3
-    """All ranks have agreed to end after a step, and it is saved."""
-    IN_VAIN = 4
+    IN_VAIN = 1
     """The rank has no folder on disk to save a step in, and therefore does not handle the signal."""
+    READY = 2
+    """A signal would end the rank after a step, which it saves."""
+    ASKED = 3
+    """The rank has got the signal, and trains on to the end of a step."""
+    SAVED = 4
+    """All ranks have agreed to end after a step, and it is saved."""
 
 
 class _Number:

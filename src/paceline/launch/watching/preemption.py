@@ -62,10 +62,5 @@ class Preemption:
         states: dict[int, Stopping] = {}
         for records in present_records(self._folder).values():
             for record in records:
-                states[record.pid] = max(record.stopping, states.get(record.pid, Stopping.NOT), key=_weight)
+                states[record.pid] = max(record.stopping, states.get(record.pid, Stopping.NOT))
         return states
-
-
-def _weight(state: Stopping) -> int:
-    # IN_VAIN has the largest number, but another Checkpointer of the rank may save.
-    return 0 if state is Stopping.IN_VAIN else state
