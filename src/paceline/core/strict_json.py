@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,14 +52,11 @@ def parse(raw: bytes, limit: int = LIMIT) -> Any:
 
 def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """Return a dict of `pairs`."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"key {shown(key)} occurs twice")
-            seen.add(key)
-    return found
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {shown(key)} occurs twice")
+    return values
 
 
 def shown(value: Any) -> str:

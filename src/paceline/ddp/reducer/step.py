@@ -114,7 +114,7 @@ class Step(Exchange, Member):
         if ledger.local_backwards:
             ledger.forget_dropped(self.trained.parameters, in_backward=True)
         backward = self.begin()
-        backward.end_arrival_span = self.recorder.open(BACKWARD)  # type: ignore[method-assign]
+        backward.end_arrival_span = self.recorder.open(BACKWARD)  # type: ignore[method-assign, assignment]
         # Only autograd holds this bound method, so it dies with the graph task: that is how an exception is noticed.
         callback = self._advance_in_callback
         watch_task(self, backward, callback, ledger.task)
