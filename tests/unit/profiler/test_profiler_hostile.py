@@ -12,7 +12,7 @@ import pytest
 
 from paceline import UsageError
 from paceline.profiler import profile
-from paceline.profiler.records.rank_file import FOLDER, path_of, trace_of, write_head, write_state, write_steps
+from paceline.profiler.records.rank_file import FOLDER, path_of, trace_of, write_facts, write_steps
 from paceline.profiler.results import RESULTS, write_results
 from paceline.tools.profile.profile_command import ProfileSettings, compare_profiles
 from paceline.tools.profile.terminal_summary import print_summary
@@ -25,9 +25,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "profile" / FOLDER).mkdir(parents=True)
     for record in records(2, 30):
         with path_of(tmp_path / "profile", record.rank).open("w") as file:
-            write_head(file, record)
+            write_facts(file, record)
             write_steps(file, record.steps)
-            write_state(file, record)
+            write_facts(file, record)
     write_results(tmp_path / "profile")
     return tmp_path / "profile"
 
@@ -66,9 +66,9 @@ def head(change: Callable[[dict[str, Any]], object]) -> Callable[[list[str]], li
     """Return a change of the facts about a rank."""
 
     def changed(lines: list[str]) -> list[str]:
-        for at, key in ((0, "rank"), (-1, "closed")):
+        for at in (0, -1):
             line = json.loads(lines[at])
-            change(line[key])
+            change(line["closed"])
             lines[at] = json.dumps(line)
         return lines
 

@@ -8,14 +8,13 @@ one clock. Decision 0028 has the reasons.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.records.steps import MEETING, Meeting, Step
+from paceline.profiler.records.steps import MEETING, Step
 from paceline.profiler.report import step_parts
 
 Seconds = list[float]
@@ -120,8 +119,12 @@ def find_bubbles(steps: Sequence[Step | None], records: Sequence[RankRecord]) ->
     as communication.
     """
     bubbles: list[dict[int, float]] = [{} for _ in records]
-    for ranks, meetings in _by_group(steps, records):
-        if len(ranks) < 2 or len({len(met) for met in meetings}) != 1:
+    for name in dict.fromkeys(meeting.group for step in steps if step for meeting in step.meetings):
+        # Groups are written at the end, which killed ranks do not reach.
+        ranks = next((record.groups[name] for record in records if record.groups.get(name)), range(len(records)))
+        taken = [step for rank in ranks if (step := steps[rank]) is not None]
+        meetings = [[meeting for meeting in step.meetings if meeting.group == name] for step in taken]
+        if len(taken) < max(2, len(ranks)) or len(set(map(len, meetings))) > 1:
             continue
         for together in zip(*meetings, strict=True):
             # Times of different hosts are compared on the clock of rank 0.
@@ -135,19 +138,3 @@ def find_bubbles(steps: Sequence[Step | None], records: Sequence[RankRecord]) ->
                 if waited > 0:
                     bubbles[rank][cause] = bubbles[rank].get(cause, 0.0) + waited
     return bubbles
-
-
-def _by_group(
-    steps: Sequence[Step | None], records: Sequence[RankRecord]
-) -> Iterator[tuple[list[int], list[list[Meeting]]]]:
-    """Yield the ranks of each group and their meetings in it, if all of them took the step."""
-    found: dict[str, dict[int, list[Meeting]]] = defaultdict(lambda: defaultdict(list))
-    for rank, step in enumerate(steps):
-        for meeting in step.meetings if step else ():
-            found[meeting.group][rank].append(meeting)
-    for name, by_rank in found.items():
-        ranks = next((record.groups[name] for record in records if name in record.groups), [])
-        if not ranks:  # groups are written at the end, which killed ranks do not reach
-            ranks = list(range(len(records)))
-        if all(rank < len(steps) and steps[rank] is not None for rank in ranks):
-            yield list(ranks), [by_rank.get(rank, []) for rank in ranks]

@@ -19,7 +19,7 @@ from paceline.core.state.unwrapping import plain_name
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.launch.host_limits import cores
-from paceline.profiler.records.rank_file import RankRecord
+from paceline.profiler.records.rank_file import KILLED, RankRecord
 
 
 def place() -> tuple[int, int]:
@@ -52,6 +52,7 @@ def describe_rank(title: str = "") -> RankRecord:
         cores=cores(),
         started_ns=time_of_day(),
         began_ns=time.time_ns(),
+        ended=KILLED,
     )
 
 

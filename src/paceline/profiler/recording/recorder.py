@@ -75,7 +75,7 @@ class Session:
         self._file = rank_file.open_file(folder, self._record.rank)
         if self._record.rank == 0:
             rank_file.remove_ranks(folder, self._record.size)
-        rank_file.write_head(self._file, self._record)
+        rank_file.write_facts(self._file, self._record)
         self._traced = TRACED if operators else 0
         self._operators = OperatorTrace(rank_file.trace_of(folder, self._record.rank))
         self._device_times: DeviceTimes | None = None
@@ -222,7 +222,7 @@ class Session:
         if self._steps.is_due(end):
             self._flush()
         if self._number == WARM_UP + DETAILED:
-            self._write_state(rank_file.KILLED)  # replaced at a normal end
+            self._write_facts(rank_file.KILLED)  # replaced at a normal end
         if self._measured in (MOST, self._wanted):
             self._stop()
             if self._measured == self._wanted:
@@ -282,17 +282,17 @@ class Session:
         self._record.ended_ns = time.time_ns()
         self._load.close(self._record)
         self._flush()
-        self._write_state("" if error is None else "".join(format_exception_only(error)).strip()[:MOST_LETTERS])
+        self._write_facts("" if error is None else "".join(format_exception_only(error)).strip()[:MOST_LETTERS])
         with suppress(OSError):  # already reported by the flush
             self._file.close()
 
-    def _write_state(self, ended: str) -> None:
+    def _write_facts(self, ended: str) -> None:
         """Write the facts about the rank."""
         describe_model(self._record, self._wrapper, self._optimizers)
         self._record.groups = {name: list(ranks) for name, ranks in recorder.groups.items()}
         self._record.sampled_s, self._record.ended = self._stacks.interval, ended
         try:
-            rank_file.write_state(self._file, self._record)
+            rank_file.write_facts(self._file, self._record)
         except OSError as error:
             self._give_up(error)
 

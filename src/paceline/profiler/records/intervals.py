@@ -25,13 +25,6 @@ def total(intervals: Iterable[Interval]) -> float:
 
 def shared(first: Iterable[Interval], second: Iterable[Interval]) -> float:
     """Return the length of the intersection of both sets."""
-    ones, others = merged(first), merged(second)
-    time, index = 0.0, 0
-    for begin, end in ones:
-        while index < len(others) and others[index][1] <= begin:
-            index += 1
-        place = index  # an interval of the second set may overlap with the next one of the first
-        while place < len(others) and others[place][0] < end:
-            time += min(end, others[place][1]) - max(begin, others[place][0])
-            place += 1
-    return time
+    one, other = merged(first), merged(second)
+    # Not below 0 by rounding.
+    return max(0.0, total(one) + total(other) - total([*one, *other]))

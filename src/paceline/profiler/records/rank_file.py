@@ -20,7 +20,7 @@ from paceline.profiler.records.untrusted_files import WrongValue, instance_of, n
 
 FOLDER = "ranks"
 """Folder with the files of all ranks, in the profile's folder."""
-VERSION = 3
+VERSION = 4
 MOST_RANKS = 2048
 """Largest world with a report, which has a figure for each pair of ranks."""
 TICKS = 10_000_000
@@ -161,35 +161,23 @@ def step_of(line: dict[str, Any]) -> Step:
     )
 
 
-def write_head(file: TextIO, record: RankRecord) -> None:
-    """Write the first line."""
-    _write(file, {"version": VERSION, "rank": _without_steps(record)})
-
-
 def write_steps(file: TextIO, steps: Iterable[Step]) -> None:
     """Write a line for each of `steps`."""
     file.writelines(json.dumps(step_line(step)) + "\n" for step in steps)
     file.flush()
 
 
-def write_state(file: TextIO, record: RankRecord) -> None:
-    """Write a line with the current facts about the rank. The last such line closes the record."""
-    _write(file, {"known" if record.ended == KILLED else "closed": _without_steps(record)})
-
-
-def _without_steps(record: RankRecord) -> dict[str, Any]:
-    return asdict(replace(record, steps=[]))
-
-
-def _write(file: TextIO, line: dict[str, Any]) -> None:
-    file.write(json.dumps(line) + "\n")
+def write_facts(file: TextIO, record: RankRecord) -> None:
+    """Write a line with what is known about the rank. The last such line counts, and begins the file, too."""
+    kind = "open" if record.ended == KILLED else "closed"
+    file.write(json.dumps({"version": VERSION, kind: asdict(replace(record, steps=[]))}) + "\n")
     file.flush()
 
 
 def is_open(path: Path) -> bool:
     """Return whether the record in the file `path` is not closed yet."""
-    # At the start of a line, because a message or a name may contain the same word.
-    return '\n{"closed"' not in path.read_text("utf-8")
+    # At the start of a line, because a message or a name may contain the same words.
+    return f'\n{{"version": {VERSION}, "closed"' not in path.read_text("utf-8")
 
 
 def read_ranks(folder: Path) -> list[RankRecord]:
@@ -209,24 +197,21 @@ def read_ranks(folder: Path) -> list[RankRecord]:
 
 def _read(path: Path) -> RankRecord:
     try:
-        head, *lines = read_text(path).splitlines()
-        first = parse(head)
-        if first["version"] != VERSION:
-            raise WrongValue(f"it has version {first['version']}, but this Paceline reads version {VERSION}")
-        end: dict[str, Any] = first["rank"] | {"ended": KILLED}
-        steps = []
+        lines, facts, steps = read_text(path).splitlines(), dict[str, Any](), list[Step]()
         for number, text in enumerate(lines):
             try:
                 line = parse(text)
             except json.JSONDecodeError:
-                if number + 1 == len(lines):  # cut off when the rank was killed
+                if number and number + 1 == len(lines):  # cut off when the rank was killed
                     break
                 raise
-            if known := line.get("closed") or line.get("known"):
-                end = known
-            else:
+            if "version" not in line:
                 steps.append(step_of(line))
-        record: RankRecord = instance_of(RankRecord, end | {"steps": []})
+            elif line["version"] == VERSION:
+                facts = line.get("closed") or line["open"]
+            else:
+                raise WrongValue(f"it has version {line['version']}, but this Paceline reads version {VERSION}")
+        record: RankRecord = instance_of(RankRecord, facts | {"steps": []})
         if not 0 <= record.rank < record.size <= MOST_RANKS:
             raise WrongValue(f"it has rank {record.rank} of {record.size}; a report has at most {MOST_RANKS} ranks")
         return replace(record, steps=steps)

@@ -6,9 +6,9 @@ between two steps belongs to the later one.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import NamedTuple
 
 from paceline.core.telemetry import spans
@@ -99,14 +99,9 @@ class Step:
 
 def kind_of(number: int, traced: int) -> str:
     """Return the kind of step `number`; `traced` steps run under torch's profiler."""
-    # First, because nearly all steps are.
-    if number > WARM_UP + DETAILED + TRACED:
-        return "plain"
-    ends = [WARM_UP, WARM_UP + DETAILED, WARM_UP + DETAILED + traced]
-    for kind, end in zip(("warm-up", "detailed", "traced"), ends, strict=True):
-        if number < end:
-            return kind
-    return "warm-up" if traced and number == ends[-1] else "plain"  # torch's profiler writes its trace in that step
+    # torch's profiler writes its trace in the step after the traced ones.
+    ends = [WARM_UP, WARM_UP + DETAILED, WARM_UP + DETAILED + traced, WARM_UP + DETAILED + traced + bool(traced)]
+    return ("warm-up", "detailed", "traced", "warm-up", "plain")[bisect_right(ends, number)]
 
 
 def seconds_by_part(stretches: Iterable[tuple[str, float, float]]) -> dict[str, float]:
@@ -130,7 +125,8 @@ def cut_into_stretches(
     stack: list[tuple[float, str]] = []  # end and part of the spans that are open, the outermost first
     # The moment that the cut has come to, and the innermost span there.
     now, outer, outer_end = start, step_parts.OTHER, end
-    for label, begin, stop, _, group, _ in _outermost_first(spans):
+    # Of spans that start together, the longest is around the others.
+    for label, begin, stop, _, group, _ in sorted(spans, key=lambda span: (span.start, -span.end)):
         part = _PARTS.get(label)
         if part is None or stop <= start or begin >= end:
             continue
@@ -156,10 +152,3 @@ def cut_into_stretches(
     if end > now:
         stretches.append((outer, now, end))
     return stretches, meetings
-
-
-def _outermost_first(spans: Iterable[Span]) -> list[Span]:
-    """Return `spans` by start; of spans that start together, the longest comes first."""
-    ordered = sorted(spans, key=itemgetter(2), reverse=True)
-    ordered.sort(key=itemgetter(1))  # stable, so spans that start together stay in the order of their ends
-    return ordered
