@@ -3,6 +3,7 @@
     process = Forked(["-m", "paceline", "run", "script.py"], folder, environment, out, err)      as after ``python``
     process = Forked(…, ranks=True)                          as are the ranks, if the command is one that starts some
     call(function, argument)                                 a function's result, from a process of its own
+    with in_processes(function, ranks, argument) as pipes:   a function in several, which tell and hear through pipes
 
 Code, arguments, environment, streams, signals and exit code are those of a command of its own. What differs is how the
 interpreter starts, and unless :data:`REAL_END` is set, how it ends; of each kind of command some tests start real ones.
@@ -23,7 +24,8 @@ import tempfile
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
@@ -91,6 +93,23 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
         process.kill()
         process.join()
         ours.close()
+
+
+@contextmanager
+def in_processes(function: Callable[..., None], ranks: Iterable[int], *arguments: Any) -> Iterator[list[Any]]:
+    """Run ``function(rank, *arguments, pipe)`` in a process for each of `ranks`, until the block ends; yields pipes."""
+    pipes, processes = [], []
+    for rank in ranks:
+        ours, theirs = fork_server.Pipe(duplex=True)
+        processes.append(fork_server.Process(target=function, args=(rank, *arguments, theirs)))
+        processes[-1].start()
+        pipes.append(ours)
+    try:
+        yield pipes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _answer(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

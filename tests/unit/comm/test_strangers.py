@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forked import in_processes
 from paceline.comm import gloo
 from paceline.comm.gloo import connect_gloo
 from paceline.comm.shm import handshake
@@ -291,7 +292,7 @@ def test_a_stranger_who_writes_every_key_of_the_store_changes_nothing_under_our_
             assert job.wait() == 0, job.stderr
 
 
-def join(backend: str, port: int, rank: int, pipe: Any) -> None:
+def join(rank: int, backend: str, port: int, pipe: Any) -> None:
     """A rank as torchrun's, with the store that everybody can write."""
     import paceline
 
@@ -309,26 +310,13 @@ def join(backend: str, port: int, rank: int, pipe: Any) -> None:
     except RuntimeError as error:
         pipe.send(str(error))
     pipe.recv()  # the other may still be in the sum
-    os._exit(0)
 
 
 def start_two(how: str, port: int) -> list[Any]:
     """Start two ranks with the public store at `port`; what each of them ends with."""
-    pipes, processes = [], []
-    for rank in range(2):
-        ours, theirs = fork_server.Pipe()
-        processes.append(fork_server.Process(target=join, args=(how, port, rank, theirs)))
-        processes[-1].start()
-        pipes.append(ours)
-    said = []
-    for pipe in pipes:
-        assert pipe.poll(TIMEOUT.total_seconds()), "a rank hangs"
-        said.append(pipe.recv())
-    for pipe in pipes:
-        pipe.send("both have said it")
-    for process in processes:
-        process.join()
-    return said
+    with in_processes(join, range(2), how, port) as pipes:
+        assert all(pipe.poll(TIMEOUT.total_seconds()) for pipe in pipes), "a rank hangs"
+        return [pipe.recv() for pipe in pipes]
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
+from forked import in_processes
 from paceline.comm.own_group import open_own_group
 from paceline.core.processes import missing_ranks, store_epochs
 from paceline.core.processes.world import TIMEOUT, World, init
@@ -28,7 +29,7 @@ from paceline.core.torch_internals.distributed.c10d import PrefixStore
 from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError
 from paceline.launch.loopback import LOOPBACK, loopback_store
 from processes import until
-from ranks import TIMEOUT_S, Ranks, fork_server
+from ranks import TIMEOUT_S, Ranks
 
 PATIENCE_S = 2.0
 ABSENT = 2
@@ -213,27 +214,17 @@ def joining(
         "TORCHELASTIC_USE_AGENT_STORE": str(store is not None),
         TIMEOUT: patience,
     }
-    pipes, processes = [], []
-    for rank in ranks:
-        ours, theirs = fork_server.Pipe(duplex=True)
-        processes.append(fork_server.Process(target=join, args=(rank, environment, backend, theirs)))
-        processes[-1].start()
-        pipes.append(ours)
 
     def told() -> list[str]:
         assert all(pipe.poll(60) for pipe in pipes), "a rank hangs"
         return [pipe.recv() for pipe in pipes]
 
-    try:
+    with in_processes(join, ranks, environment, backend) as pipes:
         for pipe in pipes:  # they start together, however busy the machine is
             assert pipe.recv() == "here"
         for pipe in pipes:
             pipe.send("join")
         yield told
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 @pytest.mark.slow
@@ -381,19 +372,9 @@ def test_no_rank_leaves_before_all_are_connected(backend: str, slow: tuple[str, 
     store = loopback_store()
     environment = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
     environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", TIMEOUT: "60"}
-    pipes, processes = [], []
-    for rank in range(3):
-        ours, theirs = fork_server.Pipe(duplex=True)
-        processes.append(fork_server.Process(target=connect_late, args=(rank, environment, backend, slow, theirs)))
-        processes[-1].start()
-        pipes.append(ours)
-    try:
+    with in_processes(connect_late, range(3), environment, backend, slow) as pipes:
         assert all(pipe.poll(60) for pipe in pipes)
         times = [pipe.recv() for pipe in pipes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
     assert min(ready for _, ready in times) >= max(connected for connected, _ in times)
 
 

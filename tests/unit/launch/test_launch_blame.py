@@ -98,16 +98,6 @@ def test_a_rank_that_keeps_a_log_of_its_own_keeps_its_traceback_there(tmp_path: 
     assert log.read_text().splitlines()[-1] == "OSError: no data"
 
 
-def test_each_life_shows_the_traceback_that_ended_it(tmp_path: Path) -> None:
-    done = paceline(tmp_path, "run", "--max-restarts", "1", script(tmp_path, "raise OSError('no data')"))
-    ends = [line for line in done.stderr.splitlines() if line.startswith(("rank", "error"))]
-    assert done.stderr.count("Traceback") == 2
-    assert ends == [
-        "rank 0 failed first (exit code 1: OSError: no data); starting all ranks again (restart 1 of 1)",
-        "error: rank 0 failed first (exit code 1: OSError: no data)",
-    ]
-
-
 def test_what_ranks_raise_when_the_job_is_stopped_is_shown(tmp_path: Path) -> None:
     # The ranks leave it to the launcher to show their errors, which has no failure to report here.
     name = script(

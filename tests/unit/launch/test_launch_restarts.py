@@ -101,15 +101,6 @@ def test_the_same_error_at_the_same_step_is_not_retried(tmp_path: Path) -> None:
     assert [Restarts(None, 9).decide(Cause()) is not None for _ in range(3)] == [True] * 3  # killed, say
 
 
-def test_a_rank_that_is_killed_before_its_first_step_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    restarts = Restarts(tmp_path, None)
-    assert restarts.decide(Cause(is_kill=True)) == "starting all ranks again (restart 1 of 3)"
-    monkeypatch.setattr("paceline.launch.failures.verdict.EARLY_S", 0.0)  # it is no longer early
-    assert restarts.decide(Cause(is_kill=True)) is None
-
-
 WRONG, FULL, KILLED, LEFT = Cause("ValueError"), Cause("OSError", may_pass=True), Cause(is_kill=True), Cause()
 BARE = Cause("ValueError", has_optimizer=False)
 NEW, MADE = Reached("a", 0, 0, has_begun=True), Reached("a", 0, 0)
