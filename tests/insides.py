@@ -38,11 +38,6 @@ def channel_of(model: DistributedDataParallel) -> Any:
     return connection_of(model).channel
 
 
-def ledger_of(model: DistributedDataParallel) -> Any:
-    """Return the record from which `model` tells other ranks what this one has done."""
-    return model._replica.ledger
-
-
 def backward_of(model: DistributedDataParallel) -> Any:
     """Return the backward of `model` that is under way, or not settled; None between two."""
     return engine_of(model).backward

@@ -289,10 +289,6 @@ def a_rank_without_data(world: World) -> None:
         same_gradients(wrapped.critic, bare.critic)
 
 
-def test_a_rank_without_data_for_one_of_two_models_takes_part(pools: Pools) -> None:
-    pools.run(2, a_rank_without_data)
-
-
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -351,6 +347,7 @@ class Optional(nn.Module):
 
 
 def adds_to_an_average_on_one_rank(world: World) -> None:
+    """A kept average to which one rank alone has added counts once."""
     side, ours, twin = Side(world, wrapped=True), Optional(), Optional()
     twin.load_state_dict(ours.state_dict())
     model = side.wrap(ours)
@@ -367,12 +364,8 @@ def adds_to_an_average_on_one_rank(world: World) -> None:
         same_gradients(ours, twin)
 
 
-def test_a_kept_average_to_which_one_rank_alone_has_added_counts_once(pools: Pools) -> None:
-    pools.run(2, adds_to_an_average_on_one_rank)
-
-
 def other_wrapper_gone_in_backward(world: World) -> None:
-    """One that has shown an average goes in the middle of the backward that sets it aside."""
+    """One that has shown an average goes in the middle of the backward that sets it aside; the average was lost."""
     wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
     actor = wrapped.wrap(wrapped.actor)
     for step in range(20):  # until no control blocks are exchanged
@@ -397,12 +390,8 @@ def other_wrapper_gone_in_backward(world: World) -> None:
     torch.testing.assert_close(wrapped.body.weight.grad, bare.body.weight.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_a_wrapper_that_goes_while_another_one_has_set_its_average_aside(pools: Pools) -> None:
-    """The average was lost, and wrappers that came later left their gradients to a backward that was over."""
-    pools.run(2, other_wrapper_gone_in_backward)
-
-
 def wrapped_again_after_a_failure(world: World) -> None:
+    """A wrapper that had failed counted as one whose backward is under way, so others left gradients to it."""
     wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
     critic, failed = wrapped.wrap(wrapped.critic), wrapped.wrap(wrapped.actor)
     failed.register_comm_hook(None, lambda *_: 1 / 0)
@@ -417,11 +406,6 @@ def wrapped_again_after_a_failure(world: World) -> None:
         (square(bare.actor(bare.batch(step))) + square(bare.critic(bare.batch(step)))).backward()
         same_gradients(wrapped.actor, bare.actor)
         same_gradients(wrapped.critic, bare.critic)
-
-
-def test_a_wrapper_that_has_failed_leaves_its_parameters_to_others(pools: Pools) -> None:
-    """It counted as one whose backward is under way, so others left gradients to it, which stayed each rank's own."""
-    pools.run(2, wrapped_again_after_a_failure)
 
 
 def different_weights(world: World) -> list[str]:
@@ -556,6 +540,7 @@ def test_an_exception_brings_no_gradient_back_that_was_set_aside_earlier(pools: 
 
 
 def chunks_by_rank(world: World) -> None:
+    """Counts of forwards were refused without need; only synchronizations have to be equal in number."""
     wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
     actor = wrapped.wrap(wrapped.actor)
     optimizers = [torch.optim.SGD(module.parameters(), 0.1) for module in (wrapped.actor, bare.actor)]
@@ -572,6 +557,12 @@ def chunks_by_rank(world: World) -> None:
             optimizer.step()
 
 
-def test_ranks_may_run_different_numbers_of_forwards_where_no_buffers_are_broadcast(pools: Pools) -> None:
-    """What has to be equal is the number of synchronizations; counts of forwards were refused without need."""
-    pools.run(2, chunks_by_rank)
+EXACT = [a_rank_without_data, adds_to_an_average_on_one_rank, other_wrapper_gone_in_backward]
+EXACT += [wrapped_again_after_a_failure, chunks_by_rank]
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.__name__)
+def test_gradients_are_those_of_one_process_where_ranks_or_wrappers_differ(
+    pools: Pools, case: Callable[[World], None]
+) -> None:
+    pools.run(2, case)
