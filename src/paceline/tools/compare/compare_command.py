@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from paceline.core.option_rules import whole_number
 from paceline.core.output.charts import check_chart, write_chart
 from paceline.core.output.files import check_file, write_file
 from paceline.core.output.messages import say
@@ -42,8 +43,7 @@ class Comparison:
 
     def check(self, ways: Sequence[Way]) -> None:
         """Reject invalid settings before anything runs."""
-        if self.steps < 1:
-            raise UsageError(f"--steps must be at least 1, not {self.steps}")
+        whole_number("--steps", self.steps)
         config: Any = self.config
         most = max(way.devices for way in ways)
         if config is not None and most > (samples := config.batch_size // config.micro_batches):
