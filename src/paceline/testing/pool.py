@@ -13,18 +13,15 @@ whole body runs on ranks, use the marker.
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
-import signal
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -36,7 +33,8 @@ from paceline.core.processes.world import World, init
 from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
 from paceline.launch.fork_server.policy import LIBRARY
 from paceline.launch.loopback import loopback_store
-from paceline.testing.ranks.child import environment
+from paceline.testing.ranks.child import environment, stacks_on_request
+from paceline.testing.ranks.processes import ask_for_stacks, stack_of
 
 TIMEOUT_S = 120.0
 ECHO_S = 1.0
@@ -93,22 +91,23 @@ class Ranks:
             raise RankFailed("the ranks have ended, after the failure of an earlier call")
         self.start(function, *arguments)
         results: dict[int, Any] = {}
+        failures: list[str] = []
+        silent = list(range(self.size))
         deadline = time.monotonic() + self.timeout
-        while len(results) < self.size:
-            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
-            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                silent = [rank for rank in range(self.size) if rank not in results]
-                stacks = self._stacks_of(silent)
-                self.kill()
-                raise RankFailed(f"ranks {silent} did not answer within {self.timeout:.0f} s{stacks}")
-            for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
+        while silent and (ready := wait([self._pipes[rank] for rank in silent], max(0.0, deadline - time.monotonic()))):
+            for rank in [rank for rank in silent if self._pipes[rank] in ready]:
+                silent.remove(rank)
                 ok, value = self._receive(rank)
-                if not ok:
-                    others = self._failures_of(set(range(self.size)) - {rank, *results})
-                    self.kill()
-                    raise RankFailed(f"{value}{others}")
-                results[rank] = value
+                if ok:
+                    results[rank] = value
+                else:  # another rank may have caused it
+                    failures.append(value)
+                    deadline = time.monotonic() + ECHO_S
+        if silent or failures:
+            failures = failures or [f"ranks {silent} did not answer within {self.timeout:.0f} s"]
+            message = "\n".join([*failures, *self._stacks_of(silent)])
+            self.kill()
+            raise RankFailed(message)
         return [results[rank] for rank in range(self.size)]
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
@@ -120,35 +119,12 @@ class Ranks:
             return False, f"rank {rank} died with exit code {self.processes[rank].exitcode}"
         return ok, value if ok else f"rank {rank} raised:\n{value}"
 
-    def _failures_of(self, ranks: set[int]) -> str:
-        """Return errors and stacks of the other `ranks`. One of them may have caused the first failure."""
-        failures = ""
-        while ranks and (ready := wait([self._pipes[rank] for rank in ranks], ECHO_S)):
-            for rank in [rank for rank in sorted(ranks) if self._pipes[rank] in ready]:
-                ranks.discard(rank)
-                ok, value = self._receive(rank)
-                failures += "" if ok else f"\n{value}"
-        return failures + self._stacks_of(sorted(ranks))
-
-    def _stacks_of(self, ranks: list[int]) -> str:
+    def _stacks_of(self, ranks: list[int]) -> list[str]:
         """Return the stacks of `ranks`, which their main threads write after a signal."""
-        for rank in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        stacks = dict.fromkeys(ranks, "")
-        deadline = time.monotonic() + STACK_S
-        is_changing = bool(ranks)
-        while is_changing and time.monotonic() < deadline:
-            time.sleep(0.1)
-            previous, stacks = stacks, {rank: self._written_by(rank) for rank in ranks}
-            is_changing = stacks != previous or not all(stacks.values())
-        return "".join(
-            f"\nrank {rank} did not answer, and is here:\n{stack}" for rank, stack in stacks.items() if stack
-        )
-
-    def _written_by(self, rank: int) -> str:
-        file = Path(self._folder.name, str(rank))
-        return file.read_text() if file.exists() else ""
+        folder = Path(self._folder.name)
+        ask_for_stacks(folder, {rank: self.processes[rank].pid for rank in ranks}, STACK_S)
+        stacks = {rank: stack_of(folder, rank) for rank in ranks}
+        return [f"rank {rank} did not answer, and is here:\n{stack}" for rank, stack in stacks.items() if stack]
 
     def kill(self) -> None:
         """End every rank at once."""
@@ -169,9 +145,9 @@ class Ranks:
         """
         if not self._pipes[rank].poll(seconds):
             raise RankFailed(f"rank {rank} did not answer within {seconds:g} s")
-        ok, value = self._pipes[rank].recv()
+        ok, value = self._receive(rank)
         if not ok:
-            raise RankFailed(f"rank {rank}:\n{value}")
+            raise RankFailed(value)
         return value
 
     def close(self) -> None:
@@ -242,10 +218,6 @@ def _serve(
     """Run a rank: join the process group, and answer calls until the pipe closes."""
     gc.freeze()  # a collection would copy the memory of all modules that the fork server has loaded
     os.environ.update(environment(rank, size, port))
-    # A hanging rank writes its stack after a signal. A watchdog thread would read frames while they run, which has
-    # crashed slow ranks.
-    stack = Path(folder, str(rank)).open("w")  # noqa: SIM115  # open until the rank ends
-    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     if warnings_are_errors:
         warnings.simplefilter("error")
         # Tests give all ranks the same inputs on purpose, see pyproject.toml.
@@ -255,27 +227,28 @@ def _serve(
     torch.set_num_threads(1)
     world: World | None = None
     try:
-        while True:
-            answer: tuple[bool, Any]
-            try:
-                # Unpickled below, so that an unknown function fails the call, and not the rank.
-                call = pipe.recv_bytes()
-            except EOFError:
-                break
-            try:
-                function, arguments = pickle.loads(call)
-                if world is None:
-                    # Shorter than the caller's, so that a hang ends with torch's message.
-                    world = init(backend, timeout=timedelta(seconds=timeout * 0.8))
-                answer = (True, function(world, *arguments))
-            # Also SystemExit and pytest's outcomes: the caller waits for an answer.
-            except BaseException:
-                answer = (False, traceback.format_exc())
-            try:
-                pipe.send(answer)
-            except Exception:
-                # A result that cannot be pickled; send() has not sent any of it.
-                pipe.send((False, traceback.format_exc()))
+        with stacks_on_request(Path(folder), rank):
+            while True:
+                answer: tuple[bool, Any]
+                try:
+                    # Unpickled below, so that an unknown function fails the call, and not the rank.
+                    call = pipe.recv_bytes()
+                except EOFError:
+                    break
+                try:
+                    function, arguments = pickle.loads(call)
+                    if world is None:
+                        # Shorter than the caller's, so that a hang ends with torch's message.
+                        world = init(backend, timeout=timedelta(seconds=timeout * 0.8))
+                    answer = (True, function(world, *arguments))
+                # Also SystemExit and pytest's outcomes: the caller waits for an answer.
+                except BaseException:
+                    answer = (False, traceback.format_exc())
+                try:
+                    pipe.send(answer)
+                except Exception:
+                    # A result that cannot be pickled; send() has not sent any of it.
+                    pipe.send((False, traceback.format_exc()))
     finally:
         if world is not None:
             # Without destroy_process_group(), because a peer may be gone.

@@ -418,6 +418,19 @@ def _() -> None:
     assert c10d.get_default_store().get("contract") == b"kept"
 
 
+@contract("torch.distributed.distributed_c10d._exception_logger")
+def _() -> None:
+    imported_earlier: Any = dist.barrier
+    cell = c10d.cell_of("barrier")
+    assert cell is not None
+    original, cell.cell_contents = cell.cell_contents, lambda: "replaced"
+    try:
+        assert imported_earlier() == "replaced"
+    finally:
+        cell.cell_contents = original
+    assert c10d.cell_of("monitored_barrier") is None
+
+
 @contract("torch.distributed.distributed_c10d._get_default_timeout")
 def _() -> None:
     assert c10d.get_default_timeout("gloo") == dist.constants.default_pg_timeout

@@ -6,7 +6,7 @@ import importlib
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,20 +14,17 @@ import pytest
 import torch
 from _pytest._code.code import ExceptionChainRepr, ExceptionRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
-from paceline.core.telemetry.users_code import is_users
 from paceline.errors import UsageError
 from paceline.testing.pool import RankFailed
 from paceline.testing.pytest_plugin import coverage as coverage_of_ranks
 from paceline.testing.pytest_plugin.deferred_fixtures import defer
 from paceline.testing.pytest_plugin.marks import RanksMark
 from paceline.testing.pytest_plugin.worker import Listener, run_body
-from paceline.testing.ranks.outcomes import Ending, Verdict, judge, others
+from paceline.testing.ranks.outcomes import Ending, Outcome, Verdict, judge, others
 from paceline.testing.ranks.processes import RankRun
-from paceline.testing.ranks.recorded_collectives import Places, places_in
 
 MARK: pytest.StashKey[RanksMark] = pytest.StashKey()
 RESULT: pytest.StashKey[tuple[Verdict, Sequence[Ending], int]] = pytest.StashKey()
-PLACES: pytest.StashKey[tuple[object, Places]] = pytest.StashKey()
 MODULES: pytest.StashKey[dict[str, None]] = pytest.StashKey()
 """Modules that ranks of earlier tests imported, and that the test process will import before the next test."""
 
@@ -43,14 +40,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if not _is_on_ranks(item):
         return
     marker: Any = item.get_closest_marker("ranks")
-    refusal, mark = "", None
     try:
-        mark = RanksMark.of(marker.args, marker.kwargs)
+        _set_up(item, RanksMark.of(marker.args, marker.kwargs))
     except UsageError as error:
-        refusal = str(error)
-    if mark is None:  # after the except block, so that the report shows only the refusal
-        pytest.fail(f"{item.name}: {refusal}", pytrace=False)
-    _set_up(item, mark)
+        raise pytest.fail.Exception(f"{item.name}: {error}", pytrace=False) from None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -85,23 +78,20 @@ def _set_up(item: Any, mark: RanksMark) -> None:
         reason = f"NCCL needs {max(mark.counts)} GPUs, and this host has {torch.cuda.device_count()}"
         # with the location of the test
         raise pytest.skip.Exception(reason, _use_item_location=True)
-    refusal = ""
     count = getattr(getattr(item, "callspec", None), "params", {}).get("paceline_ranks")
     if len(mark.counts) > 1 and not hasattr(item, "callspec"):
-        refusal = (
+        raise UsageError(
             f"a method of a unittest.TestCase cannot run on {mark.counts} ranks one after the other; give one number"
         )
-    elif (count is None) == (len(mark.counts) > 1) or (count is not None and count not in mark.counts):
-        refusal = (
+    if (count is None) == (len(mark.counts) > 1) or (count is not None and count not in mark.counts):
+        raise UsageError(
             "the ranks marker on a single parameter takes one number; remove a marker with several numbers on the test"
         )
-    elif getattr(item.obj, "is_hypothesis_test", False):
-        refusal = (
+    if getattr(item.obj, "is_hypothesis_test", False):
+        raise UsageError(
             "Hypothesis cannot draw examples inside of ranks; remove the marker, and call "
             "paceline.testing.Pools().run(2, function, example) in the test"
         )
-    if refusal:
-        pytest.fail(f"{item.name}: {refusal}", pytrace=False)
     if not item.config.pluginmanager.has_plugin(Listener.NAME):
         item.config.pluginmanager.register(Listener(), Listener.NAME)
     _load(item.config.stash.setdefault(MODULES, {}))
@@ -131,20 +121,12 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
         # Tests or other plugins may close or replace a stream.
         with suppress(ValueError, OSError, AttributeError):
             stream.flush()  # type: ignore[union-attr]  # a fork would write the buffer again
-    runner, places = RankRun(size, mark.timeout), _places(item)
-    refusal, endings = "", []
+    runner = RankRun(size, mark.timeout)
     try:
-        endings = runner(lambda connected: run_body(item, runtest, mark, places, connected), coverage_of_ranks.harvest)
+        endings = runner(lambda connected: run_body(item, runtest, mark, connected), coverage_of_ranks.harvest)
     except UsageError as error:
-        refusal = str(error)
-    if refusal:  # after the except block, so that the report shows only the refusal
-        pytest.fail(refusal, pytrace=False)
-    for ending in endings:
-        if ending.outcome is not None:
-            item.config.stash[MODULES].update(dict.fromkeys(ending.outcome.modules))
-    _pass_on_output(item, endings)
-    _pass_on_properties(item, endings)
-    _pass_on_warnings(endings)
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
+    _pass_on(item, {ending.rank: ending.outcome for ending in endings if ending.outcome is not None})
     verdict = judge(endings, mark.timeout, runner.deadlock)
     if verdict.kind == "passed":
         return
@@ -152,47 +134,19 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
     raise _exception_of(verdict)
 
 
-def _places(item: Any) -> Places:
-    """Return the places of torch's functions, cached until another module is imported."""
-    loaded = len(sys.modules), next(reversed(sys.modules)), id(item.module)
-    cached = item.config.stash.get(PLACES, None)
-    if cached is None or cached[0] != loaded:
-        cached = item.config.stash[PLACES] = loaded, places_in(_users_namespaces(item))
-    places: Places = cached[1]
-    return places
-
-
-def _users_namespaces(item: Any) -> list[dict[str, Any]]:
-    """Return the namespaces of the user's modules, which may have imported functions of torch."""
-    modules = {id(module): module for module in [*sys.modules.values(), item.module]}
-    return [vars(module) for module in modules.values() if is_users(getattr(module, "__dict__", {}).get("__file__"))]
-
-
-def _pass_on_output(item: Any, endings: Sequence[Ending]) -> None:
-    for ending in endings:
-        for name, text in ending.outcome.sections if ending.outcome is not None else ():
-            item.add_report_section("call", f"{name} of rank {ending.rank}", text)
-
-
-def _pass_on_properties(item: Any, endings: Sequence[Ending]) -> None:
-    """Record each property of the ranks once."""
-    for ending in endings:
-        for entry in ending.outcome.properties if ending.outcome is not None else ():
-            if entry not in item.user_properties:
-                item.user_properties.append(entry)
-
-
-def _pass_on_warnings(endings: Sequence[Ending]) -> None:
-    """Issue each warning of the ranks once."""
-    seen = set()
+def _pass_on(item: Any, outcomes: Mapping[int, Outcome]) -> None:
+    """Report the output of every rank, and each property and warning of the ranks once."""
+    all_warnings: dict[tuple[str, bytes, str, int], None] = {}
+    for rank, outcome in outcomes.items():
+        for name, text in outcome.sections:
+            item.add_report_section("call", f"{name} of rank {rank}", text)
+        item.user_properties += [entry for entry in outcome.properties if entry not in item.user_properties]
+        item.config.stash[MODULES].update(dict.fromkeys(outcome.modules))
+        all_warnings |= dict.fromkeys(outcome.warnings)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        for ending in endings:
-            for warning in ending.outcome.warnings if ending.outcome is not None else ():
-                if warning not in seen:
-                    seen.add(warning)
-                    text, category, file, line = warning
-                    warnings.warn_explicit(text, pickle.loads(category), file, line)
+        for text, category, file, line in all_warnings:
+            warnings.warn_explicit(text, pickle.loads(category), file, line)
 
 
 def _exception_of(verdict: Verdict) -> BaseException:

@@ -21,6 +21,7 @@ from _pytest.outcomes import XFailed
 
 import paceline.core.processes.world
 from paceline.core.processes.private_store import STORE
+from paceline.core.torch_internals.distributed.c10d import cell_of
 from paceline.errors import CommunicationError
 from paceline.testing.faults import Faults
 from paceline.testing.pytest_plugin import captured_output
@@ -30,7 +31,7 @@ from paceline.testing.pytest_plugin.marks import RanksMark
 from paceline.testing.pytest_plugin.users_frames import first_line, keep_users_frames
 from paceline.testing.ranks.child import Connected, environment
 from paceline.testing.ranks.outcomes import Outcome
-from paceline.testing.ranks.recorded_collectives import Places, Recorder, replace
+from paceline.testing.ranks.recorded_collectives import Recorder
 
 LEAST_PATIENCE_S = 30.0
 """Minimum timeout of collectives in seconds, because ranks need time to start."""
@@ -38,8 +39,8 @@ CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed 
 """Parts of the messages of collectives that failed because of another rank."""
 
 
-def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Places, connected: Connected) -> Outcome:
-    """Run the test of `item` on this rank, and record the calls of torch's functions in `places`."""
+def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected: Connected) -> Outcome:
+    """Run the test of `item` on this rank, and record its calls of torch's functions."""
     modules, properties = len(sys.modules), len(item.user_properties)
     captured_output.separate(item.config)
     reports = _listen(item.config, connected)
@@ -47,7 +48,7 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Pl
         records: list[Any] | None = None
         if "recwarn" not in item.fixturenames:  # the fixture records them itself
             records = stack.enter_context(warnings.catch_warnings(record=True))
-        recorder, error = _run(item, runtest, mark, places, connected)
+        recorder, error = _run(item, runtest, mark, connected)
         error = error or _unittest_error(item)
     outcome = _outcome_of(item, error, connected)
     for report in reports:  # of subtests
@@ -64,7 +65,7 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Pl
 
 
 def _run(
-    item: Any, runtest: Callable[[], None], mark: RanksMark, places: Places, connected: Connected
+    item: Any, runtest: Callable[[], None], mark: RanksMark, connected: Connected
 ) -> tuple[Recorder | None, BaseException | None]:
     """Join the process group, set up the deferred fixtures, run the body, and tear them down."""
     __tracebackhide__ = True
@@ -79,9 +80,9 @@ def _run(
         # Shorter than a long timeout of the test, so that a hang ends with the message of the collective.
         patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
         world = paceline.core.processes.world.init(mark.backend, patience)
-        _let_the_test_initialize(connected.port, places)
+        _let_the_test_initialize(connected.port)
         recorder = Recorder(connected.note)
-        recorder.install(places)
+        recorder.install()
         connected.send("begun")
         _set_up_deferred(item, world, faults)
         runtest()
@@ -116,13 +117,14 @@ WORLD: pytest.StashKey[Any] = pytest.StashKey()
 FAULTS: pytest.StashKey[Any] = pytest.StashKey()
 
 
-def _let_the_test_initialize(port: int, places: Places) -> None:
+def _let_the_test_initialize(port: int) -> None:
     """Allow a test to make the default process group itself, after closing the unused one.
 
     If the test's store is not the one at `port`, one of the ranks must serve it.
     """
-    original = dist.init_process_group
-    is_ours = [True]
+    cell = cell_of("init_process_group")
+    assert cell is not None
+    original, is_ours = cell.cell_contents, [True]
 
     @functools.wraps(original)
     def init_process_group(*arguments: Any, **options: Any) -> Any:
@@ -134,7 +136,7 @@ def _let_the_test_initialize(port: int, places: Places) -> None:
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         return original(*arguments, **options)
 
-    replace("init_process_group", init_process_group, places)
+    cell.cell_contents = init_process_group
 
 
 def _warn_of_unhandled(config: pytest.Config) -> None:

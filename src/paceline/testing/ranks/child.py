@@ -9,8 +9,8 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,6 +55,16 @@ class Connected:
         return bool(self.pipe.recv())
 
 
+@contextmanager
+def stacks_on_request(folder: Path, rank: int) -> Iterator[None]:
+    """Enter a block in which this process writes its stack into `folder` after a signal, and when it crashes."""
+    with path_of(folder, rank).open("w") as stack:
+        faulthandler.enable(stack)
+        if stack_signal():
+            faulthandler.register(stack_signal(), stack, all_threads=False, chain=False)
+        yield
+
+
 def be_rank(body: Callable[[Connected], Outcome], connected: Connected) -> NoReturn:
     """Run `body` in this process, which was just forked, and wait to be killed."""
     try:
@@ -64,10 +74,7 @@ def be_rank(body: Callable[[Connected], Outcome], connected: Connected) -> NoRet
         signal.set_wakeup_fd(-1)  # the descriptor belongs to an event loop of the test process
         random.setstate(connected.drawn)  # Python reseeds forks, but a fixture's seed is also for the ranks
         torch.set_num_threads(1)  # the fork lacks the OpenMP threads of the test process, and would wait for them
-        with path_of(connected.folder, connected.rank).open("w") as stack:
-            faulthandler.enable(stack)
-            if stack_signal():
-                faulthandler.register(stack_signal(), stack, all_threads=False, chain=False)
+        with stacks_on_request(connected.folder, connected.rank):
             connected.send("ended", body(connected))
             with suppress(EOFError, OSError):
                 connected.pipe.recv()

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
 from paceline.core.telemetry.users_code import is_users
-from paceline.testing.ranks.recorded_collectives import Calls, unmatched
+from paceline.testing.ranks.recorded_collectives import ONE_TO_ONE, Calls, unmatched
 
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 MACHINERY = ["/_pytest/", "/pluggy/", "/pytest/__main__", "/pytest_paceline.py", "<frozen runpy>"]
@@ -174,7 +174,7 @@ def own_frames(stack: str) -> str:
 def position(note: Mapping[str, Any], stack: str, has_begun: bool) -> str:
     """Return the position of a rank in one line, from its latest recorded call and its Python stack."""
     if note.get("inside"):
-        number = f", its collective {note['number']}" if note["call"] not in ("send", "recv") else ""
+        number = f", its collective {note['number']}" if note["call"] not in ONE_TO_ONE else ""
         return f"is in {note['call']}{number}, called at {note['place']}"
     for path, line, function in FRAME.findall(stack):
         if is_users(path):

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -39,7 +39,7 @@ from paceline.launch.rank.stack_dump import number as stack_signal
 from paceline.launch.rank.stack_dump import path_of
 from paceline.testing.ranks.child import Connected, be_rank
 from paceline.testing.ranks.outcomes import Ending, Outcome, own_frames, position
-from paceline.testing.ranks.recorded_collectives import Note
+from paceline.testing.ranks.recorded_collectives import ONE_TO_ONE, Note
 
 START_S = 120.0
 """Seconds for the ranks to start."""
@@ -71,9 +71,6 @@ class RankProcess:
     reports_until: float = 0.0
     """Time until which to wait for the report of an exception."""
     is_debugged: bool = False
-    in_call: tuple[str, int] = ("", 0)
-    """Group and number of its latest collective."""
-    in_call_since: float = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -185,20 +182,17 @@ class RankRun:
             process.is_debugged = False
 
     def _check_death(self, process: RankProcess, patience: float = 0.0) -> None:
+        if process.ending.code is not None:
+            return
         deadline = time.monotonic() + patience
-        while process.ending.code is None:
-            pid, status = os.waitpid(process.pid, os.WNOHANG)
-            if pid or time.monotonic() >= deadline:
-                break
+        while not (ended := os.waitpid(process.pid, os.WNOHANG))[0]:
+            if time.monotonic() >= deadline:
+                return
             time.sleep(0.005)
-        else:
-            return
-        if not pid:
-            return
         with suppress(EOFError, OSError):  # its last messages
             while not process.is_over and process.pipe.poll():
                 self._take(process, *process.pipe.recv())
-        process.ending.code = os.waitstatus_to_exitcode(status)
+        process.ending.code = os.waitstatus_to_exitcode(ended[1])
         process.ending.when = time.monotonic() - self._start
         process.is_debugged = False
 
@@ -224,12 +218,9 @@ class RankRun:
         """Return whether a rank is in a collective that another rank has not joined before it finished."""
         for process in self.processes:
             call = process.note.read()
-            if process.is_over or not call.get("inside"):
-                process.in_call = ("", 0)
+            if process.is_over or not call.get("inside") or call["call"] in ONE_TO_ONE:
                 continue
-            if process.in_call != (call["group"], call["number"]):
-                process.in_call, process.in_call_since = (call["group"], call["number"]), now
-            if now - process.in_call_since < STUCK_S or not call["number"] or call["call"] in ("send", "recv"):
+            if now - call["since"] < STUCK_S:
                 continue
             for other in self.processes:
                 outcome = other.ending.outcome
@@ -244,16 +235,9 @@ class RankRun:
     def _ask_for_stacks(self, folder: Path) -> None:
         """Ask the remaining ranks for their stacks, and add the stacks of crashed ranks."""
         asked = [process for process in self.processes if not process.is_over]
-        for process in asked if stack_signal() else []:
-            with suppress(OSError):
-                os.kill(process.pid, stack_signal())
-        deadline = time.monotonic() + ANSWER_S
-        while time.monotonic() < deadline and not all(_stack(folder, process) for process in asked):
-            time.sleep(0.01)
-        if asked:
-            time.sleep(0.05)  # for the rest of a stack
+        ask_for_stacks(folder, {process.ending.rank: process.pid for process in asked}, ANSWER_S)
         for process in self.processes:
-            process.ending.stack = own_frames(_stack(folder, process))
+            process.ending.stack = own_frames(stack_of(folder, process.ending.rank))
         for process in asked:
             process.ending.doing = position(process.note.read(), process.ending.stack, process.begun is not None)
             process.ending.when = time.monotonic() - self._start
@@ -306,8 +290,21 @@ def check_fork() -> None:
         )
 
 
-def _stack(folder: Path, process: RankProcess) -> str:
+def ask_for_stacks(folder: Path, pids: Mapping[int, int], seconds: float) -> None:
+    """Ask ranks, given with their process ids, for their stacks; wait at most `seconds` until all are in `folder`."""
+    for pid in pids.values() if stack_signal() else ():
+        with suppress(OSError):
+            os.kill(pid, stack_signal())
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not all(stack_of(folder, rank) for rank in pids):
+        time.sleep(0.01)
+    if pids:
+        time.sleep(0.05)  # for the rest of a stack
+
+
+def stack_of(folder: Path, rank: int) -> str:
+    """Return the stack that a rank has written; an empty string without one."""
     try:
-        return path_of(folder, process.ending.rank).read_text(errors="replace").strip()
+        return path_of(folder, rank).read_text(errors="replace").strip()
     except OSError:
         return ""

@@ -11,7 +11,8 @@ import functools
 import json
 import mmap
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,10 +20,10 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from paceline.core.telemetry.spans import COLLECTIVES
+from paceline.core.torch_internals.distributed.c10d import cell_of
 
-ONE_TO_ONE = ["send", "recv"]
+ONE_TO_ONE = ("send", "recv")
 """Functions that are written to shared memory but not compared, because they are not collectives."""
-REPLACED = [*COLLECTIVES, *ONE_TO_ONE, "init_process_group"]
 SIZE = 4096
 
 
@@ -38,8 +39,6 @@ class GroupCalls:
 
 
 Calls = dict[str, GroupCalls]
-Places = Mapping[str, Sequence[tuple[dict[str, Any], str]]]
-"""Namespaces with each function of ``torch.distributed``, and its name in them."""
 
 
 class Note:
@@ -76,12 +75,12 @@ class Recorder:
         self._works: dict[str, Any] = {}
         """The latest asynchronous call of each group."""
 
-    def install(self, places: Places) -> None:
-        """Wrap torch's functions in all `places`."""
+    def install(self) -> None:
+        """Record the calls of torch's functions from now on, except ``monitored_barrier``, which names ranks itself."""
         Recorder.current = self
         for name in (*COLLECTIVES, *ONE_TO_ONE):
-            if name in places:
-                replace(name, self._wrap(name, getattr(dist, name)), places)  # may be a test's own function
+            if (cell := cell_of(name)) is not None:
+                cell.cell_contents = self._wrap(name, cell.cell_contents)
 
     def result(self) -> Calls:
         """Return the calls by group, with the failures of asynchronous calls."""
@@ -106,7 +105,7 @@ class Recorder:
             if name in COLLECTIVES:
                 calls.calls.append((name, place))
             entry = {"call": name, "place": place, "group": key, "number": len(calls.calls), "ranks": calls.ranks}
-            self._note.write(**entry, inside=True)
+            self._note.write(**entry, inside=True, since=time.monotonic())
             self._inside = True
             try:
                 result = original(*arguments, **options)
@@ -129,25 +128,6 @@ class Recorder:
         if name not in self.groups:
             self.groups[name] = GroupCalls(list(dist.get_process_group_ranks(group)))
         return name
-
-
-def places_in(namespaces: Iterable[dict[str, Any]]) -> Places:
-    """Return the places of torch's functions: in torch, and in the `namespaces` that imported them by name."""
-    names = {id(getattr(dist, name)): name for name in REPLACED if hasattr(dist, name)}
-    places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
-    for namespace in (vars(dist), vars(dist.distributed_c10d), *namespaces):
-        for key, value in list(namespace.items()):
-            if name := names.get(id(value)):
-                places[name].append((namespace, key))
-    return places
-
-
-def replace(name: str, replacement: Any, places: Places) -> None:
-    """Replace the function of this name in all `places`."""
-    original = getattr(dist, name)
-    for namespace, key in places[name]:
-        if namespace.get(key) is original:
-            namespace[key] = replacement
 
 
 def place_of(frame: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from types import CellType
 from typing import Any
 
 import torch.distributed as dist
@@ -42,6 +43,15 @@ def get_default_timeout(backend: str) -> timedelta:
     """Return the timeout of a process group of `backend` that is made without one."""
     timeout: timedelta = _c10d._get_default_timeout(dist.Backend(backend))
     return timeout
+
+
+def cell_of(name: str) -> CellType | None:
+    """Return the cell that holds the inner function of a decorated function of ``torch.distributed``; None without one.
+
+    Another function in the cell is called by every caller, however it has imported the decorated function.
+    """
+    closure = getattr(_c10d, name).__closure__  # of torch's _exception_logger
+    return closure[0] if closure else None
 
 
 def get_known_groups() -> Mapping[Any, tuple[str, Store]]:
