@@ -326,7 +326,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 if self._opened is not None:
                     self._opened.close()
                 self._opened = None
-        if was_open and not failing and self._schedule.is_set:
+        if was_open and not failing and self.every is not None:
             self.due.check_some(self._path)
 
     def __exit__(self, *_: object) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights
-from paceline.checkpoint.format import safetensors_file, state_codec, verify
+from paceline.checkpoint.format import metadata, safetensors_file, state_codec, verify
 from paceline.core import strict_json
 from paceline.errors import CheckpointError, NoCheckpoint
 
@@ -209,6 +209,16 @@ def test_a_forged_state_is_refused(folder: Path, change: Callable[[dict[str, Any
     forge_state(folder / "step-00000002", change)
     with pytest.raises(CheckpointError, match="malformed"):
         restored(folder)
+
+
+def test_damaged_notes_are_named_by_their_own_file(folder: Path) -> None:
+    # The message named the manifest.
+    path = folder / "step-00000002" / "metadata.json"
+    path.write_bytes(b"{}")
+    about = {"path": path.name, "size": 2, "sha256": hashlib.sha256(b"{}").hexdigest(), "role": path.name}
+    forge(path.parent, lambda body: body["files"].append({**about, "rank": None, "tensors": {}}))
+    with pytest.raises(verify.Damaged, match=r"^metadata.json: it has unexpected entries"):
+        metadata.read_verified(path.parent, 2)
 
 
 def test_a_pickle_in_the_place_of_a_file_is_never_loaded(folder: Path) -> None:

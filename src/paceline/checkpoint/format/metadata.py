@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.checkpoint.format import manifest, state_codec, verify
+from paceline.checkpoint.format import state_codec, verify
 from paceline.checkpoint.format.state_codec import Encoder, Unencodable
 from paceline.core import strict_json
 from paceline.core.processes import consensus
@@ -97,7 +97,7 @@ def read_verified(folder: Path, step: int) -> Notes:
     file = verify.read_manifest(folder, step).file(NAME)
     if file is None:
         return Notes()
-    return verify.read_listed(folder, file, parse, manifest.NAME)
+    return verify.read_listed(folder, file, parse)
 
 
 def _is_number(value: Any) -> bool:

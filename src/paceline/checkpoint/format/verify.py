@@ -61,13 +61,13 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     return listed
 
 
-def read_listed(folder: Path, file: File, parse: Callable[[bytes], Value], name: str) -> Value:
+def read_listed(folder: Path, file: File, parse: Callable[[bytes], Value]) -> Value:
     """Parse the JSON document that the manifest of the checkpoint `folder` lists as `file`."""
     check_bytes(folder / file.path, file)
     try:
         return parse(read_document(folder / file.path))
     except ValueError as error:
-        raise Damaged(f"{name}: {error}") from None
+        raise Damaged(f"{file.path}: {error}") from None
 
 
 def read_document(path: Path) -> bytes:

@@ -22,7 +22,7 @@ from paceline.checkpoint.format.metadata import Keep, Notes
 from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.saving.run_folder import RunFolder
 from paceline.checkpoint.saving.save import Part, Save
-from paceline.checkpoint.saving.writer import Draft
+from paceline.checkpoint.saving.writer import write
 from paceline.checkpoint.steps.missing_rank_state import carry_over
 from paceline.checkpoint.steps.rank_states import OwnStates, read_own_states
 from paceline.checkpoint.steps.step_barrier import StepBarrier, states_path
@@ -114,7 +114,7 @@ class Rescue:
     def _write(self, store: Storage, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates]) -> None:
         states: list[Part] = [*((None, capture) for capture in shared), *enumerate(map(_joined, ranks))]
         size = sum(free_space.needed(capture.tensors.values()) for _, capture in states)
-        Draft(store, Save(step, len(ranks), size, Notes())).write(states)
+        write(store, Save(step, len(ranks), size, Notes()), store.start(step, size), states)
 
 
 def _is_from_wrong_rank(error: BaseException) -> bool:

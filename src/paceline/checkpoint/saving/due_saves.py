@@ -27,13 +27,10 @@ class SaveInterval:
         self._ask = 0
         """The step of rank 0's next decision."""
 
-    @property
-    def is_set(self) -> bool:
-        return self._every is not None
-
     def check(self) -> None:
         every = self._every
-        if not (every is None or (type(every) is int and every > 0) or _is_time(every)):
+        is_time = isinstance(every, timedelta) and every > timedelta(0)
+        if not (every is None or (type(every) is int and every > 0) or is_time):
             raise UsageError(
                 f"every={every!r} must be a positive number of steps or a positive timedelta; give a value such as 100"
             )
@@ -61,10 +58,6 @@ class SaveInterval:
             return [True, step + max(1, int((step - first) / 2))]
         seconds_a_step = (now - began) / max(1, step - first)
         return [False, step + max(1, int((interval - (now - began)) / seconds_a_step / 2))]
-
-
-def _is_time(every: Any) -> bool:
-    return isinstance(every, timedelta) and every > timedelta(0)
 
 
 class Saver(Protocol):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.format import manifest, safetensors_file
 from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format.manifest import RANK_ROLE, File, Manifest
@@ -27,58 +26,40 @@ from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointError, CheckpointWarning
 
 
-class Draft:
-    """A checkpoint in a temporary folder, until all of it is written."""
+def write(store: Storage, order: Save, draft: Path, states: Iterable[Part]) -> Path:
+    """Write all files into the temporary folder `draft`, the manifest last, and rename it; then it is durable."""
+    files: list[File] = []
 
-    def __init__(self, store: Storage, order: Save) -> None:
-        self._storage, self._order = store, order
-        self._files: list[File] = []
-        self._folder = store.start(order.step, order.size)
+    def add(path: str, role: str, content: Iterable[bytes | memoryview], **about: Any) -> None:
+        size, digest = step_folders.write_file(draft / path, content)
+        files.append(File(path, size, digest, role, **about))
 
-    def write(self, states: Iterable[Part]) -> Path:
-        """Write all files, the manifest last, and rename the folder; then the checkpoint is durable."""
-        try:
-            objects: dict[str, Any] = {}
-            ranks: list[Mapping[str, Any]] = []
-            for rank, capture in states:
-                if rank is None:
-                    objects |= capture.nodes
-                    (name,) = capture.nodes
-                    self._add_tensors(name, None, capture)
-                else:
-                    ranks.append(capture.nodes)
-                    self._add_tensors(RANK_ROLE, rank, capture)
-            if self._order.notes:
-                self._add(notes.NAME, notes.NAME, [self._order.notes.render()])
-            state = {"step": self._order.step, "objects": objects, "ranks": ranks}
-            self._add(manifest.STATE, "state", [strict_json.render(state)])
-            return self._commit()
-        except BaseException:
-            self.abandon()
-            raise
-
-    def abandon(self) -> None:
-        """Remove the written files, as far as possible."""
-        self._storage.abandon(self._folder)
-
-    def _commit(self) -> Path:
-        order = self._order
-        listed = Manifest(order.step, order.world_size, str(torch.__version__), _paceline_version(), tuple(self._files))
-        step_folders.write_file(self._folder / manifest.NAME, [listed.render()])
-        return self._storage.commit(self._folder, order.step)
-
-    def _add_tensors(self, role: str, rank: int | None, capture: Capture) -> None:
-        if not capture.tensors:
-            return
-        path = f"{role}.safetensors" if rank is None else f"{role}-{rank:05d}.safetensors"
-        specs = safetensors_file.specs_of(capture.tensors)
-        content = safetensors_file.pieces(capture.tensors, capture.aliases)
-        self._add(path, role, content, rank=rank, tensors=specs, aliases=dict(capture.aliases))
-        strike("write")
-
-    def _add(self, path: str, role: str, content: Iterable[bytes | memoryview], **about: Any) -> None:
-        size, digest = step_folders.write_file(self._folder / path, content)
-        self._files.append(File(path, size, digest, role, **about))
+    try:
+        objects: dict[str, Any] = {}
+        ranks: list[Mapping[str, Any]] = []
+        for rank, capture in states:
+            if rank is None:
+                objects |= capture.nodes
+                (role,) = capture.nodes
+                path = f"{role}.safetensors"
+            else:
+                ranks.append(capture.nodes)
+                role, path = RANK_ROLE, f"{RANK_ROLE}-{rank:05d}.safetensors"
+            if capture.tensors:
+                specs = safetensors_file.specs_of(capture.tensors)
+                content = safetensors_file.pieces(capture.tensors, capture.aliases)
+                add(path, role, content, rank=rank, tensors=specs, aliases=dict(capture.aliases))
+                strike("write")
+        if order.notes:
+            add(notes.NAME, notes.NAME, [order.notes.render()])
+        state = {"step": order.step, "objects": objects, "ranks": ranks}
+        add(manifest.STATE, "state", [strict_json.render(state)])
+        listed = Manifest(order.step, order.world_size, str(torch.__version__), _paceline_version(), tuple(files))
+        step_folders.write_file(draft / manifest.NAME, [listed.render()])
+        return store.commit(draft, order.step)
+    except BaseException:
+        store.abandon(draft)
+        raise
 
 
 class Writer:
@@ -108,7 +89,7 @@ class Writer:
         """
         assert self._thread is None, "call finish() before the next save"
         with self._explained(order):
-            draft = Draft(self._store, order)  # first, because it raises if the disk has no room
+            draft = self._store.start(order.step, order.size)  # first, because it raises if the disk has no room
             if not self.in_background:
                 return self._write(order, draft, states)
             try:
@@ -116,7 +97,7 @@ class Writer:
                 thread = threading.Thread(target=self._run, args=(order, draft, copies), name="paceline-checkpoint")
                 thread.start()
             except BaseException as error:
-                draft.abandon()
+                self._store.abandon(draft)
                 if isinstance(error, RuntimeError):  # no thread can be started
                     raise OSError(str(error)) from error
                 raise
@@ -148,7 +129,7 @@ class Writer:
         copies = self._staging.copies([capture for _, capture in local])
         return [(rank, copy) for (rank, _), copy in zip(local, copies, strict=True)] + states[len(local) :]
 
-    def _run(self, order: Save, draft: Draft, states: list[Part]) -> None:
+    def _run(self, order: Save, draft: Path, states: list[Part]) -> None:
         try:
             self._write(order, draft, states)
         except BaseException as error:  # finish() raises any error
@@ -156,8 +137,8 @@ class Writer:
             unsaved.__cause__ = error
             self._failed.append(unsaved)
 
-    def _write(self, order: Save, draft: Draft, states: Iterable[Part]) -> Path:
-        path = draft.write(states)
+    def _write(self, order: Save, draft: Path, states: Iterable[Part]) -> Path:
+        path = write(self._store, order, draft, states)
         # Old checkpoints are deleted only after this one is durable.
         self._store.prune(order.step, self._keep)
         self._store.warn_of_later(order.step)

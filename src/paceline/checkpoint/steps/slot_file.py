@@ -108,11 +108,11 @@ def tensors_in(content: bytearray | mmap.mmap, at: int, layout: Layout) -> list[
     tensors = []
     for shape, dtype in layout:
         spec = Spec(tuple(shape), dtype.removeprefix("torch."))
-        tensor = spec.empty("cpu")
         if spec.nbytes:
-            raw = torch.frombuffer(content, dtype=torch.uint8, count=spec.nbytes, offset=at)
-            tensor = raw.view(tensor.dtype).reshape(spec.shape)
-        tensors.append(tensor)
+            memory = torch.frombuffer(content, dtype=torch.uint8, count=spec.nbytes, offset=at)
+            tensors.append(memory.view(getattr(torch, spec.dtype)).view(spec.shape))
+        else:
+            tensors.append(spec.empty())
         at += aligned(spec.nbytes)
     return tensors
 
