@@ -78,6 +78,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     """
 
     progress: GlobalBatchSampler | GlobalBatchStream  # the position of this loader
+    at_last = False
+    """Whether the latest batch is the last of its pass; the same on every rank."""
 
     def __init__(
         self,
@@ -115,7 +117,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             fetch = Reader(self.progress, collate, options.get("num_workers", 0))
         else:
             fetch = Fetch(dataset, collate, self.progress.seed, self.progress.rank)
-        self._at_last = False
         # torch draws a seed for its workers from this generator, not from the rank's global one.
         self._worker_seed = torch.Generator()
         self._torch_loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
@@ -139,11 +140,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             generator=None,
             worker_init_fn=options.get("worker_init_fn"),
         )
-
-    @property
-    def at_last(self) -> bool:
-        """Whether the latest batch is the last of its pass; the same on every rank."""
-        return self._at_last
 
     @property
     def virtual_ranks(self) -> int | None:
@@ -178,7 +174,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         try:
             for batch, last in self._batches():
                 progress.hand_over()
-                self._at_last = last
+                self.at_last = last
                 here = (progress.epoch, progress.position)
                 if check is not None:
                     check.begin_batch(is_empty=batch is None)
@@ -201,7 +197,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             progress.finish()
         finally:
             if not is_exiting() and this_pass == progress.passes:
-                self._at_last = False
+                self.at_last = False
                 progress.leave()
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:

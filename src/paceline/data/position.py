@@ -79,7 +79,15 @@ class Position:
         Raises:
             UsageError: if that pass was left in the middle of an accumulation window; see :meth:`rewind`.
         """
-        self._check_no_open_window()
+        self._consumption.leave()
+        left = self._consumption.left_over(self.position, self.length)
+        if left is not None and self._consumption.window > 1:
+            raise UsageError(
+                f"rank {self.rank}: the last pass was left after batch {self.position} of epoch {self.epoch}, "
+                f"{self.position - left} batches after the last optimizer step, perhaps with their gradients "
+                "accumulated; step before you leave the loop, or call optimizer.zero_grad() and the sampler's rewind() "
+                f"to repeat these batches, or its set_position({self.position}) to skip them"
+            )
         self.rewind()
         if self.position == self.length and not self._named:
             self.finish()
@@ -108,17 +116,6 @@ class Position:
         self._consumption.leave()
         if (left := self._consumption.left_over(self.position, self.length)) is not None:
             self.set_position(left)
-
-    def _check_no_open_window(self) -> None:
-        self._consumption.leave()
-        left = self._consumption.left_over(self.position, self.length)
-        if left is not None and self._consumption.window > 1:
-            raise UsageError(
-                f"rank {self.rank}: the last pass was left after batch {self.position} of epoch {self.epoch}, "
-                f"{self.position - left} batches after the last optimizer step, perhaps with their gradients "
-                "accumulated; step before you leave the loop, or call optimizer.zero_grad() and the sampler's rewind() "
-                f"to repeat these batches, or its set_position({self.position}) to skip them"
-            )
 
     def advance(self, batches: int = 1) -> None:
         """Report that this many more global batches were consumed, whether or not an optimizer steps.

@@ -86,8 +86,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self.size = size_of(dataset)
         self._dataset: Sized | None = None  # gives the size in later epochs; None if `dataset` is a number
         self._costs = None if cost is None else costs_of(cost, dataset, self.size)
-        if cost is not None and self._costs is not None and self.rank == 0:
-            warn_if_equal(self._costs, cost, dataset)
+        if self._costs is not None and self.rank == 0:
+            warn_if_equal(self._costs)
         self.window = at_least("accumulate", accumulate, 1)
         self._split = split_by_padded_cost if padded else split_by_cost
         if cost is None and (padded or self.window > 1):

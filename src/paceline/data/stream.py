@@ -7,12 +7,11 @@ end of the stream without communication, and a position is valid for any number 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from paceline.core.state.data_position import short
 from paceline.core.state.rng import derive_seed, sow
@@ -142,9 +141,6 @@ class End:
     """Stands for a batch beyond the end of the stream."""
 
 
-_END = End()
-
-
 class Reader(Dataset[Any]):
     """Reads a stream in one process, forward only; a ticket for an earlier batch opens the stream again."""
 
@@ -165,7 +161,7 @@ class Reader(Dataset[Any]):
         batch_name = f"batch {ticket.number} of epoch {ticket.epoch}"
         with own_streams():
             try:
-                with undivided():
+                with hide_worker_info():  # many data sets split themselves by worker
                     batch = self._read(ticket)
             except Exception as error:
                 self._samples = None  # an iterator that raised is exhausted; the next ticket reads from the start
@@ -203,7 +199,8 @@ class Reader(Dataset[Any]):
             # Seeded by batch, not by rank: every process must see the same stream, at any position.
             sow(derive_seed("stream", self.seed, self._epoch, self._next))
             if self._samples is None:
-                self._samples = self._open()
+                set_epoch_of(self.dataset, self._epoch)
+                self._samples = iter(self.dataset)
             batch = []
             for sample in islice(self._samples, self.batch_size):
                 batch.append(sample)
@@ -216,10 +213,6 @@ class Reader(Dataset[Any]):
             if self._next > ticket.number or not batch:
                 return batch
 
-    def _open(self) -> Iterator[Any]:
-        set_epoch_of(self.dataset, self._epoch)
-        return iter(self.dataset)
-
 
 def set_epoch_of(dataset: Any, epoch: int) -> None:
     """Call the data set's own ``set_epoch``, if it has one."""
@@ -228,28 +221,18 @@ def set_epoch_of(dataset: Any, epoch: int) -> None:
         set_epoch(epoch)
 
 
-@contextmanager
-def undivided() -> Iterator[None]:
-    """Hide from a data set that it runs in a worker, because many data sets split themselves by worker."""
-    if get_worker_info() is None:
-        yield
-        return
-    with hide_worker_info():
-        yield
-
-
-def with_last(batches: Iterator[Any], stream: GlobalBatchStream) -> Iterator[tuple[Any, bool]]:
+def with_last(batches: Iterator[Read], stream: GlobalBatchStream) -> Iterator[tuple[Read, bool]]:
     """Yield a stream's batches, each with whether it is the last; fetches one batch ahead."""
     number = stream.position
-    batch = next(batches, _END)
-    if batch is _END and number != stream.length:
+    batch = next(batches, None)
+    if batch is None and number != stream.length:
         raise _ended_early(stream)
-    while batch is not _END:
-        following = next(batches, _END)
+    while batch is not None:
+        following = next(batches, None)
         number += 1
-        if following is _END:
+        if following is None:
             stream.end(number)
-        yield batch, following is _END
+        yield batch, following is None
         batch = following
 
 

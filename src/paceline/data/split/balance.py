@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -142,18 +142,10 @@ def costs_of(cost: Cost, dataset: Any, size: int) -> torch.Tensor:
     return costs
 
 
-def warn_if_equal(costs: torch.Tensor, cost: Cost, dataset: Any) -> None:
+def warn_if_equal(costs: torch.Tensor) -> None:
     """Warn if all samples have the same cost, such as ``len((x, y))``, which is always 2."""
-    if len(costs) < 2 or bool((costs != costs[0]).any()):
-        return
-    remedy = "give a cost that differs between samples, such as their length, or leave cost out"
-    if cost == len:
-        with preserved():
-            sample = dataset[0]
-        if isinstance(sample, tuple | list | Mapping):
-            key = repr(next(iter(sample))) if isinstance(sample, Mapping) else "0"
-            name = type(sample).__name__
-            remedy = (
-                f"len() of a {name} counts its fields; give cost=lambda sample: len(sample[{key}]), or another field"
-            )
-    warn(f"all {len(costs)} samples cost {costs[0].item():g}, so cost= changes nothing: {remedy}")
+    if len(costs) > 1 and bool((costs == costs[0]).all()):
+        warn(
+            f"all {len(costs)} samples cost {costs[0].item():g}, so cost= changes nothing; give a cost that differs "
+            "between samples, such as the length of a field: cost=lambda sample: len(sample[0])"
+        )
