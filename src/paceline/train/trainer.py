@@ -133,10 +133,8 @@ class Trainer:
 
     def _register(self, checkpointer: Checkpointer) -> None:
         loop, config = self._loop, self.config
-        # The user's learning rates; a schedule has multiplied "lr" by its first factor.
-        lrs = [float(group.get("initial_lr", group["lr"])) for group in loop.optimizer.param_groups]
-        facts: dict[str, Any] = {"lr": lrs, "batch_size": loop.position.batch_size * config.accumulate}
-        facts |= {"seed": loop.position.seed, **settings_of(loop.scheduler, config)}
+        # Without learning rates and seed, which the Checkpointer compares with the optimizer's and the loader's states.
+        facts = {"batch_size": loop.position.batch_size * config.accumulate, **settings_of(loop.scheduler, config)}
         if loop.model.virtual_ranks is not None:
             facts["virtual_ranks"] = loop.model.virtual_ranks
         # Settings and data first: a restore compares in this order, and they explain a mismatch best.

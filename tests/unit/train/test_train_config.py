@@ -48,9 +48,9 @@ OTHER: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "options", "message"), OTHER, ids=[name for name, *_ in OTHER])
 def test_a_checkpoint_of_other_settings_is_refused_by_name(name: str, options: dict[str, Any], message: str) -> None:
-    saved = Settings(TrainConfig(epochs=2), lr=[0.1]).state_dict()
+    saved = Settings(TrainConfig(epochs=2), batch_size=8).state_dict()
     with pytest.raises(CheckpointMismatch, match=message):
-        Settings(TrainConfig(epochs=2, **options), lr=[0.1]).check_state_dict(saved)
+        Settings(TrainConfig(epochs=2, **options), batch_size=8).check_state_dict(saved)
 
 
 def test_a_run_may_be_made_longer_and_log_as_it_likes() -> None:
@@ -58,9 +58,8 @@ def test_a_run_may_be_made_longer_and_log_as_it_likes() -> None:
     Settings(TrainConfig(epochs=9, resume=True, show_progress=False)).check_state_dict(saved)
 
 
-@pytest.mark.parametrize("name", ["batch_size", "seed"])
-def test_what_the_position_in_the_data_depends_on_never_changes(name: str) -> None:
-    saved = Settings(TrainConfig(epochs=2), **{name: 1}).state_dict()
+def test_the_batch_size_which_the_position_in_the_data_depends_on_never_changes() -> None:
+    saved = Settings(TrainConfig(epochs=2), batch_size=1).state_dict()
     allowed = TrainConfig(epochs=2, resume=True, allow_changed_settings=True)
-    with pytest.raises(CheckpointMismatch, match=f"{name}=1, this run has {name}=2; resume with the same settings, or"):
-        Settings(allowed, **{name: 2}).check_state_dict(saved)
+    with pytest.raises(CheckpointMismatch, match="batch_size=1, this run has batch_size=2; resume with the same set"):
+        Settings(allowed, batch_size=2).check_state_dict(saved)

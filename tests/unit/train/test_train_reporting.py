@@ -266,10 +266,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: Any, on: bool = True) -> str:
 
 def resumed_line(_world: World, sums: list[list[float]]) -> float:
     average = LossAverage(DistributedDataParallel(torch.nn.Linear(1, 1)))
-    epoch = [(0.0).hex(), (0.0).hex()]
-    average.load_rank_states(
-        [{"own": [one.hex() for one in own], "epoch": epoch, "line_at": 0, "lr": 0.1} for own in sums]
-    )
+    average.load_rank_states([{"own": own, "epoch": [0.0, 0.0], "line_at": 0, "lr": 0.1} for own in sums])
     average.add(torch.tensor(3.0), 1.0)
     return average.line(2)
 

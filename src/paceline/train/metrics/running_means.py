@@ -65,9 +65,8 @@ class LossAverage:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's sums."""
         return {
-            # As text, which keeps every bit and NaN.
-            "own": [value.hex() for value in self._own.flatten().tolist()],
-            "epoch": [value.hex() for value in self._epoch.tolist()],
+            "own": self._own.flatten().tolist(),
+            "epoch": self._epoch.tolist(),
             "line_at": self.line_at,
             "lr": self.lr,
         }
@@ -92,9 +91,9 @@ class LossAverage:
         else:  # saved with another number of slices
             self._own.zero_()
             self._own[self._rows[0]] = own.sum(0)
-        self._epoch.copy_(torch.tensor([float.fromhex(value) for value in shared["epoch"]], dtype=torch.float64))
+        self._epoch.copy_(torch.tensor(shared["epoch"], dtype=torch.float64))
         self.line_at, self.lr = int(shared["line_at"]), float(shared["lr"])
 
 
 def _rows_in(saved: dict[str, Any]) -> Tensor:
-    return torch.tensor([float.fromhex(value) for value in saved["own"]], dtype=torch.float64).view(-1, 2)
+    return torch.tensor(saved["own"], dtype=torch.float64).view(-1, 2)

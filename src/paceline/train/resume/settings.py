@@ -11,8 +11,8 @@ from paceline.train.config import TrainConfig
 
 _DECISIVE = ("accumulate", "clip_norm", "precision")
 """Without the length: a run may become longer, unless its schedule depends on the length."""
-_FIXED = ("batch_size", "seed", "scheduler")
-"""Settings that cannot change: the position in the data depends on the first two, a scheduler's state has its own."""
+_FIXED = ("batch_size", "scheduler")
+"""Settings that cannot change: the position in the data depends on the first, a scheduler's state has its own."""
 
 
 class Settings:
