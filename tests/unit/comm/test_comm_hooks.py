@@ -384,9 +384,8 @@ def zero_step(world: World) -> None:
         zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
         for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
             hook = make(default_hooks.allreduce_hook, model, zero)
-            for one in (hook, default_hooks.fp16_compress_wrapper(hook), partial(hook)):
-                with pytest.raises(HookError, match=f"{make.__name__} steps inside torch"):
-                    model.register_comm_hook(None, one)
+            with pytest.raises(HookError, match=f"{make.__name__} steps inside torch"):
+                model.register_comm_hook(None, hook)
     model.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
 
 

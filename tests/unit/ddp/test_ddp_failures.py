@@ -20,7 +20,7 @@ from paceline.core.processes.world import World
 from paceline.core.torch_internals.autograd import GraphTask, queue_callback
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement import ledger
-from paceline.ddp.engine import single_rank
+from paceline.ddp.engine import local
 from paceline.ddp.reducer import step as steps
 from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient, UsageError
 from ranks import Ranks
@@ -207,7 +207,7 @@ def trip_while_held(world: World, who: list[int], order: str, weighted: bool) ->
     if order != "of the ledger" and world.size > 1:
         holding = patch.object(steps, "queue_callback", queue)
     else:
-        holding = patch.object(ledger if order == "of the ledger" else single_rank, "GraphTask", Held)
+        holding = patch.object(ledger if order == "of the ledger" else local, "GraphTask", Held)
     with holding:
         model, optimizer = make()
         for step in range(3):  # the order of arrival gets known

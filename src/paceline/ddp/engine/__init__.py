@@ -1,1 +1,1 @@
-"""The engine of a wrapper: a reducer with its extensions, a single rank, or a copy that is not connected yet."""
+"""The engine of a wrapper: a reducer with its extensions, or a local engine for a single rank or an untrained copy."""

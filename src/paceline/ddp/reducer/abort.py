@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Generator
 from functools import cache, partial
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from paceline.core.torch_internals.autograd import current_task, has_ended
@@ -25,7 +25,7 @@ from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.extension import Extensions
 
 
-class Member:
+class Member(Protocol):
     """The members of a wrapper's reducer that are used here."""
 
     trained: Trained
@@ -39,23 +39,18 @@ class Member:
 
     def is_expected(self) -> bool:
         """Return whether the backward under way will reach an output of this wrapper, and be synchronized."""
-        raise NotImplementedError
 
     def follow_module(self) -> None:
         """Average the parameters that the module has now, once all ranks agree."""
-        raise NotImplementedError
 
     def begin_early(self) -> None:
         """Begin in a backward that has reached another wrapper first, so that an exception ends both."""
-        raise NotImplementedError
 
     def advance(self) -> bool:
         """Run the end of backward up to its next pause; returns whether it goes on at once."""
-        raise NotImplementedError
 
     def resync_aborted(self) -> None:
         """Take part in collectives that other ranks wait for since an exception ended a backward of this process."""
-        raise NotImplementedError
 
     def complete(self) -> None:
         while self.advance():

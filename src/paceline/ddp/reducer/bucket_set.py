@@ -181,8 +181,6 @@ class BucketSet:
         which another wrapper averages now, are not ours either.
         """
         bucket, views = self.buckets[number], self._bucket_views[number]
-        if number not in self._shown_copies and views.is_untouched(_LISTS):
-            return
         for place in views.restore_moved():
             self.views[bucket.indices[place]] = views.views[place]
         if number in self._shown_copies:

@@ -51,17 +51,6 @@ class BucketViews:
         self.address, self.uses_alone = address_of(self.storage), count_uses(self.storage)
         self.handles_alone = next(map(sys.getrefcount, map(_storage, [self])))
 
-    def is_untouched(self, lists: int) -> bool:
-        """Return whether no view has moved and no user refers to a gradient; it is true in most steps.
-
-        Then :meth:`restore_moved` has no effect, and :meth:`is_referenced` returns False.
-        """
-        return (
-            list(map(_address, self.views)) == self.addresses
-            and self.is_memory_untouched()
-            and max(map(sys.getrefcount, self.views)) <= _BASE_COUNT + lists
-        )
-
     def restore_moved(self) -> list[int]:
         """Replace views that a user has pointed to other memory by new ones; returns their places."""
         addresses = list(map(_address, self.views))
@@ -82,7 +71,7 @@ class BucketViews:
             lists: the number of our lists that hold each view.
             others: places of gradients that are not taken from ``p.grad`` now, so that it counts as a user.
         """
-        if not self.is_memory_untouched():
+        if self._references() != self._references_alone:  # others than our own views refer to the memory
             return True
         counts, alone = list(map(sys.getrefcount, self.views)), _BASE_COUNT + lists
         if max(counts) <= alone:
@@ -93,10 +82,6 @@ class BucketViews:
     def is_in_use(self) -> bool:
         """Return whether a user still refers to the memory, after our own views were dropped."""
         return self._references() > self._references_alone - len(self.addresses)
-
-    def is_memory_untouched(self) -> bool:
-        """Return whether only our own views refer to the memory."""
-        return self._references() == self._references_alone
 
     def _references(self) -> int:
         """Count the tensors that refer to the memory, and the Python objects that refer to its storage."""
@@ -125,7 +110,10 @@ class AllBucketViews:
         self._handles = [part.handles_alone for part in parts]
 
     def are_untouched(self) -> bool:
-        """Return whether :meth:`BucketViews.is_untouched` holds for every bucket."""
+        """Return whether no view has moved and no user refers to a gradient of any bucket; it is true in most steps.
+
+        Then :meth:`BucketViews.restore_moved` has no effect, and :meth:`BucketViews.is_referenced` returns False.
+        """
         # Loops in C, without a line of Python for each parameter: this runs in every step.
         return (
             list(map(_address, self._views)) == self._addresses

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from types import FunctionType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,9 +26,9 @@ def check_hook(hook: Any) -> None:
     wanted = "give a function hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
     if not callable(hook):
         raise HookError(f"Communication hook must be callable, but {hook!r} is not; {wanted}")
-    if zero_step := next((part for part in _parts(hook) if part.__module__ == _ZERO), None):
+    if getattr(hook, "__module__", None) == _ZERO:
         raise HookError(
-            f"Communication hook: {name_of(zero_step).partition('.')[0]} steps inside torch's own "
+            f"Communication hook: {name_of(hook).partition('.')[0]} steps inside torch's own "
             "reducer, which Paceline does not have; use ZeroRedundancyOptimizer without overlap_with_ddp, and step it "
             "after backward"
         )
@@ -56,24 +53,6 @@ def check_hook(hook: Any) -> None:
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], but "
             f"{name!r} has {returned!r}; {wanted}"
         )
-
-
-def _parts(hook: Any) -> Iterator[Any]:
-    """Yield `hook` and the functions that it wraps."""
-    found, waiting = set[int](), [hook]
-    while waiting:
-        part = waiting.pop()
-        if id(part) in found or not callable(part):
-            continue
-        found.add(id(part))
-        part = getattr(part, "__func__", part)  # of a bound method
-        if isinstance(part, functools.partial):
-            waiting += [part.func, *part.args, *part.keywords.values()]
-        elif isinstance(part, FunctionType):
-            yield part
-            for cell in part.__closure__ or ():
-                with suppress(ValueError):  # an empty cell
-                    waiting.append(cell.cell_contents)
 
 
 def _signature(hook: Callable[..., Any]) -> inspect.Signature | None:

@@ -18,7 +18,7 @@ from paceline.ddp.agreement.ledger import Positioned
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.agreement.weight_block import total_weight
 from paceline.ddp.engine.connection import Connection
-from paceline.ddp.engine.interface import GradientEngine
+from paceline.ddp.engine.local import GradientEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options.config import Options, check_summable
 from paceline.errors import UsageError

@@ -29,10 +29,8 @@ from paceline.core.torch_internals.tensors import is_plain
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.consistency.module_changes import Named
 from paceline.ddp.engine.connection import Connection, connect, while_alive
-from paceline.ddp.engine.dormant import DormantEngine
-from paceline.ddp.engine.interface import GradientEngine
+from paceline.ddp.engine.local import GradientEngine, LocalEngine
 from paceline.ddp.engine.replica import Replica
-from paceline.ddp.engine.single_rank import SingleRankEngine
 from paceline.ddp.options import config
 from paceline.ddp.options.buckets import FIRST_CAPACITY
 from paceline.ddp.options.module_checks import check_devices, check_initialized
@@ -40,7 +38,6 @@ from paceline.ddp.reducer.forwards import tensors_in
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.wrapper.averaging import register
 from paceline.ddp.wrapper.sync_control import SyncControl
-from paceline.ddp.wrapper.torch_compat.hooks import CommHook
 from paceline.ddp.wrapper.torch_compat.members import TorchMembers, accept_bare_keys
 from paceline.ddp.wrapper.torch_compat.mixed_precision import LowPrecision, low_precision
 
@@ -133,8 +130,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     """Averages gradients; the connection's reducer if there is a connection."""
     _guard: StepGuard
     """Refuses optimizer steps over gradients that were not averaged."""
-    _comm_hook: CommHook
-    """Registers a communication hook with the engine."""
 
     # -- construction -------------------------------------------------------------------------------------------
 
@@ -211,18 +206,16 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.register_load_state_dict_pre_hook(accept_bare_keys)  # type: ignore[no-untyped-call]
 
     def _begin(self, *, is_copy: bool = False) -> None:
-        """Make the engine: a reducer together with all ranks, one for a single rank, or a dormant one for a copy."""
+        """Make the engine: a reducer together with all ranks, or a local one for a single rank or a copy."""
         config.check_nccl_group(self._options.nccl, self.device, self.process_group)
         slices_of_rank(self._options.virtual_ranks, 0, dist.get_world_size(self.process_group))
-        self._comm_hook = CommHook(self.process_group, self._replica, self._options)
-        self._connection = None
-        replica, checked = self._replica, self._options.check_finite
+        self._connection, self._comm_hooks = None, []
         # Weak, because the engine and the module's hooks hold them: a wrapper goes with its last reference.
         callbacks = while_alive(self._adopt_parameters), while_alive(self._connect)
-        if dist.get_world_size(self.process_group) == 1 and not self._options.virtual_ranks:
-            self._average_with(SingleRankEngine(replica.trained, replica.ledger, checked, replica.watch, *callbacks))
-        elif is_copy:
-            self._average_with(DormantEngine(replica.watch, replica.ledger, *callbacks))
+        is_alone = dist.get_world_size(self.process_group) == 1 and not self._options.virtual_ranks
+        if is_alone or is_copy:
+            checked = self._options.check_finite
+            self._average_with(LocalEngine(self._replica, checked, *callbacks, has_peers=not is_alone))
         else:
             self._connect(makes_equal=True)
         register(self)

@@ -17,10 +17,9 @@ from paceline.core.state.unwrapping import plain_name
 from paceline.core.telemetry.users_code import warn
 from paceline.core.torch_internals.distributed.c10d import get_default_group
 from paceline.core.torch_internals.distributed.ddp import make_disabled_join
-from paceline.ddp.engine.interface import GradientEngine
+from paceline.ddp.engine.local import GradientEngine
 from paceline.ddp.engine.replica import Replica
-from paceline.ddp.options.config import choose_group
-from paceline.ddp.wrapper.torch_compat.hooks import CommHook
+from paceline.ddp.options.config import Options, choose_group
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -74,7 +73,9 @@ class TorchMembers:
     parameters_to_ignore: set[str]
     _replica: Replica
     _engine: GradientEngine
-    _comm_hook: CommHook
+    _options: Options
+    _comm_hooks: list[tuple[Hook, object]]
+    """The communication hook and its state, under torch's name; empty without a hook, and never more than one."""
 
     require_forward_param_sync = True
     """Whether a training forward synchronizes buffers; frameworks set it."""
@@ -126,20 +127,22 @@ class TorchMembers:
             UsageError: if there is a hook already.
             DesyncError: in backward, if the hook failed on another rank.
         """
-        self._comm_hook.register(self._engine, state, hook)
+        from paceline.ddp.transport.hook_signature import check_hook
+        from paceline.ddp.wrapper.torch_compat.hooks import put_hook  # few wrappers have one
+
+        check_hook(hook)
+        put_hook(self, state, hook)
 
     @property
     def comm_hook_state(self) -> object:
         """State that was given to :meth:`register_comm_hook`; None without a hook."""
-        return self._comm_hook.state
-
-    @property
-    def _comm_hooks(self) -> list[tuple[Hook, object]]:
-        return self._comm_hook.registered
+        return self._comm_hooks[0][1] if self._comm_hooks else None
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Register torch's ``ALLREDUCE`` or ``FP16_COMPRESS``."""
-        self._comm_hook.register_builtin(self._engine, comm_hook_type)
+        from paceline.ddp.wrapper.torch_compat.hooks import builtin_hook, put_hook
+
+        put_hook(self, self.process_group, builtin_hook(comm_hook_type))
 
     # -- copies and pickles -------------------------------------------------------------------------------------
 
@@ -301,7 +304,7 @@ _MADE_AGAIN = (
     "_engine",
     "_guard",
     "_recorder",
-    "_comm_hook",
+    "_comm_hooks",
 )
 
 

@@ -1,10 +1,15 @@
-"""The engine of a world of one: without reductions, and without cost unless micro-batches are weighted or checked."""
+"""The local engine, which reaches no other rank: in a world of one, and in a copy of a wrapper until it is trained.
+
+In a world of one there are no reductions, and no cost unless micro-batches are weighted or checked. A copy connects to
+its peers in its first synchronized backward, because it usually is not trained at all.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,57 +17,63 @@ from torch import Tensor
 from paceline.core.state.device_streams import is_capturing
 from paceline.core.torch_internals.autograd import Accumulators, GraphTask, has_ended, queue_callback
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
-from paceline.core.torch_internals.distributed.dtensor import as_local, release
 from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import non_finite
-from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import UNWEIGHTED, WEIGHTED, Block, compute_scale
-from paceline.ddp.consistency.module_changes import ModuleWatch, Named, OnChange
-from paceline.ddp.engine.interface import WithoutPeers
+from paceline.ddp.consistency.module_changes import Named, OnChange, Trained
+from paceline.ddp.engine.replica import Replica
 from paceline.ddp.extensions.finite_check import Magnitudes
 from paceline.ddp.extensions.graph_capture import CHECK_FINITE, cannot_capture
 from paceline.ddp.extensions.shared_parameters import NOTHING_SHARED, Sharing
+from paceline.ddp.reducer.forwards import Forward
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import DesyncError
 
 
 @class_never_compiled
-class SingleRankEngine(WithoutPeers):
+class LocalEngine:
     """Leaves gradients as they are, but for ``model.weight(w)``: Σ gradient / Σ w over micro-batches, as on many ranks.
 
     Args:
-        trained: the parameters.
-        ledger: counts the steps.
+        replica: the parameters, and the ledger that counts the steps.
         check_finite: whether gradients are checked for NaN and Inf.
-        watch: looks at the module.
         on_change: called with all parameters when the module has got new ones.
-        connect: makes a reducer and puts it in this engine's place; for a communication hook, which needs buckets.
+        connect: makes a reducer, together with all ranks, and puts it in this engine's place. A copy needs one when it
+            is trained, and a communication hook needs its buckets.
+        has_peers: whether this is a copy in a world of several ranks, whose gradients only a reducer can average.
     """
+
+    sync_enabled = True
+    """False inside ``no_sync``: a backward that starts now stays local."""
+    exposed_time = None
+    """None, because no communication is waited for."""
 
     def __init__(
         self,
-        trained: Named,
-        ledger: Ledger,
+        replica: Replica,
         check_finite: bool,
-        watch: ModuleWatch,
         on_change: OnChange,
         connect: Callable[[], Reducer | None],
+        *,
+        has_peers: bool,
     ) -> None:
-        self._ledger, self._check_finite, self._watch = ledger, check_finite, watch
-        self._on_change, self._connect = on_change, connect
+        self._watch, self._ledger, self._check_finite = replica.watch, replica.ledger, check_finite
+        self._on_change, self._connect, self._has_peers = on_change, connect, has_peers
+        # The reducer that took this engine's place; outputs that were hooked before still call this engine.
+        self._reducer: Reducer | None = None
         # The running backward, if there is something to do at its end.
         self._task: weakref.ref[GraphTask] | None = None
         # Its share of parameters in common with other wrappers.
         self._share = NOTHING_SHARED
-        self._follow(trained)
+        self._follow(replica.trained)
 
     def _follow(self, named: Named) -> None:
-        self._names = [name for name, _ in named]
-        self._given = [parameter for _, parameter in named]
-        self._parameters = [as_local(parameter) for parameter in self._given]
-        self._accumulators = Accumulators(self._given)
-        self._sharing = Sharing(self._names, self._given, self._parameters, self._ledger, ranks=[0])
+        self._trained = trained = Trained(named)
+        self._accumulators = Accumulators(trained.originals)
+        # Until it is trained, a copy has nothing to do with other wrappers, even if copy.copy() has made it.
+        shared = ((), (), ()) if self._has_peers else (trained.names, trained.originals, trained.parameters)
+        self._sharing = Sharing(*shared, self._ledger, ranks=[0])
 
     def _inspect_module(self) -> None:
         if (change := self._watch.detect()) is not None:
@@ -79,11 +90,14 @@ class SingleRankEngine(WithoutPeers):
         """Hook the outputs of a forward, because its micro-batch may be weighted."""
         if hooked := [output for output in outputs if output.grad_fn is not None]:
             if (block := self._ledger.blocks.forward_ended()) is not None:
-                self._ledger.kept.look(self._parameters)
+                self._ledger.kept.look(self._trained.parameters)
             for output in hooked:
                 output.register_hook(partial(self._output_hook, block))
 
-    def _output_hook(self, block: Block | None, _gradient: Tensor) -> None:
+    def _output_hook(self, block: Block | None, gradient: Tensor) -> None:
+        if self._reducer is not None:
+            self._reducer.backward_reached(Forward(block), gradient)
+            return
         task = self._task() if self._task is not None else None
         # A thread of autograd may still hold the task of a backward that an exception has ended.
         if task is not None and has_ended(task.number):
@@ -94,13 +108,17 @@ class SingleRankEngine(WithoutPeers):
         self._inspect_module()
         if not self._accumulators.are_accumulated():
             return
+        parameters = self._trained.parameters
         if not self.sync_enabled:
-            self._ledger.begin_local(block, self._parameters)
+            self._ledger.begin_local(block, parameters)
             self._sharing.check_no_average()
-            self._ledger.keep_gradients(self._names, self._parameters, is_last=False)
+            self._ledger.keep_gradients(self._trained.names, parameters, is_last=False)
+            return
+        if self._has_peers:
+            self.connected().backward_reached(Forward(block), gradient)
             return
         self._ledger.backward_began(block)
-        self._ledger.forget_dropped(self._parameters, in_backward=True)
+        self._ledger.forget_dropped(parameters, in_backward=True)
         if self._is_end_needed():  # an ordinary backward of one rank is free
             check_eager_backward(0)
             self._share = self._sharing.begin()
@@ -109,8 +127,8 @@ class SingleRankEngine(WithoutPeers):
             self._task = weakref.ref(task, self._task_ended)
             queue_callback(partial(self._end, task))
             elsewhere = self._share.averaged_elsewhere
-            own = [index for index in range(len(self._names)) if index not in elsewhere]
-            named = [self._names[index] for index in own], [self._parameters[index] for index in own]
+            own = [index for index in range(len(parameters)) if index not in elsewhere]
+            named = [self._trained.names[index] for index in own], [parameters[index] for index in own]
             self._ledger.keep_gradients(*named, is_last=True)
 
     def _is_end_needed(self) -> bool:
@@ -129,7 +147,10 @@ class SingleRankEngine(WithoutPeers):
             self._sharing.abort(self._share)
 
     def synchronize(self) -> None:
-        """Scale the gradients to the mean over the weights, without a backward."""
+        """Scale the gradients to the mean over the weights, without a backward; in a copy, connect and average them."""
+        if self._has_peers:
+            self.connected().synchronize()
+            return
         self._inspect_module()
         self._ledger.count_unused_blocks(self.local_gradient)
         self._share = self._sharing.begin()
@@ -155,7 +176,7 @@ class SingleRankEngine(WithoutPeers):
             self._refuse_non_finite()
 
     def _scale(self, scale: float) -> None:
-        pairs = enumerate(self._parameters)
+        pairs = enumerate(self._trained.parameters)
         parameters = [parameter for index, parameter in pairs if index not in self._share.averaged_elsewhere]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
@@ -165,33 +186,66 @@ class SingleRankEngine(WithoutPeers):
                 parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place
 
     def _refuse_non_finite(self) -> None:
-        gradients = {index: parameter.grad for index, parameter in enumerate(self._parameters)}
+        gradients = {index: parameter.grad for index, parameter in enumerate(self._trained.parameters)}
         present = {index: stored_elements(gradient) for index, gradient in gradients.items() if gradient is not None}
         if any(is_capturing(gradient.device) for gradient in present.values()):
             raise cannot_capture(CHECK_FINITE, 0)
         check = Magnitudes()
         check.add(present.keys(), present.values())
         if bad := check.found():
-            raise non_finite([0], [self._names[index] for index in bad], len(self._names))
+            names = self._trained.names
+            raise non_finite([0], [names[index] for index in bad], len(names))
 
     def local_gradient(self) -> str | None:
         """Return the name of a parameter whose gradient may have gone past the wrapper inside ``model.weight()``."""
         if self._ledger.blocks.without_forward():
-            for name, parameter in zip(self._names, self._parameters, strict=True):
+            for name, parameter in zip(self._trained.names, self._trained.parameters, strict=True):
                 if parameter.grad is not None and bool(stored_elements(parameter.grad).any()):
                     return name
         return None
 
     def connected(self) -> Reducer:
-        """Return a reducer with buckets, which takes this engine's place."""
-        reducer = self._connect()
-        assert reducer is not None, "the wrapper is gone"
-        reducer.sync_enabled = self.sync_enabled
-        self.close()  # or it would count as another wrapper that has the same parameters
-        return reducer
+        """Return a reducer with buckets, which takes this engine's place; all ranks call this."""
+        if self._reducer is None:
+            self._inspect_module()  # first, so that the reducer has buckets for the module's present parameters
+            self._reducer = self._connect()
+            assert self._reducer is not None, "the wrapper is gone"
+            self._reducer.sync_enabled = self.sync_enabled
+            self.close()  # or it would count as another wrapper that has the same parameters
+        return self._reducer
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
         self._sharing.close()
-        for parameter in self._parameters:
-            release(parameter)
+        self._trained.release()
+
+    # -- between peers ------------------------------------------------------------------------------------------
+
+    def check_equal(self) -> None:
+        """Refuse gradients that are not the same on every rank; a copy connects for it."""
+        if self._has_peers:
+            self.connected().check_equal()
+
+    def read_late(self) -> None:
+        """Do nothing: no reports of other ranks are left for later."""
+
+    def resync_aborted(self) -> None:
+        """Do nothing: no other rank waits for this one."""
+
+    def check_idle(self) -> None:
+        """Do nothing: every backward has ended when ``backward()`` returns."""
+
+    def bucket_bytes(self) -> list[int]:
+        """Return an empty list: there are no buckets."""
+        return []
+
+    def named_layout(self) -> list[list[str]]:
+        """Return an empty list: there are no buckets."""
+        return []
+
+    def restore_layout(self, layout: list[list[str]]) -> None:
+        """Do nothing: there are no buckets."""
+
+
+GradientEngine: TypeAlias = Reducer | LocalEngine
+"""An engine of either kind, which averages a wrapper's gradients."""
