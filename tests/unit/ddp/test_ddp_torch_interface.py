@@ -167,17 +167,15 @@ def test_only_a_wrapper_over_the_default_group_is_pickled(pools: Pools) -> None:
 
 def delayed(world: World) -> None:
     module = net()
-    outside = nn.Parameter(torch.full((2,), float(world.rank), dtype=torch.float64))
-    named = [("0.weight", module[0].weight), ("outside", outside)]
-    model = DistributedDataParallel(
-        module, delay_all_reduce_named_params=named, param_to_hook_all_reduce=module[3].bias
-    )
-    assert outside.tolist() == [0.0, 0.0]  # broadcast
+    named, hooked = [("0.weight", module[0].weight)], module[3].bias
+    model = DistributedDataParallel(module, delay_all_reduce_named_params=named, param_to_hook_all_reduce=hooked)
     theirs = TorchDDP(net())
-    (model(batch(world.rank)).sin().sum() + (outside * world.rank).sum()).backward()
+    model(batch(world.rank)).sin().sum().backward()
     theirs(batch(world.rank)).sin().sum().backward()
     same_gradients(model.module, theirs.module)
-    assert outside.grad.tolist() == [0.5, 0.5]
+    outside = [("outside", nn.Parameter(torch.ones(2)))]
+    with pytest.raises(UsageError, match="'outside' of delay_all_reduce_named_params is not in the module"):
+        DistributedDataParallel(net(), delay_all_reduce_named_params=outside, param_to_hook_all_reduce=hooked)
 
 
 def test_parameters_with_a_delayed_all_reduce_are_averaged(pools: Pools) -> None:

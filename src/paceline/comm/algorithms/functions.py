@@ -130,7 +130,7 @@ def _run(
         hosts = [call.host for call in calls]
     if problem is not None:
         raise problem
-    schedule = build(name, members.size, place, hosts if name == "hierarchical_all_reduce" else None)
+    schedule = build(name, members.size, place, hosts)
     flat = tensor.detach().view(-1)
     # torch refuses to write to an inference tensor outside of this mode, and to save others for backward inside.
     with torch.inference_mode(tensor.is_inference()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -48,20 +48,27 @@ class KeptGradients:
                 self.found[id(parameter)] = weakref.ref(gradient), gradient._version
 
     def multiply(
-        self, names: Sequence[str], parameters: Sequence[Tensor], weight: Callable[[], float], *, is_last: bool
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        weight: Callable[[], float],
+        elsewhere: Collection[int],
+        *,
+        is_last: bool,
     ) -> None:
         """Multiply the kept gradients by the sum of this rank's weights; called when a backward begins.
 
         Args:
             names: names of the parameters.
-            parameters: the parameters that this wrapper averages in the backward.
+            parameters: the parameters.
             weight: returns the sum of this rank's weights.
+            elsewhere: parameters that another wrapper averages in the backward.
             is_last: whether the backward is synchronized, so that no other one follows.
         """
         if self._copies is None:
             self._copies, kept, new = [], [], []
-            for name, parameter in zip(names, parameters, strict=True):
-                if parameter.grad is not None:
+            for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+                if parameter.grad is not None and index not in elsewhere:
                     if self._is_new(parameter) and parameter.requires_grad and is_accumulated(parameter):
                         new += [parameter] if _may_count(parameter.grad) and not self.has_early else []
                     elif self._is_kept(name, parameter):

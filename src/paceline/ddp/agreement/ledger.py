@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import inf
@@ -259,13 +259,15 @@ class Ledger:
             self.forget_dropped(parameters, in_backward=True)
             self.local_backwards += 1
 
-    def keep_gradients(self, names: Sequence[str], parameters: Sequence[Tensor], *, is_last: bool) -> None:
+    def keep_gradients(
+        self, names: Sequence[str], parameters: Sequence[Tensor], elsewhere: Collection[int] = (), *, is_last: bool
+    ) -> None:
         """Keep what ``p.grad`` held before the step's first backward as it is, if the backward that begins is weighted.
 
-        `is_last` if the backward is synchronized.
+        Another wrapper averages the parameters `elsewhere` in it. `is_last` if the backward is synchronized.
         """
         if self.status.weighting & WEIGHTED:
-            self.kept.multiply(names, parameters, self._total_weight, is_last=is_last)
+            self.kept.multiply(names, parameters, self._total_weight, elsewhere, is_last=is_last)
 
     def _count(self, block: Block) -> None:
         block.is_claimed = True

@@ -55,18 +55,11 @@ class ModuleWatch:
     Args:
         modules: the wrapper's ``_modules``, so that a new ``model.module`` is noticed as well.
         ignored: names of parameters that are not averaged; names that the module adds later are added.
-        delayed: parameters beside the module's own.
         trained: the parameters that are averaged.
     """
 
-    def __init__(
-        self,
-        modules: dict[str, Any],
-        ignored: set[str],
-        delayed: Sequence[tuple[str, nn.Parameter]],
-        trained: Named,
-    ) -> None:
-        self._modules, self._ignored, self._delayed = modules, ignored, delayed
+    def __init__(self, modules: dict[str, Any], ignored: set[str], trained: Named) -> None:
+        self._modules, self._ignored = modules, ignored
         self.change: Change | None = None
         """How the module differs from the parameters that are averaged, when it was last looked at."""
         self.changes = 0
@@ -81,9 +74,7 @@ class ModuleWatch:
 
     def named_parameters(self) -> Named:
         """Return the parameters as they are now, without the ignored ones."""
-        own = list(self.module.named_parameters())
-        seen = {id(parameter) for _, parameter in own}
-        named = own + [(name, parameter) for name, parameter in self._delayed if id(parameter) not in seen]
+        named = self.module.named_parameters()
         return [(plain_name(name), parameter) for name, parameter in named if name not in self._ignored]
 
     def untrained(self) -> str | None:

@@ -69,11 +69,10 @@ class LocalEngine:
         self._follow(replica.trained)
 
     def _follow(self, named: Named) -> None:
-        self._trained = trained = Trained(named)
-        self._accumulators = Accumulators(trained.originals)
+        self._trained = Trained(named)
+        self._accumulators = Accumulators(self._trained.originals)
         # Until it is trained, a copy has nothing to do with other wrappers, even if copy.copy() has made it.
-        shared = ((), (), ()) if self._has_peers else (trained.names, trained.originals, trained.parameters)
-        self._sharing = Sharing(*shared, self._ledger, ranks=[0])
+        self._sharing = Sharing(Trained([]) if self._has_peers else self._trained, self._ledger, ranks=[0])
 
     def _inspect_module(self) -> None:
         if (change := self._watch.detect()) is not None:
@@ -127,9 +126,7 @@ class LocalEngine:
             self._task = weakref.ref(task, self._task_ended)
             queue_callback(partial(self._end, task))
             elsewhere = self._share.averaged_elsewhere
-            own = [index for index in range(len(parameters)) if index not in elsewhere]
-            named = [self._trained.names[index] for index in own], [parameters[index] for index in own]
-            self._ledger.keep_gradients(*named, is_last=True)
+            self._ledger.keep_gradients(self._trained.names, parameters, elsewhere, is_last=True)
 
     def _is_end_needed(self) -> bool:
         ledger = self._ledger

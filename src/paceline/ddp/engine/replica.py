@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -68,13 +67,12 @@ class Replica:
     Args:
         modules: the wrapper's ``_modules``, so that a new ``model.module`` is noticed as well.
         ignored: names of parameters and buffers that are not synchronized.
-        delayed: parameters to average besides the module's own.
     """
 
     device: torch.device
     """Device of the first parameter when the module was wrapped."""
     trained: Named
-    """The parameters that are averaged. The list is changed in place, because several parts of the wrapper hold it."""
+    """The parameters that are averaged."""
     watch: ModuleWatch
     """Notices when the module has got other parameters than these."""
     buffers: Buffers
@@ -84,14 +82,14 @@ class Replica:
     mean_losses: MeanLosses
     """Multiplies the gradients of mean losses inside ``weight``."""
 
-    def __init__(self, modules: dict[str, Any], ignored: set[str], delayed: Sequence[tuple[str, nn.Parameter]]) -> None:
-        trained = trained_parameters(modules["module"], ignored, delayed)
+    def __init__(self, modules: dict[str, Any], ignored: set[str]) -> None:
+        trained = trained_parameters(modules["module"], ignored)
         check_averaged(trained)
         self.device = trained[0][1].device
         self.trained = [(plain_name(name), parameter) for name, parameter in trained]
-        self.watch = ModuleWatch(modules, ignored, delayed, self.trained)
+        self.watch = ModuleWatch(modules, ignored, self.trained)
         self.buffers = Buffers(self.module, ignored, self.device)
-        self._ignored, self._delayed = ignored, delayed
+        self._ignored = ignored
         self.ledger = Ledger()
         self.mean_losses = MeanLosses(self.watch, self.ledger)
 
@@ -108,11 +106,11 @@ class Replica:
 
     def initial_tensors(self, options: Options) -> list[tuple[str, torch.Tensor]]:
         """Return the values that must be equal when averaging begins: parameters, also frozen ones, and buffers."""
-        parameters = [*self.module.named_parameters(), *self._delayed]
+        parameters = self.module.named_parameters()
         buffers = self.buffers.named().items() if options.syncs_initial_buffers else []
         return [*((name, tensor) for name, tensor in parameters if name not in self._ignored), *buffers]
 
     def adopt(self, named: Named) -> None:
         """Average the parameters `named` from now on, and synchronize the buffers that came with them."""
-        self.trained[:] = named
+        self.trained = named
         self.buffers.renew(self.module)

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import WEIGHTED
+from paceline.ddp.consistency.module_changes import Trained
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Extension
 from paceline.ddp.reducer.reducer import Reducer
@@ -51,9 +52,7 @@ class Sharing:
     """The parameters of one wrapper, and which of them other live wrappers also train.
 
     Args:
-        names: names of the parameters.
-        identities: the parameters as the module holds them.
-        parameters: the parameters as the reducer sees them, whose ``grad`` is read and set.
+        trained: the parameters.
         ledger: the wrapper's ledger.
         ranks: the global ranks that the wrapper averages over.
         changed: called when other wrappers have begun or ceased to have parameters of this one.
@@ -65,18 +64,12 @@ class Sharing:
     """Parameters that another wrapper has averaged last, whose step guard answers for them."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        identities: Sequence[Tensor],
-        parameters: Sequence[nn.Parameter],
-        ledger: Ledger,
-        ranks: Sequence[int],
-        changed: Callable[[], None] = _nothing,
+        self, trained: Trained, ledger: Ledger, ranks: Sequence[int], changed: Callable[[], None] = _nothing
     ) -> None:
         self.is_active, self._changed = False, changed
         self.left_to_others = frozenset()
-        self._names, self._parameters, self._ledger, self._ranks = names, parameters, ledger, tuple(ranks)
-        self._keys = [id(parameter) for parameter in identities]
+        self._names, self._parameters, self._ledger, self._ranks = trained.names, trained.parameters, ledger, [*ranks]
+        self._keys = [id(parameter) for parameter in trained.originals]
         self._index_of = {key: index for index, key in enumerate(self._keys)}
         # For each wrapper with common parameters, our indices of these. An entry goes with its wrapper.
         self._partners: WeakKeyDictionary[Sharing, frozenset[int]] = WeakKeyDictionary()
@@ -207,7 +200,7 @@ class Sharing:
         if first._ranks != self._ranks:
             raise UsageError(
                 f"one backward runs through two DistributedDataParallel that share {name!r}, and they average "
-                f"over different ranks, {list(first._ranks)} and {list(self._ranks)}; wrap both over one process "
+                f"over different ranks, {first._ranks} and {self._ranks}; wrap both over one process "
                 "group, or run a backward for each"
             )
         weight, theirs = self._weight(), first._weight()
@@ -268,16 +261,9 @@ class SharedParameters(Extension):
         self._make_sharing()
 
     def _make_sharing(self) -> None:
-        trained, channel = self._reducer.trained, self._reducer.channel
-        self._sharing = Sharing(
-            trained.names,
-            trained.originals,
-            trained.parameters,
-            self._reducer.ledger,
-            channel.members,
-            self._note_partners,
-        )
-        self._reducer.averages.left_to_others = lambda: self._sharing.left_to_others
+        reducer = self._reducer
+        self._sharing = Sharing(reducer.trained, reducer.ledger, reducer.channel.members, self._note_partners)
+        reducer.averages.left_to_others = lambda: self._sharing.left_to_others
         self._note_partners()
 
     def _note_partners(self) -> None:

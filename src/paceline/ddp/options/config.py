@@ -65,8 +65,6 @@ class Options:
     """Steps between two checks that a slice's gradients are computed right; 0 for none."""
     nccl: NcclOptions = NcclOptions()
     """Settings of the communicator."""
-    delayed: tuple[tuple[str, nn.Parameter], ...] = ()
-    """Further parameters to average besides the module's own."""
     virtual_ranks: int = 0
     """Slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
 
@@ -80,7 +78,6 @@ class Options:
         unused: tuple[object, bool],
         checks: tuple[bool, int | None, int | None],
         sums: tuple[torch.dtype | None, Algorithm | None, int | None],
-        delayed: tuple[Any, Any],
         lazy_buckets: bool,
         nccl: NcclOptions | None,
     ) -> Options:
@@ -90,7 +87,6 @@ class Options:
             capacity: ``bucket_cap_mb`` and ``bucket_cap_mb_list``.
             buffer_sync: ``broadcast_buffers`` and ``forward_sync_buffers``, torch's old and new name for one setting.
             unused: ``unused_parameters``, and whether an argument of torch's says that some are expected.
-            delayed: ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.
             lazy_buckets: ``lazy_bucket_allocation``.
             sums: ``reduce_dtype``, ``algorithm`` and ``virtual_ranks``, which determine the bits of the sums.
             checks: ``check_finite``, ``check_replicas_every`` and ``check_compute_every``.
@@ -110,7 +106,6 @@ class Options:
             check_replicas_every=check_interval("check_replicas_every", checks[1]),
             check_compute_every=check_computed(checks[2], virtual_ranks),
             nccl=check_nccl(nccl),
-            delayed=check_delayed(*delayed),
             virtual_ranks=check_summable(virtual_ranks, algorithm, reduce_dtype),
             syncs_buffers=syncs,
             # torch's rule: broadcast_buffers=False also leaves buffers alone at the start; the new name does not.
@@ -163,11 +158,17 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
     return process_group if process_group is not None else get_default_group()
 
 
-def check_delayed(named: Any, hooked: Any) -> tuple[tuple[str, nn.Parameter], ...]:
-    """Return the parameters whose all-reduce torch delays until that of another; here they are in ordinary buckets."""
+def check_delayed(named: Any, hooked: Any, module: nn.Module) -> None:
+    """Refuse parameters outside of `module` whose all-reduce torch would delay; others are in ordinary buckets here."""
     if (named is None) != (hooked is None):
         raise UsageError("give both delay_all_reduce_named_params and param_to_hook_all_reduce, or none of them")
-    return tuple((name, parameter) for name, parameter in named or [])
+    inside = set(map(id, module.parameters()))
+    for name, parameter in named or []:
+        if id(parameter) not in inside:
+            raise UsageError(
+                f"parameter {name!r} of delay_all_reduce_named_params is not in the module; register it there, and its "
+                "gradient is averaged like all others"
+            )
 
 
 def check_algorithm(algorithm: Algorithm | None) -> Algorithm | None:

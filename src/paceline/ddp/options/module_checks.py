@@ -14,19 +14,12 @@ from paceline.core.torch_internals.tensors import has_overlap
 from paceline.errors import UsageError, WrapError
 
 
-def trained_parameters(
-    module: nn.Module, ignored: set[str], more: Sequence[tuple[str, nn.Parameter]] = ()
-) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters to average, each once however often it is shared, in the module's order, then `more`."""
+def trained_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters to average, each once however often it is shared, in the module's order."""
     trained = [
         (name, parameter)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and name not in ignored
-    ]
-    # torch takes parameters of the module itself as `more`; these are averaged once.
-    inside = {id(parameter) for parameter in module.parameters()}
-    trained += [
-        (name, parameter) for name, parameter in more if id(parameter) not in inside and parameter.requires_grad
     ]
     if not trained:
         raise WrapError(

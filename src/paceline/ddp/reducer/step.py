@@ -120,11 +120,8 @@ class Step(Exchange, Member):
         watch_task(self, backward, callback, ledger.task)
         queue_callback(callback)
         if ledger.status.weighting & WEIGHTED:
-            names, parameters = self.trained.names, self.trained.parameters
-            if elsewhere := backward.averaged_elsewhere:
-                own = [index for index in range(len(names)) if index not in elsewhere]
-                names, parameters = [names[index] for index in own], [parameters[index] for index in own]
-            ledger.keep_gradients(names, parameters, is_last=True)
+            elsewhere = backward.averaged_elsewhere
+            ledger.keep_gradients(self.trained.names, self.trained.parameters, elsewhere, is_last=True)
 
     def begin(self) -> Backward:
         """Begin a backward. Until this returns, no collective is owed to peers."""

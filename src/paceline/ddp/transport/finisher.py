@@ -36,7 +36,7 @@ _LARGE_BYTES = 64 * 1024
 NOT_RECORDED = nullcontext()
 
 
-class Finisher:
+class Finisher(Protocol):
     """Called for every bucket of a backward, in the order of launch, on every rank."""
 
     owner: str
@@ -49,7 +49,6 @@ class Finisher:
     @property
     def is_capturable(self) -> bool:
         """Whether a CUDA graph can hold all its work, which then consists of operations of the device alone."""
-        raise NotImplementedError
 
     @property
     def failed(self) -> bool:
@@ -62,26 +61,21 @@ class Finisher:
         `shadowed` if ranks that ran out of data inside ``join`` take part. If it is true, no collective of a layer
         comes between the finisher's, on any rank.
         """
-        raise NotImplementedError
 
     def prescale(self, flat: Tensor) -> float:
         """Return the factor of gradients that are copied into the bucket `flat`."""
-        raise NotImplementedError
 
     def launch(self, bucket: Bucket, number: int) -> Launched:
         """Hand a bucket to communication, which is the `number`-th in the order of launch."""
-        raise NotImplementedError
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for all that :meth:`launch` returned, in its order, and for the `block` that becomes `control`.
 
         `block` is None if it is read later, which requires :attr:`reads_late`.
         """
-        raise NotImplementedError
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Turn the sums in the buckets into averages."""
-        raise NotImplementedError
 
 
 class Sums(Protocol):

@@ -21,6 +21,7 @@ from paceline.ddp.engine.connection import Connection
 from paceline.ddp.engine.local import GradientEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options.config import Options, check_summable
+from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import UsageError
 
 
@@ -340,10 +341,7 @@ class SyncControl(Joinable):
             return False
         gradients = [parameter.grad for parameter in self.parameters()]
         # They may have been dropped since, or set to zero.
-        return any(
-            gradient is not None and bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
-            for gradient in gradients
-        )
+        return any(gradient is not None and bool(stored_elements(gradient).any()) for gradient in gradients)
 
     @property
     def total_weight(self) -> float:

@@ -176,11 +176,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             unused=(unused_parameters, find_unused_parameters or static_graph or skip_all_reduce_unused_params),
             checks=(check_finite, check_replicas_every, check_compute_every),
             sums=(reduce_dtype, algorithm, virtual_ranks),
-            delayed=(delay_all_reduce_named_params, param_to_hook_all_reduce),
             buffer_sync=(broadcast_buffers, forward_sync_buffers),
             lazy_buckets=lazy_bucket_allocation,
             nccl=nccl,
         )
+        config.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, module)
         self._inspect_module(module)
         self._input_device = check_devices(device_ids, output_device, self.device)
         self.process_group = config.choose_group(process_group, device_mesh)
@@ -201,7 +201,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         if self._low_precision is not None:  # before ranks compare and broadcast buffers
             self._low_precision.cast_buffers(module, self.parameters_to_ignore)
-        self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
+        self._replica = Replica(self._modules, self.parameters_to_ignore)
         self.device, self.forward_sync_buffers = self._replica.device, self._options.syncs_buffers
         self.register_load_state_dict_pre_hook(accept_bare_keys)  # type: ignore[no-untyped-call]
 
@@ -244,7 +244,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         """Initialize from the attributes of another wrapper; for copies and pickles."""
         nn.Module.__setstate__(self, state)  # not torch DDP's, which would build its reducer
         self.process_group, self._recorder = group, tracing.recorder
-        self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
+        self._replica = Replica(self._modules, self.parameters_to_ignore)
         self.device = self._replica.device
         self._begin(is_copy=True)
 
