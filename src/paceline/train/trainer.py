@@ -102,7 +102,6 @@ class Trainer:
         loop = self._loop = Loop(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks)
         loop.wanted = wanted
         loop.callbacks.check_same_on_all_ranks()
-        model.watch(loader.progress)
         # A GradScaler checks for NaN and Inf itself.
         model.check_finite = config.precision != "fp16" and (model.check_finite or config.check_finite)
         self.model, self.optimizer, self.loader, self.scheduler = model, optimizer, loader, scheduler

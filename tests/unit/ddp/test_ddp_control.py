@@ -68,7 +68,7 @@ def test_an_average_is_sparse_if_all_gradients_are(absent: Any, sparse: Any, lat
 
 
 def test_every_rank_reads_what_each_reported() -> None:
-    given = [Status(3, 2, 1, 7, 2.5, WEIGHTED, 0, False), Status(4, 5, -1, -1, 0.0, 0, 0, True), Status()]
+    given = [Status(3, 2, 2.5, WEIGHTED, 0, False), Status(4, 5, 0.0, 0, 0, True), Status()]
     for block in statuses(*given):
         assert block.statuses() == given
 
@@ -86,7 +86,7 @@ def test_a_block_is_filled_anew_each_time() -> None:
 
 
 def test_ranks_that_agree_raise_nothing() -> None:
-    status = Status(forwards=5, optimizer_steps=4, epoch=1, position=3, weighting=WEIGHTED)
+    status = Status(forwards=5, optimizer_steps=4, weighting=WEIGHTED)
     for block in statuses(status, Status(**{**vars(status), "weight": 7.0})):
         block.check(block.statuses())
 
@@ -96,8 +96,6 @@ def test_ranks_that_agree_raise_nothing() -> None:
     [
         ("forwards",        [2, 1, 1], "rank 0 has 2, ranks 1, 2 have 1 forward passes in training mode"),
         ("optimizer_steps", [3, 3, 4], "ranks 0, 1 have 3, rank 2 has 4 optimizer steps"),
-        ("epoch",           [0, 1, 2], "rank 0 has 0, rank 1 has 1, rank 2 has 2 as the sampler's epoch"),
-        ("position",        [7, 0, 7], "ranks 0, 2 have 7, rank 1 has 0 as the sampler's position"),
     ],
 )  # fmt: skip
 def test_a_difference_names_ranks_and_values_on_every_rank(field: str, values: list[int], said: str) -> None:

@@ -4,7 +4,6 @@ import gc
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,16 +113,6 @@ def test_each_optimizer_of_a_model_may_step_once_a_synchronization() -> None:
     del guard
     gc.collect()
     first.step()
-
-
-def test_the_watched_sampler_is_reported_as_it_is_now() -> None:
-    ledger = Ledger()
-    assert (ledger.report(2).epoch, ledger.report(2).position) == (-1, -1)
-    ledger.sampler = SimpleNamespace(epoch=2, position=5)
-    assert (ledger.report(2).epoch, ledger.report(2).position) == (2, 5)
-    ledger.sampler.position = 6
-    assert ledger.report(2, aborted=True).position == 6
-    assert ledger.report(2, aborted=True).aborted
 
 
 Pair = namedtuple("Pair", "left right")

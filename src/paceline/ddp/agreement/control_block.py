@@ -39,10 +39,6 @@ class Status:
     """Forwards that broadcast buffers (training mode, outside ``no_sync``), since the wrapper was made."""
     optimizer_steps: int = 0
     """Optimizer steps over this model's parameters."""
-    epoch: int = -1
-    """The watched sampler's epoch; -1 without one."""
-    position: int = -1
-    """The watched sampler's position in the epoch."""
     weight: float = 0.0
     """Sum of ``model.weight(w)`` since the last synchronization."""
     weighting: int = 0
@@ -88,8 +84,6 @@ _EQUAL = {
         "the numbers differ",
     ),
     "optimizer_steps": ("optimizer steps", "call optimizer.step() on all ranks in the same steps"),
-    "epoch": ("as the sampler's epoch", "call set_epoch() alike on all ranks"),
-    "position": ("as the sampler's position", "consume the same number of batches on all ranks"),
 }
 _SECTIONS = 4  # a number for each parameter in each: presence, non-finite, late, sparse
 _KINDS: dict[str, Any] = {field.name: type(field.default) for field in fields(Status) if field.name != "data"}

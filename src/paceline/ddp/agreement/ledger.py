@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -21,13 +21,6 @@ from paceline.ddp.agreement.kept_gradients import KeptGradients
 from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
 from paceline.ddp.agreement.weight_block import BY_SLICE, UNCOUNTED, UNWEIGHTED, WEIGHTED, Block, Blocks
 from paceline.errors import UsageError
-
-
-class Positioned(Protocol):
-    """An object with a position in the data that has to be the same on every rank, such as a sampler."""
-
-    epoch: int
-    position: int
 
 
 class Ledger:
@@ -52,7 +45,6 @@ class Ledger:
 
     def __init__(self) -> None:
         self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
-        self.sampler: Positioned | None = None
         self.optimizers: WeakSet[Optimizer] = WeakSet()  # optimizers that have stepped over this model's parameters
         self.status = Status()
         self.notes: Sequence[tuple[float, float]] = ()
@@ -85,10 +77,7 @@ class Ledger:
         if self.synchronizations == 0:
             now["inputs"] = self.inputs or 0
         # A copy, because control blocks may be read after the ledger has counted further.
-        status = Status(**vars(self.status) | now | flags)
-        if self.sampler is not None:
-            status.epoch, status.position = self.sampler.epoch, self.sampler.position
-        return status
+        return Status(**vars(self.status) | now | flags)
 
     def position(self, size: int) -> tuple[int, ...] | None:
         """Return the numbers that describe this rank's progress and must be equal on all `size` ranks of the group.
@@ -96,15 +85,14 @@ class Ledger:
         Returns None where numbers do not suffice: some backwards were weighted and some not, the rank asks to stop or
         to compare replicas.
         """
-        status, sampler = self.status, self.sampler
+        status = self.status
         if status.asks_to_stop or self.synchronizations >= self.compare_at:
             return None
         if status.weighting != UNWEIGHTED:
             if status.weighting & ~BY_SLICE != WEIGHTED:
                 return None
             self.add_up()  # the digest holds the weight
-        place = (-1, -1) if sampler is None else (sampler.epoch, sampler.position)
-        return (status.weighting, status.forwards, status.optimizer_steps, *place, *data_position.report(size))
+        return (status.weighting, status.forwards, status.optimizer_steps, *data_position.report(size))
 
     def synchronized(self) -> None:
         """Count a synchronized step, which has used up weights and pending forwards."""

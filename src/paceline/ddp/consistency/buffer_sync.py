@@ -9,13 +9,14 @@ Decision 0024 says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.join_events import Event, JoinEvents
+from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
 from paceline.ddp.transport.channel import Channel
@@ -39,7 +40,7 @@ class BufferSync:
         buffers: the module's buffers.
         channel: reaches all ranks.
         join_events: announces each broadcast to ranks without data.
-        seen: called with the buffers, by name, after each broadcast.
+        ledger: counts forwards, for comparison with other ranks.
         is_wanted: returns whether training forwards synchronize buffers now.
         may_differ: whether the buffers may differ between ranks now.
     """
@@ -55,15 +56,14 @@ class BufferSync:
         buffers: Buffers,
         channel: Channel,
         join_events: JoinEvents,
-        seen: Callable[[Mapping[str, Tensor]], None] | None,
+        ledger: Ledger,
         is_wanted: Callable[[], bool | None],
         *,
         may_differ: bool,
     ) -> None:
         self._forwards = int(may_differ)
         self._buffers, self._channel, self._at_rest = buffers, channel, BuffersAtRest(buffers, channel)
-        self._join_events, self._seen = join_events, seen
-        self._is_wanted = is_wanted
+        self._join_events, self._ledger, self._is_wanted = join_events, ledger, is_wanted
 
     # -- with a forward -----------------------------------------------------------------------------------------
 
@@ -84,13 +84,19 @@ class BufferSync:
         """Note that the buffers have their values from before the step, which are equal on all ranks."""
         self._forwards = 0
 
-    def forward_begins(self, *, travels: bool) -> None:
-        """Count a forward. Before it, make the buffers equal unless they are, if `travels`."""
+    def forward_begins(self) -> bool:
+        """Count a forward that all ranks run, and return whether buffers are broadcast for it.
+
+        If so, make the buffers equal before it, unless they are.
+        """
+        travels = bool(self._is_wanted())
+        self._ledger.forward(broadcasts=travels)
         # A second forward before the backward starts from rank 0's buffers, as with torch DDP; with virtual ranks it
         # continues with the buffers of its slice, because rank 0 may be in another one.
         if travels and self.statistics is None:
             self.begin_step()
         self._forwards += 1
+        return travels
 
     def synchronize(self) -> bool:
         """Make the buffers equal now; returns whether there are any to synchronize."""
@@ -119,7 +125,6 @@ class BufferSync:
         """Wait for the broadcast that was launched, if one was, and copy its values into the buffers."""
         if is_broadcast := self._at_rest.is_under_way:
             self._at_rest.wait()
-            self._note()
         if self.statistics is not None:  # after the broadcast of rank 0's buffers, which are as before the step
             self.statistics.wait(are_rank_0s=is_broadcast)
 
@@ -128,13 +133,8 @@ class BufferSync:
     def exchange(self) -> None:
         """Collective: copy the buffers of the first rank that has data."""
         self._buffers.broadcast(self._channel, self._join_events.source)
-        self._note()
 
     def taken_along(self) -> list[Tensor]:
         """Return the buffers, which the end of ``join`` broadcasts with the parameters, and count them as equal."""
         self._forwards = 0
         return [buffer.data for buffer in self._buffers.named().values()]
-
-    def _note(self) -> None:
-        if self._seen is not None:
-            self._seen(self._buffers.named())

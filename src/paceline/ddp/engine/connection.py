@@ -138,7 +138,7 @@ def _average_over(
         replica.buffers,
         channel,
         joined_steps,
-        replica_check.note_buffers if every else None,
+        replica.ledger,
         is_wanted=lambda: (model := alive()) is not None and model.will_sync_module_buffers(),
         may_differ=buffers_may_differ,
     )

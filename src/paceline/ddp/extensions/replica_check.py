@@ -8,8 +8,8 @@ all of them to one number. These numbers are gathered in one small collective, i
 ranks are at the same step. Only if they differ are all digests gathered, to find the tensor.
 
 It compares every parameter. With ``check_replicas_every`` it also compares the optimizers' state, as far as all ranks
-hold it (with sharded optimizers they do not), and buffers as they are right after their broadcast. Buffers that are not
-broadcast may differ, such as the running statistics of BatchNorm, and are left out.
+hold it (with sharded optimizers they do not). Buffers are left out: a broadcast makes them equal in every step, and the
+ones that are not broadcast may differ, such as the running statistics of BatchNorm.
 
 Decision 0058 says why.
 """
@@ -54,7 +54,6 @@ class ReplicaCheck(Extension):
     ) -> None:
         self._every, self._ledger, self._channel = every, ledger, channel
         self._named_parameters = named_parameters
-        self._buffers: dict[str, Tensor] = {}
         self._checked_at = 0
         # Digests of the parameters, and the number of synchronizations when they were made.
         self._noted: dict[str, Tensor] = {}
@@ -79,21 +78,12 @@ class ReplicaCheck(Extension):
         if self._noted_at != self._ledger.synchronizations:
             self._noted_at, self._noted = self._ledger.synchronizations, self._parameters()
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a check is due after the steps that this rank has taken."""
-        return self._is_due(self._ledger.status.optimizer_steps)
-
     def has_report(self, backward: Backward) -> bool:
-        return self.is_due
+        """Return whether a check is due after the steps that this rank has taken."""
+        return self._is_due(self._ledger.status.optimizer_steps)
 
     def _is_due(self, steps: int) -> bool:
         return self._every > 0 and steps >= self._checked_at + self._every
-
-    def note_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Digest the buffers, which have just been broadcast, if a check is due."""
-        if self.is_due:  # now, because a forward may change them before the check comes
-            self._buffers = {f"buffer {name}": quick_digest(local_of(buffer)) for name, buffer in buffers.items()}
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
         message = yield from self._compare(exchanged.statuses)
@@ -143,8 +133,8 @@ class ReplicaCheck(Extension):
     def _digests(self) -> dict[str, int]:
         # Digests noted in an earlier step are out of date, for instance if a rank was inside join() then.
         is_current = self._noted_at == self._ledger.synchronizations
-        tensors = {**(self._noted if is_current else self._parameters()), **self._buffers}
-        self._buffers, self._noted = {}, {}
+        tensors = self._noted if is_current else self._parameters()
+        self._noted = {}
         for name, parameter in self._named_parameters() if self._every else ():
             for optimizer in self._ledger.optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():

@@ -161,9 +161,7 @@ class SliceStatistics:
         if not self._layers:
             return
         rows = torch.stack([self._row(number) for number in range(self._slices)])
-        table = rows.new_zeros(self._channel.size, *rows.shape)
-        table[self._channel.rank] = rows
-        self._gathered = (table, self._channel.carrier_of(table.device).all_reduce(table.view(-1)))
+        self._gathered = self._channel.gather_rows(rows)
 
     def _row(self, number: int) -> Tensor:
         """Return the counts of forwards in slice `number`, by layer, then their additions.

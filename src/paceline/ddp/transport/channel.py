@@ -93,10 +93,6 @@ class Channel:
         """Use `host` for tensors in the host's memory. Its collectives may be waited for on either channel."""
         self.host, host._outstanding = host, self._outstanding
 
-    def carrier_of(self, _device: torch.device | str) -> Channel:
-        """Return the channel that carries tensors on a device: this one, or :attr:`host` beside gradients on GPUs."""
-        return self
-
     def check_open(self) -> None:
         """Refuse to begin a collective that no rank would answer."""
         if os.getpid() != self._process:
@@ -152,15 +148,15 @@ class Channel:
         return flat[self.rank * length : (self.rank + 1) * length]
 
     def gather_rows(self, row: Tensor) -> tuple[Tensor, Launched]:
-        r"""Launch the gathering of every rank's `row`; all have the same shape and dtype, on the CPU.
+        r"""Launch the gathering of every rank's `row`; all have the same shape, dtype and kind of device.
 
         Returns:
             A tensor of shape (ranks, *shape of a row), which is whole once the collective is waited for.
         """
         # As a sum of tables with one row filled by each rank: every backend has that, and whole numbers stay exact.
-        table = torch.zeros(self.size, *row.shape, dtype=row.dtype)
+        table = row.new_zeros(self.size, *row.shape)
         table[self.rank] = row
-        return table, self.host.all_reduce(table)
+        return table, (self.host if row.is_cpu else self).all_reduce(table)
 
     def gather_numbers(self, numbers: Sequence[int], what: str) -> Pausing[list[list[int]]]:
         """Gather every rank's `numbers`, as many on each, in the order of ranks; `what` names them in errors."""
@@ -266,22 +262,22 @@ class DeviceChannel(Channel):
         super().__init__(group, own, memory)
         self._kind = device.type
 
-    def carrier_of(self, device: torch.device | str) -> Channel:
+    def _carrier_of(self, device: torch.device | str) -> Channel:
         """Return this channel for its own kind of device, and :attr:`host` for any other."""
         return self if torch.device(device).type == self._kind else self.host
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """Allocate a zeroed flat tensor that its channel uses without a copy."""
-        carrier = self.carrier_of(device)
+        carrier = self._carrier_of(device)
         return super().allocate(numel, dtype, device) if carrier is self else carrier.allocate(numel, dtype, device)
 
     def free(self, tensor: Tensor) -> None:
-        if (carrier := self.carrier_of(tensor.device)) is not self:
+        if (carrier := self._carrier_of(tensor.device)) is not self:
             carrier.free(tensor)
 
     def all_reduce(self, tensor: Tensor) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place."""
-        # Without carrier_of(): to make an object of the device costs a tenth of a launch, which there are many of.
+        # Without _carrier_of(): to make an object of the device costs a tenth of a launch, which there are many of.
         return self.host.all_reduce(tensor) if tensor.is_cpu else Channel.all_reduce(self, tensor)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:

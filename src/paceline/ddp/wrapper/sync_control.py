@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from paceline.core.state.virtual_ranks import check_same_count, slices_of_rank
-from paceline.ddp.agreement.ledger import Positioned
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.agreement.weight_block import total_weight
 from paceline.ddp.engine.connection import Connection
@@ -38,14 +36,6 @@ class SyncControl(Joinable):
     _guard: StepGuard
     _options: Options
     _replica: Replica
-
-    if TYPE_CHECKING:  # methods of the wrapper
-
-        def parameters(self) -> Iterator[nn.Parameter]:
-            """Return the module's parameters."""
-
-        def _count_forward(self, connection: Connection) -> bool:
-            """Count a forward that all ranks run."""
 
     @property
     def do_sync(self) -> bool:
@@ -126,7 +116,7 @@ class SyncControl(Joinable):
             if self.training and self._replica.ledger.forwards_since_sync == 0:
                 if connection.joined_steps.enabled:
                     connection.joined_steps.forward_begins()
-                self._count_forward(connection)
+                connection.buffers.forward_begins()
         self._engine.synchronize()
 
     def sync_buffers(self) -> bool:
@@ -339,7 +329,7 @@ class SyncControl(Joinable):
         """Return whether gradients of micro-batches that ran under :meth:`no_sync` wait for their synchronization."""
         if not self._replica.ledger.local_backwards:
             return False
-        gradients = [parameter.grad for parameter in self.parameters()]
+        gradients = [parameter.grad for parameter in self._replica.all_parameters()]
         # They may have been dropped since, or set to zero.
         return any(gradient is not None and bool(stored_elements(gradient).any()) for gradient in gradients)
 
@@ -356,7 +346,3 @@ class SyncControl(Joinable):
         """
         self._engine.read_late()
         self._guard.check_whole(caller)
-
-    def watch(self, sampler: Positioned) -> None:
-        """Compare the sampler's epoch and position across ranks in every synchronized backward from now on."""
-        self._replica.ledger.sampler = sampler

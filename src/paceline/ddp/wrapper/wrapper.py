@@ -85,9 +85,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         reduce_dtype: dtype of the buckets, used to send and sum gradients, by default each parameter's own:
             ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes. Gradients keep the
             parameters' dtype, in separate memory. In fp16 the gradient of a rank's summed loss may overflow.
-        check_replicas_every: compare parameters, optimizer state and broadcast buffers between ranks every this many
-            steps, by fingerprints; other bits raise :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one
-            read of them, and finds no wrong average. By default parameters alone, after step 1, 3, 7, 15, 31, ….
+        check_replicas_every: compare parameters and optimizer state between ranks every this many steps, by
+            fingerprints; other bits raise :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of
+            them, and finds no wrong average. By default parameters alone, after step 1, 3, 7, 15, 31, ….
         check_compute_every: with `virtual_ranks`, also compute a slice on a second rank every this many steps; other
             bits raise :class:`~paceline.errors.WrongComputation` on every rank, before the step is taken.
         algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
@@ -288,7 +288,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if connection.joined_steps.enabled:
             connection.joined_steps.forward_begins()
         # With a broadcast of buffers a forward counts whatever its backward does, because all ranks ran the broadcast.
-        return self._engine.sync_enabled and not self._count_forward(connection)
+        return self._engine.sync_enabled and not connection.buffers.forward_begins()
 
     @never_compiled
     def _digest_inputs(self, inputs: Any, kwargs: Any) -> None:
@@ -301,13 +301,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         is_constant = all(bool((head == head[0]).all()) for head in heads)
         digests = (int(quick_digest(head)) for head in heads)
         self._replica.ledger.inputs = 0 if is_constant else short(derive_seed("inputs", *digests))
-
-    def _count_forward(self, connection: Connection) -> bool:
-        """Count a forward that all ranks run; returns whether buffers are broadcast for it."""
-        travels = self.will_sync_module_buffers()
-        self._replica.ledger.forward(broadcasts=travels)
-        connection.buffers.forward_begins(travels=travels)
-        return travels
 
     @never_compiled
     def _end_forward(self, output: Any, counts_if_averaged: bool) -> None:
