@@ -1,7 +1,7 @@
-"""The local engine, which reaches no other rank: in a world of one, and in a copy of a wrapper until it is trained.
+"""The local engine, for a single rank and for a copy of a wrapper until it is trained; it never communicates.
 
-In a world of one there are no reductions, and no cost unless micro-batches are weighted or checked. A copy connects to
-its peers in its first synchronized backward, because it usually is not trained at all.
+A single rank pays for it only if micro-batches are weighted or checked. Most copies are never trained, so a copy
+connects to its peers in its first synchronized backward.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LocalEngine:
     def _follow(self, named: Named) -> None:
         self._trained = Trained(named)
         self._accumulators = Accumulators(self._trained.originals)
-        # Until it is trained, a copy has nothing to do with other wrappers, even if copy.copy() has made it.
+        # A copy takes part in sharing once it is trained: copy.copy() gives it the parameters of another wrapper.
         self._sharing = Sharing(Trained([]) if self._has_peers else self._trained, self._ledger, ranks=[0])
 
     def _inspect_module(self) -> None:
@@ -224,24 +224,24 @@ class LocalEngine:
             self.connected().check_equal()
 
     def read_late(self) -> None:
-        """Do nothing: no reports of other ranks are left for later."""
+        """Return at once, because only a reducer reads reports of other ranks."""
 
     def resync_aborted(self) -> None:
-        """Do nothing: no other rank waits for this one."""
+        """Return at once, because only a reducer can owe collectives to other ranks."""
 
     def check_idle(self) -> None:
-        """Do nothing: every backward has ended when ``backward()`` returns."""
+        """Return at once, because a backward has always ended when ``backward()`` returns."""
 
     def bucket_bytes(self) -> list[int]:
-        """Return an empty list: there are no buckets."""
+        """Return an empty list, because only a reducer has buckets."""
         return []
 
     def named_layout(self) -> list[list[str]]:
-        """Return an empty list: there are no buckets."""
+        """Return an empty list, because only a reducer has buckets."""
         return []
 
     def restore_layout(self, layout: list[list[str]]) -> None:
-        """Do nothing: there are no buckets."""
+        """Ignore the layout, because only a reducer has buckets."""
 
 
 GradientEngine: TypeAlias = Reducer | LocalEngine

@@ -32,19 +32,14 @@ class SavedBuffers:
     Args:
         module: the module.
         left_out: buffers to leave alone: the ``id`` of the part of the module that has them, and their names.
-        spare: earlier values whose memory is used again. Allocating fresh memory takes several
-            times as long as a copy.
     """
 
     _places: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]]
     """For each buffer the dict that holds it, its name, the tensor, and a copy of its values."""
 
-    def __init__(
-        self, module: nn.Module, left_out: Collection[tuple[int, str]] = (), spare: SavedBuffers | None = None
-    ) -> None:
-        memory = {} if spare is None else {(id(held), name): value for held, name, _, value in spare._places}
+    def __init__(self, module: nn.Module, left_out: Collection[tuple[int, str]] = ()) -> None:
         self._places = [
-            (part._buffers, name, buffer, _copied(buffer, memory.get((id(part._buffers), name))))
+            (part._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
             for part in module.modules()
             for name, buffer in part._buffers.items()
             if (id(part), name) not in left_out
@@ -56,16 +51,6 @@ class SavedBuffers:
             if buffer is not None and value is not None:
                 buffer.data.copy_(value)  # through .data, because a backward may still have saved it
             held[name] = buffer
-
-
-def _copied(buffer: Tensor | None, memory: Tensor | None) -> Tensor | None:
-    """Return a copy of `buffer`, in `memory` if that is like it."""
-    if buffer is None:
-        return None
-    look = (buffer.shape, buffer.dtype, buffer.device)
-    if memory is None or look != (memory.shape, memory.dtype, memory.device):
-        return buffer.detach().clone()
-    return memory.copy_(buffer.detach()) if is_plain(buffer) and is_plain(memory) else buffer.detach().clone()
 
 
 class SliceBuffers:
@@ -84,18 +69,16 @@ class SliceBuffers:
         """The buffers from before the step; None between steps, and on a rank with one slice."""
         self._kept: SavedBuffers | None = None
         """The buffers that this rank's first slice has left, once another one has begun."""
-        self._spare: tuple[SavedBuffers | None, SavedBuffers | None] = None, None
-        """The two of the step before, whose memory is used again."""
 
     def begin_slice(self, *, is_first: bool, is_only: bool) -> None:
         """Begin this rank's first slice of a step, or another one, with the buffers from before the step."""
         if is_first:
             self._kept = None
-            self._before = None if is_only else self._save(self._spare[0])
+            self._before = None if is_only else self._save()
             self._own = self._looks()
         elif self._before is not None:
             if self._kept is None:
-                self._kept = self._save(self._spare[1])
+                self._kept = self._save()
             self._before.restore()
 
     def leave_step(self) -> None:
@@ -105,7 +88,7 @@ class SliceBuffers:
         """
         if self._before is not None:
             self._before.restore()
-        self._drop()
+        self._before = self._kept = None
         self._own = {}
 
     def end_step(self) -> None:
@@ -122,11 +105,6 @@ class SliceBuffers:
         self._is_first_step = False
         if self._kept is not None:
             self._kept.restore()
-        self._drop()
-
-    def _drop(self) -> None:
-        if self._before is not None:
-            self._spare = self._before, self._kept
         self._before = self._kept = None
 
     def _looks(self) -> dict[str, tuple[Tensor, int, int]]:
@@ -143,6 +121,5 @@ class SliceBuffers:
         local = local_of(buffer)
         return int(quick_digest(local)) if self._is_first_step and is_plain(local) else 0
 
-    def _save(self, spare: SavedBuffers | None) -> SavedBuffers:
-        left_out = {(id(layer), name) for layer, name in self._statistics.buffers}
-        return SavedBuffers(self._watch.module, left_out, spare)
+    def _save(self) -> SavedBuffers:
+        return SavedBuffers(self._watch.module, {(id(layer), name) for layer, name in self._statistics.buffers})

@@ -32,10 +32,15 @@ class SyncControl(Joinable):
     forward_sync_buffers: bool
     _has_joined: bool
     _connection: Connection | None
+    """The parts that reach other ranks; None in a world of one, and in a copy until it is trained."""
     _engine: GradientEngine
+    """Averages gradients; the connection's reducer if there is a connection."""
     _guard: StepGuard
+    """Refuses optimizer steps over gradients that were not averaged."""
     _options: Options
+    """Settings, checked; only ``check_finite`` and ``virtual_ranks`` change."""
     _replica: Replica
+    """Knows the parameters and buffers that are synchronized."""
 
     @property
     def do_sync(self) -> bool:

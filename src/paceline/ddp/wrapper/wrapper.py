@@ -28,7 +28,7 @@ from paceline.core.torch_internals.distributed.ddp import move_inputs
 from paceline.core.torch_internals.tensors import is_plain
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.consistency.module_changes import Named
-from paceline.ddp.engine.connection import Connection, connect, while_alive
+from paceline.ddp.engine.connection import connect, while_alive
 from paceline.ddp.engine.local import GradientEngine, LocalEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options import config
@@ -114,22 +114,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     parameters_to_ignore: set[str]
     """Names of parameters and buffers that stay each rank's own; grows with names that the module adds."""
 
-    _options: config.Options
-    """Settings, checked; only ``check_finite`` changes."""
     _low_precision: LowPrecision | None
     """Casts the module in each forward; None without ``mixed_precision``."""
     _input_device: torch.device | None
     """Device that inputs are moved to; None to leave them in place."""
     _recorder: Recorder
     """Records the spans of each step."""
-    _replica: Replica
-    """Knows the parameters and buffers that are synchronized."""
-    _connection: Connection | None
-    """The parts that reach other ranks; None in a world of one, and in a copy until it is trained."""
-    _engine: GradientEngine
-    """Averages gradients; the connection's reducer if there is a connection."""
-    _guard: StepGuard
-    """Refuses optimizer steps over gradients that were not averaged."""
 
     # -- construction -------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ def builtin_hook(comm_hook_type: Any) -> Hook:
 
 
 def put_hook(wrapper: TorchMembers, state: object, hook: Hook) -> None:
-    """Reduce the buckets of `wrapper` by `hook` from now on, unless something else than an all-reduce does so."""
+    """Let `hook` reduce the buckets of `wrapper` from now on, in place of the all-reduce."""
     if wrapper._comm_hooks:
         raise UsageError(
             "register_comm_hook or register_builtin_comm_hook can only be called once, and "
