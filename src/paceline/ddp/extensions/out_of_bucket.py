@@ -5,8 +5,7 @@ The control block lists their parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from paceline.ddp.consistency.module_changes import Trained
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.bucket_set import BucketSet
 from paceline.ddp.reducer.extension import Exchanged, Extension
-from paceline.ddp.transport.channel import Channel, Launched, Pausing
+from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.ddp.transport.sparse import as_dense, average_sparse
 
 
@@ -33,9 +32,7 @@ class OutOfBucket(Extension):
         targets = {index: self._target(index) for index in late}
         if late:
             dense = {index: as_dense(local[index]) for index in late if index in local}
-            launched = _launch_late(dense, targets, self._channel)
-            yield True
-            _wait_for_late(launched, targets, scale, self._channel)
+            yield from _add_late(dense, targets, scale, self._channel)
         averages = {index: target for index, target in targets.items() if index in self._buckets.unbucketed}
         if sparse:
             found = average_sparse(sparse, local, trained.parameters, trained.names, scale, self._channel)
@@ -49,17 +46,10 @@ class OutOfBucket(Extension):
         return self._buckets.views[index]
 
 
-@dataclass
-class _LateReduction:
-    """One launched reduction: the deltas of `indices`, flat and one after the other."""
-
-    indices: list[int]
-    flat: Tensor
-    launched: Launched
-
-
-def _launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], channel: Channel) -> list[_LateReduction]:
-    """Launch sums of the deltas for `targets`, one for each dtype and device; this rank has `local` ones."""
+def _add_late(
+    local: Mapping[int, Tensor], targets: Mapping[int, Tensor], scale: float, channel: Channel
+) -> Pausing[None]:
+    """Sum the ranks' deltas, of which this rank has `local`, and add them, scaled, to the averages in `targets`."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, target in targets.items():
         kinds.setdefault((target.dtype, target.device), []).append(index)
@@ -69,18 +59,10 @@ def _launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], cha
         # Half precision is added up in single precision: a sum of N may overflow although the mean does not.
         dtype = torch.promote_types(targets[same[0]].dtype, torch.float32)
         flat = torch.cat([part.detach().reshape(-1).to(dtype) for part in parts])
-        launched.append(_LateReduction(same, flat, channel.all_reduce(flat)))
-    return launched
-
-
-def _wait_for_late(
-    launched: Sequence[_LateReduction], targets: Mapping[int, Tensor], scale: float, channel: Channel
-) -> None:
-    """Wait for the sums and add them, scaled, to the averages in `targets`."""
-    for reduction in launched:
-        channel.meet(reduction.launched, "all-reduce of late gradients")
-        offset = 0
-        for index in reduction.indices:
-            target = targets[index]
-            target.add_(reduction.flat[offset : offset + target.numel()].view(target.shape), alpha=scale)
-            offset += target.numel()
+        launched.append((same, flat, channel.all_reduce(flat)))
+    yield True
+    for same, flat, work in launched:
+        channel.meet(work, "all-reduce of late gradients")
+        sums = flat.split([targets[index].numel() for index in same])
+        for index, total in zip(same, sums, strict=True):
+            targets[index].add_(total.view(targets[index].shape), alpha=scale)
