@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from insides import engine_of
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
@@ -108,6 +109,17 @@ def average_of_weights(world: World) -> None:
 
 def test_a_copy_needs_no_other_rank_until_it_is_trained(pools: Pools) -> None:
     pools.run(2, average_of_weights)
+
+
+def shallow(world: World) -> bool:
+    model = DistributedDataParallel(net())
+    copied = copy.copy(model)
+    train(model, world)
+    return copied.module is model.module and not engine_of(model).common
+
+
+def test_a_shallow_copy_does_not_count_as_a_second_wrapper_until_it_is_trained(pools: Pools) -> None:
+    assert pools.run(2, shallow) == [True, True]
 
 
 def trained_copies(world: World, how: str) -> None:
