@@ -18,8 +18,12 @@ from paceline.core.telemetry.spans import (
     WAIT,
     Span,
 )
+from paceline.profiler.analysis.analyze import report_of
+from paceline.profiler.analysis.facts import Facts
+from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Meeting, Step, cut_into_stretches, seconds_by_part
+from paceline.profiler.report.report import Advice, Report
 
 GROUP = "ddp/0"
 Timing = Callable[[int, int], dict[str, float]]
@@ -119,3 +123,18 @@ def _spans(
     if saved > start:
         spans.append(Span(CHECKPOINT, start, saved))
     return [*spans, Span(OPTIMIZER, done[-1], done[-1] + seconds["optimizer"])]
+
+
+def verdict(made: list[RankRecord], operators: OperatorTable | None = None) -> Report:
+    """Return the report of a profile with these records."""
+    return report_of(Facts(made, operators or OperatorTable()))
+
+
+def kinds(report: Report) -> list[str]:
+    """Return the kinds of a report's advice, in order."""
+    return [advice.kind for advice in report.advice]
+
+
+def the(kind: str, report: Report) -> Advice:
+    """Return a report's advice of one kind."""
+    return next(advice for advice in report.advice if advice.kind == kind)

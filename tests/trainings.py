@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -194,6 +194,21 @@ def squared_error(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int
     """What an evaluation sums."""
     x, y, _ = on_device_of(module, batch)
     return {"error": squared(module(x), y)}, len(x)
+
+
+def squared_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+    """A loss function for the Trainer."""
+    x, y, _ = batch
+    return squared(model(x), y), len(x)
+
+
+def refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The message of the error with which Paceline ends a call; empty if it succeeds."""
+    try:
+        function(*arguments, **options)
+    except PacelineError as error:
+        return str(error)
+    return ""
 
 
 def on_device_of(module: nn.Module, batch: Any) -> list[Tensor]:

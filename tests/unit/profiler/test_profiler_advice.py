@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.profiler.analysis.analyze import report_of, summary
+from paceline.profiler.analysis.analyze import summary
 from paceline.profiler.analysis.bucket_sizes import fit
 from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.analysis.facts import Facts
@@ -20,7 +20,7 @@ from paceline.profiler.analysis.step_breakdown import account, mean_of
 from paceline.profiler.recording.gradient_norms import GradientNorms
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import Report
-from profile_records import Timing, records, usual
+from profile_records import Timing, kinds, records, the, usual, verdict
 
 JITTER = random.Random(0)
 
@@ -34,7 +34,7 @@ def jittered(timing: Timing = usual) -> Timing:
 
 def report(operators: OperatorTable | None = None, **options: Any) -> Report:
     options["timing"] = jittered(options.get("timing", usual))
-    return report_of(Facts(records(**options), operators or OperatorTable()))
+    return verdict(records(**options), operators)
 
 
 def test_a_rank_that_sleeps_is_named_with_its_phase_and_what_others_wait() -> None:
@@ -52,7 +52,7 @@ def test_a_rank_that_sleeps_is_named_with_its_phase_and_what_others_wait() -> No
 def test_a_rank_with_fewer_cores_is_told_so() -> None:
     made = records(2, timing=jittered(lambda rank, _: {"backward": 0.02 + 0.02 * rank}))
     made[1] = replace(made[1], cores=1)
-    found = report_of(Facts(made, OperatorTable()))
+    found = verdict(made)
     assert found.advice[0].kind == "straggler"
     assert "it has 1 cores and the others 2: give it as many" in found.advice[0].text
 
@@ -87,7 +87,7 @@ def test_a_rank_that_causes_all_waiting_is_probably_slow(ranks: int) -> None:
     found = report(ranks=ranks, steps=40, timing=lambda rank, _: short | {"forward": 0.008 if rank == 1 else 0.002})
     assert not found.stragglers, "for less than a second"
     assert "Rank 1 is probably slow, profile longer to be sure: others wait for " in found.headline
-    (balance,) = (one for one in found.advice if one.kind == "balance")
+    balance = the("balance", found)
     assert "and is probably slow" in balance.reason
     assert "always the last" not in balance.reason
 
@@ -98,7 +98,7 @@ def test_short_operators_ask_for_larger_batches() -> None:
     assert found.advice[0].kind == "larger-batch"
     assert "64 rows a rank, not 32" in found.advice[0].text
     long = OperatorTable(calls=100, seconds=0.02)
-    assert "larger-batch" not in [one.kind for one in report(operators=long).advice]
+    assert "larger-batch" not in kinds(report(operators=long))
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_what_leaves_the_training_as_it_is_comes_before_larger_batches(kind: str
     made = records(timing=jittered(timing), steps=150, travel=0.001)
     if kind == "own-code":
         made[0].own_code = {"save() (train.py:8)": 100}
-    found = report_of(Facts(made, short))
-    first, larger = (next(one for one in found.advice if one.kind == each) for each in (kind, "larger-batch"))
+    found = verdict(made, short)
+    first, larger = the(kind, found), the("larger-batch", found)
     assert found.advice[0] is first, [(one.kind, one.gain) for one in found.advice]
     assert first.gain < larger.gain
     assert found.headline.startswith(headline)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.profiler.analysis.analyze import report_of, summary
+from paceline.profiler.analysis.analyze import summary
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.page import page
@@ -19,19 +19,7 @@ from paceline.profiler.records.core_use import load_of, neighbours
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.report.report import Advice, Report
 from paceline.tools.profile.terminal_summary import print_summary
-from profile_records import records
-
-
-def verdict(made: list[RankRecord]) -> Report:
-    return report_of(Facts(made, OperatorTable()))
-
-
-def the(kind: str, report: Report) -> Advice:
-    return next(one for one in report.advice if one.kind == kind)
-
-
-def kinds(report: Report) -> list[str]:
-    return [one.kind for one in report.advice]
+from profile_records import kinds, records, the, verdict
 
 
 def late_in_turns(rank: int, step: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from paceline.profiler.report.report import Report
 from paceline.profiler.results import write_results
 from paceline.tools.profile.profile_command import ProfileSettings
 from processes import paceline
-from ranks import run_ranks
+from ranks import Pools, run_ranks
 
 
 def make_report(folder: Path) -> Report:
@@ -62,9 +63,9 @@ def with_a_model_of_its_own(world: World, folder: Path) -> None:
                 step(local, optimizers[1])
 
 
-def test_steps_of_a_model_that_one_rank_trains_by_itself_do_not_shift_its_steps(tmp_path: Path) -> None:
+def test_steps_of_a_model_that_one_rank_trains_by_itself_do_not_shift_its_steps(pools: Pools, tmp_path: Path) -> None:
     """Steps are matched by number: with more of them on one rank, bubbles were sought in different steps."""
-    run_ranks(2, with_a_model_of_its_own, tmp_path)
+    pools.run(2, with_a_model_of_its_own, tmp_path)
     assert [len(record.steps) for record in read_ranks(tmp_path)] == [14, 14]
 
 
@@ -89,10 +90,10 @@ def with_torchs_profiler(world: World, folder: Path, begin: int, use: str) -> li
     return [len(own.key_averages())]
 
 
-@pytest.mark.parametrize(("use", "begin"), [("profiler", 1), ("profiler", 9), ("autograd", 9), ("schedule", 9)])
-def test_a_program_that_profiles_itself_keeps_its_profile(tmp_path: Path, use: str, begin: int) -> None:
+@pytest.mark.parametrize(("use", "begin"), [("profiler", 1), ("autograd", 9), ("schedule", 9)])
+def test_a_program_that_profiles_itself_keeps_its_profile(pools: Pools, tmp_path: Path, use: str, begin: int) -> None:
     """Two profilers of torch in a process end it with a segmentation fault, or leave one of them empty."""
-    assert min(run_ranks(1, with_torchs_profiler, tmp_path, begin, use)[0]) > 3
+    assert min(pools.run(1, with_torchs_profiler, tmp_path, begin, use)[0]) > 3
     report = make_report(tmp_path)
     assert not report.operators
     assert any("used torch's profiler itself" in note for note in report.missing)
@@ -107,9 +108,9 @@ def with_frozen_layers(world: World, folder: Path) -> None:
             step(model, optimizer)
 
 
-def test_layers_frozen_after_wrapping_leave_a_report(tmp_path: Path) -> None:
+def test_layers_frozen_after_wrapping_leave_a_report(pools: Pools, tmp_path: Path) -> None:
     """Gradients are numbered among all wrapped parameters, and the simulation of buckets knows the trained ones."""
-    run_ranks(2, with_frozen_layers, tmp_path)
+    pools.run(2, with_frozen_layers, tmp_path)
     assert make_report(tmp_path).steps
 
 
@@ -159,9 +160,9 @@ def with_forks(world: World, folder: Path) -> None:
                 assert child.exitcode == 0
 
 
-def test_a_forked_child_records_nothing_and_its_parent_goes_on(tmp_path: Path) -> None:
+def test_a_forked_child_records_nothing_and_its_parent_goes_on(pools: Pools, tmp_path: Path) -> None:
     """A child inherits the open file, and would write its steps among those of its parent."""
-    run_ranks(1, with_forks, tmp_path)
+    pools.run(1, with_forks, tmp_path)
     [record] = read_ranks(tmp_path)
     assert [one.number for one in record.steps] == list(range(14))
     assert record.ended == ""
@@ -224,10 +225,9 @@ def test_a_profile_that_begins_before_the_world_is_refused(tmp_path: Path) -> No
 
 
 def crowding(world: World, folder: Path) -> int:
-    session.CROWD = 50  # type: ignore[misc]
     model = DistributedDataParallel(net())
     optimizer, most = sgd(model), 0
-    with profile(folder, operators=False):
+    with patch.object(session, "CROWD", 50), profile(folder, operators=False):
         for number in range(10):
             for _ in range(100 if number == 6 else 1):
                 model(torch.ones(4, 16)).square().mean().backward()
@@ -237,8 +237,8 @@ def crowding(world: World, folder: Path) -> int:
     return most
 
 
-def test_a_step_with_very_many_spans_takes_bounded_memory_and_counts_in_no_figure(tmp_path: Path) -> None:
-    assert run_ranks(1, crowding, tmp_path)[0] < 80
+def test_a_step_with_very_many_spans_takes_bounded_memory_and_counts_in_no_figure(pools: Pools, tmp_path: Path) -> None:
+    assert pools.run(1, crowding, tmp_path)[0] < 80
     assert make_report(tmp_path).steps == [3, 4, 5, 7, 8, 9]
 
 
@@ -249,8 +249,8 @@ def by_hand(world: World, folder: Path) -> None:
             model(torch.ones(4, 16)).square().mean().backward()
 
 
-def test_a_loop_without_an_optimizer_is_told_what_ends_a_step(tmp_path: Path) -> None:
-    run_ranks(1, by_hand, tmp_path)
+def test_a_loop_without_an_optimizer_is_told_what_ends_a_step(pools: Pools, tmp_path: Path) -> None:
+    pools.run(1, by_hand, tmp_path)
     with pytest.raises(UsageError, match=r"a step ends when an optimizer of torch\.optim steps after a backward"):
         write_results(tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from paceline.optim import ShardedOptimizer
 from paceline.profiler import profile
 from paceline.profiler.records.rank_file import KILLED, path_of, read_ranks
 from paceline.profiler.results import write_results
-from ranks import run_ranks
+from ranks import Pools, run_ranks
 
 STEPS = 28
 PATCHED = (
@@ -97,9 +98,16 @@ def test_a_rank_that_sleeps_is_found_and_all_files_are_there(tmp_path: Path, bac
     assert "Rank 1" in page
 
 
-def test_parts_add_up_to_the_measured_steps(tmp_path: Path) -> None:
-    run_ranks(2, profiled, tmp_path, "paceline", 0.0, {})
-    for record in read_ranks(tmp_path):
+@pytest.fixture(scope="module")
+def finished(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a profile of two ranks."""
+    folder = tmp_path_factory.mktemp("finished")
+    pools.run(2, profiled, folder, "paceline", 0.0, {})
+    return folder
+
+
+def test_parts_add_up_to_the_measured_steps(finished: Path) -> None:
+    for record in read_ranks(finished):
         for step in record.steps:
             assert sum(step.seconds.values()) == pytest.approx(step.length, rel=0.01)
         assert (record.wrapper, record.ended) == ("paceline", "")
@@ -117,10 +125,9 @@ def test_torchs_wrapper_is_seen_from_outside_and_what_is_missing_is_said(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_that_sleeps_is_named_with_torchs_wrapper_too(tmp_path: Path, ranks: int) -> None:
+def test_a_rank_that_sleeps_is_named_with_torchs_wrapper_too(tmp_path: Path) -> None:
     """Its all-reduces were waited for unseen, so that the others' backward seemed long, and nobody was named."""
-    run_ranks(ranks, profiled, tmp_path, "torch", 0.15, {}, backend="gloo")
+    run_ranks(2, profiled, tmp_path, "torch", 0.15, {}, backend="gloo")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["straggler_rank"] == 1
     assert summary["advice"][0]["kind"] == "straggler"
@@ -166,8 +173,8 @@ def alone(world: World, folder: Path) -> None:
         train(DistributedDataParallel(net()), 12)
 
 
-def test_a_world_of_one_has_steps_and_nobody_to_wait_for(tmp_path: Path) -> None:
-    run_ranks(1, alone, tmp_path)
+def test_a_world_of_one_has_steps_and_nobody_to_wait_for(pools: Pools, tmp_path: Path) -> None:
+    pools.run(1, alone, tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["steps"], summary["bubble_share"], summary["straggler_rank"]) == (5, 0, None)
 
@@ -179,18 +186,13 @@ def enough(world: World, folder: Path) -> int:
         return len(recorder.spans)
 
 
-def test_after_as_many_steps_as_were_wanted_the_block_goes_on(tmp_path: Path) -> None:
-    assert run_ranks(2, enough, tmp_path) == [0, 0]
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 4
-
-
 def without_wrapper(world: World, folder: Path) -> None:
     with profile(folder, operators=False):
         train(net(), 12)
 
 
-def test_a_program_without_a_wrapper_is_told_so(tmp_path: Path) -> None:
-    run_ranks(2, without_wrapper, tmp_path)
+def test_a_program_without_a_wrapper_is_told_so(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, without_wrapper, tmp_path)
     with pytest.raises(UsageError, match="trained no model in DistributedDataParallel"):
         write_results(tmp_path)
 
@@ -207,17 +209,20 @@ def accumulating(world: World, folder: Path) -> None:
             optimizer.zero_grad()
 
 
-def test_accumulated_batches_are_one_step_and_all_their_backwards_count(tmp_path: Path) -> None:
-    run_ranks(2, accumulating, tmp_path)
+def test_accumulated_batches_are_one_step_and_all_their_backwards_count(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, accumulating, tmp_path)
     for record in read_ranks(tmp_path):
         assert [(step.batches, step.rows) for step in record.steps] == [(3, 12)] * 12
         backwards = [sum(span.label == "backward" for span in step.spans) for step in record.steps]
         assert min(backwards) >= 3
 
 
-def test_every_stretch_is_recorded_once(tmp_path: Path) -> None:
+def test_every_stretch_is_recorded_once_until_there_are_as_many_steps_as_were_wanted(
+    pools: Pools, tmp_path: Path
+) -> None:
     """What the wrapper and the step guard record inside torch's backward and step would double the cost of spans."""
-    run_ranks(2, enough, tmp_path)
+    assert pools.run(2, enough, tmp_path) == [0, 0], "the block goes on without spans"
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 4
     for record in read_ranks(tmp_path):
         for step in record.steps:
             labels = [span.label for span in step.spans]
@@ -227,8 +232,8 @@ def test_every_stretch_is_recorded_once(tmp_path: Path) -> None:
             assert ("bucket wait" in labels) == (step.kind == "detailed")
 
 
-def test_an_optimizer_that_failed_costs_no_later_step_its_span(tmp_path: Path) -> None:
-    run_ranks(2, failing_optimizer, tmp_path)
+def test_an_optimizer_that_failed_costs_no_later_step_its_span(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, failing_optimizer, tmp_path)
     for record in read_ranks(tmp_path):
         found = [[span.label for span in step.spans].count("optimizer") for step in record.steps]
         assert found[-4:] == [1] * 4
@@ -263,8 +268,8 @@ def two_optimizers(world: World, folder: Path) -> None:
                 optimizer.zero_grad()
 
 
-def test_two_optimizers_of_one_backward_make_one_step(tmp_path: Path) -> None:
-    run_ranks(2, two_optimizers, tmp_path)
+def test_two_optimizers_of_one_backward_make_one_step(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, two_optimizers, tmp_path)
     assert len(read_ranks(tmp_path)[0].steps) == 12
 
 
@@ -279,8 +284,8 @@ def sharded_optimizer(world: World, folder: Path) -> None:
             optimizer.zero_grad()
 
 
-def test_a_step_ends_with_the_outer_optimizer_where_one_steps_inside_another(tmp_path: Path) -> None:
-    run_ranks(2, sharded_optimizer, tmp_path)
+def test_a_step_ends_with_the_outer_optimizer_where_one_steps_inside_another(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, sharded_optimizer, tmp_path)
     for record in read_ranks(tmp_path):
         assert len(record.steps) == 12
         for step in record.steps:
@@ -301,15 +306,15 @@ def failing(world: World, folder: Path) -> str:
         return "ended"
 
 
-def test_what_was_recorded_before_an_interrupt_is_written(tmp_path: Path) -> None:
-    assert run_ranks(2, failing, tmp_path) == ["ended"] * 2
+def test_what_was_recorded_before_an_interrupt_is_written(pools: Pools, tmp_path: Path) -> None:
+    assert pools.run(2, failing, tmp_path) == ["ended"] * 2
     report = write_results(tmp_path)
     assert len(report.steps) == 7
     assert any("was stopped from outside, by Ctrl-C or SIGTERM" in note for note in report.missing)
 
 
-def test_a_record_that_was_cut_off_or_is_missing_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
-    run_ranks(2, profiled, tmp_path, "paceline", 0.0, {})
+def test_a_record_that_was_cut_off_or_is_missing_is_used_as_far_as_it_goes(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     first, second = (path_of(tmp_path, rank) for rank in (0, 1))
     lines = second.read_text().splitlines()
     second.write_text("\n".join(lines[:15]) + "\n" + lines[15][:40])

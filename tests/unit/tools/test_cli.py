@@ -20,7 +20,9 @@ import paceline
 from paceline.errors import UsageError
 from paceline.launch import job as launching
 from paceline.launch.watching.settings import Supervision
+from paceline.tools.bench.bench_config import BACKENDS, OPS
 from paceline.tools.cli import main as cli
+from paceline.tools.explain.explain_command import KNOWN
 from paceline.tools.recipes import commands as recipe_commands
 from paceline.tools.shared.program import option
 from processes import TIMEOUT_S
@@ -66,13 +68,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[launching.Job]:
     return jobs
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return end.value.code
-
-
 REFUSED = {
     "unknown command": (["foo"], "unknown command 'foo'; known commands: explain, estimate-memory, run,"),
     "mistyped command": (["trian", "digits"], "unknown command 'trian'; did you mean train?"),
@@ -93,6 +88,7 @@ REFUSED = {
         ["run", "--nproc", "1,2", "x.py"],
         "to compare numbers of ranks, use paceline compare",
     ),
+    "ranks in words": (["train", "digits", "--nproc", "two"], "--nproc='two' is neither a number nor auto, gpu or cpu"),
     "unknown recipe": (["train", "foo"], "unknown recipe 'foo'; known recipes: digits"),
     "no number": (["train", "digits", "--epochs", "many"], "'--epochs'"),
     "refused by the recipe": (["train", "digits", "--epochs", "0"], "epochs=0 is less than 1"),
@@ -105,68 +101,39 @@ REFUSED = {
 }
 
 
+@pytest.mark.usefixtures("started")
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    arguments: list[str],
-    message: str,
-    started: list[launching.Job],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(monkeypatch, *arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert message in err
-    assert started == []
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: str, refusal: Any) -> None:
+    assert message in refusal(*arguments)
 
 
-def test_train_starts_the_recipe_with_only_what_was_asked(
-    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(monkeypatch, "train", "digits", "--nproc", "2", "--batch-size", "32", "--resume") == 0
+def test_train_starts_the_recipe_with_only_what_was_asked(started: list[launching.Job], run: Any) -> None:
+    # An option may also stand before the recipe's name.
+    assert run("train", "--nproc", "2", "--batch-size", "32", "digits", "--resume") == 0
     [job] = started
     assert job.nproc == 2
     assert list(job.command[:-1]) == [sys.executable, "-u", "-m", "paceline.tools", "recipes.digits"]
     assert json.loads(job.command[-1]) == {**asdict(Config()), "batch_size": 32, "resume": True}
 
 
-def test_train_supervises_as_run_does(started: list[launching.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_supervises_as_run_does(started: list[launching.Job], run: Any) -> None:
     options = ["--max-restarts", "5", "--report", "ended.json", "--hang-timeout", "90", "--min-nproc", "1"]
-    assert run(monkeypatch, "train", "digits", "--nproc", "1", *options) == 0
-    assert run(monkeypatch, "train", "digits", "--nproc", "1") == 0
+    assert run("train", "digits", "--nproc", "1", *options, "--timeout", "30") == 0
+    assert run("train", "digits", "--nproc", "1") == 0
     asked, usual = started
     assert (asked.max_restarts, asked.report) == (5, "ended.json")
     assert (asked.supervision.hang_timeout, asked.supervision.min_nproc) == (90.0, 1)
     assert (usual.max_restarts, usual.report, usual.supervision) == (None, None, Supervision())
+    assert [job.env["PACELINE_TIMEOUT"] for job in started] == ["30", "600"]
 
 
+@pytest.mark.usefixtures("started")
 @pytest.mark.parametrize("options", ["--min-nproc 3", "--hang-timeout -1"])
-def test_train_and_run_refuse_the_same_values_in_the_same_words(
-    started: list[launching.Job],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    options: str,
-) -> None:
+def test_train_and_run_refuse_the_same_values_in_the_same_words(refusal: Any, tmp_path: Path, options: str) -> None:
     (tmp_path / "script.py").touch()
-    told = []
-    for command in (["train", "digits"], ["run"]):
-        program = [] if command[0] == "train" else [str(tmp_path / "script.py")]
-        assert run(monkeypatch, *command, "--nproc", "2", *options.split(), *program) == 2
-        told.append(capsys.readouterr().err)
-    assert told[0] == told[1]
-    assert told[0].startswith(f"error: {options.split()[-2]}")
-    assert started == []
-
-
-def test_options_of_a_recipe_may_stand_before_its_name(
-    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(monkeypatch, "train", "--nproc", "1", "--seed", "3", "digits", "--epochs", "2") == 0
-    told = json.loads(started[0].command[-1])
-    assert (told["seed"], told["epochs"]) == (3, 2)
+    told = refusal("train", "digits", "--nproc", "2", *options.split())
+    assert told.startswith(f"error: {options.split()[0]}")
+    assert refusal("run", "--nproc", "2", *options.split(), str(tmp_path / "script.py")) == told
 
 
 ORDERS = {
@@ -212,28 +179,28 @@ class Grown:
 
 @pytest.mark.parametrize("command", ["profile --out {} digits", "train digits --profile {}"])
 def test_a_profile_of_a_recipe_bears_the_command_that_a_user_would_give(
-    monkeypatch: pytest.MonkeyPatch, started: list[launching.Job], tmp_path: Path, command: str
+    run: Any, started: list[launching.Job], tmp_path: Path, command: str
 ) -> None:
     """Its ranks run a module with the whole configuration as JSON, which nobody reads in a title."""
     arguments = [*command.format(tmp_path / "out").split(), "--epochs", "3", "--checkpoint-dir", "my runs", "--resume"]
-    run(monkeypatch, *arguments)  # fails in the end, as no rank was started that could leave a record
+    run(*arguments)  # fails in the end, as no rank was started that could leave a record
     settings = json.loads(started[0].command[started[0].command.index("paceline.profiler") + 1])
     assert settings["title"] == "paceline train digits --epochs 3 --checkpoint-dir 'my runs' --resume"
     assert started[0].env["FOR_RANKS"] == str(started[0].nproc)  # a profile's ranks lacked it
 
 
 def test_a_recipes_options_are_the_fields_of_its_configuration(
-    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Any, started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # They stood in cli.py by hand, so that a new field of a configuration was no option.
     monkeypatch.setitem(recipe_commands.RECIPES, "digits", Grown)
-    assert run(monkeypatch, "train", "digits", "--help") == 0
+    assert run("train", "digits", "--help") == 0
     out = capsys.readouterr().out
     for text in ("--width", "FEATURES", "Features a layer. [default: 3]", "--no-shuffle", "--quiet"):
         assert text in " ".join(out.replace("│", " ").split()), text
     assert "--epochs" not in out
     assert "--no-quiet" not in out
-    assert run(monkeypatch, "train", "digits", "--nproc", "1", "--rate", "2", "--no-shuffle", "--quiet") == 0
+    assert run("train", "digits", "--nproc", "1", "--rate", "2", "--no-shuffle", "--quiet") == 0
     assert json.loads(started[0].command[-1]) == {
         "width": 3,
         "rate": 2.0,
@@ -241,33 +208,23 @@ def test_a_recipes_options_are_the_fields_of_its_configuration(
         "shuffle": False,
         "quiet": True,
     }
-    assert run(monkeypatch, "train", "digits", "--width", "2.5") == 2
+    assert run("train", "digits", "--width", "2.5") == 2
     assert "'--width'" in capsys.readouterr().err
 
 
-def test_train_tells_the_ranks_how_long_a_collective_waits(
-    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(monkeypatch, "train", "digits", "--nproc", "1", "--timeout", "30") == 0
-    assert run(monkeypatch, "train", "digits", "--nproc", "1") == 0
-    assert [job.env["PACELINE_TIMEOUT"] for job in started] == ["30", "600"]
-
-
+@pytest.mark.usefixtures("started")
 def test_ctrl_c_says_how_to_continue(
-    started: list[launching.Job],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launching, "launch", lambda job: 130)
     points = tmp_path / "points"
     arguments = ("train", "digits", "--nproc", "1", "--checkpoint-dir", str(points))
-    assert run(monkeypatch, *arguments) == 130
+    assert run(*arguments) == 130
     assert capsys.readouterr().err == "", "there is nothing to continue"
     (points / "step-00000012").mkdir(parents=True)
-    assert run(monkeypatch, *arguments) == 130
+    assert run(*arguments) == 130
     assert "points are kept; to continue" in capsys.readouterr().err
-    assert run(monkeypatch, "train", "digits", "--nproc", "1") == 130
+    assert run("train", "digits", "--nproc", "1") == 130
     assert capsys.readouterr().err == ""
 
 
@@ -275,45 +232,33 @@ HELP = {
     "top": ([], ["run", "train", "--version"]),
     "train": (["train"], ["digits"]),
     "digits": (["train", "digits", "--help"], ["--batch-size", "--checkpoint-dir", "--nproc", "0.125"]),
-    "explain": (
-        ["explain", "--help"],
-        [
-            "collectives",
-            "ring",
-            "halving-doubling",
-            "bucket-overlap",
-            "workflow",
-            "bubble",
-            "reduce",
-            "--ranks",
-            "--out",
-            ".svg",
-        ],
-    ),
+    "explain": (["explain", "--help"], [*KNOWN, "--ranks", "--out", ".svg"]),
+    "bench": (["bench"], ["collectives"]),
+    "bench collectives": (["bench", "collectives", "--help"], [*OPS, *BACKENDS, "--sizes", "--plot", "--nproc"]),
+    "estimate-memory": (["estimate-memory", "--help"], ["paceline estimate-memory HuggingFaceTB/SmolLM2-360M"]),
     "run": (["run", "--help"], ["--nproc", "--timeout", "10 minutes", "--max-restarts", "--rdzv-endpoint", "loopback"]),
     "run, later": (["run", "--nproc", "2", "--nnodes", "1", "--help"], ["--nproc", "--max-restarts"]),
 }
 
 
 def test_help_of_run_begins_with_what_most_people_need(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "run", "--help") == 0
+    assert run("run", "--help") == 0
     first = capsys.readouterr().out.splitlines()[:16]
     assert "    paceline run --nproc 2 train.py --lr 0.1   as 'python train.py --lr 0.1'" in first
     assert any(line.startswith("  --nproc N ") for line in first)
     assert not any("--nnodes" in line for line in first)
     monkeypatch.setenv("COLUMNS", "60")
-    assert run(monkeypatch, "run", "--help") == 0
+    assert run("run", "--help") == 0
     _, *narrow = capsys.readouterr().out.splitlines()
     assert max(map(len, narrow)) <= 60, "lines of 120 characters were printed as they are"
 
 
-def test_help_shows_types_of_values_and_none_of_flags(
-    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("started")
+def test_help_shows_types_of_values_and_none_of_flags(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     # '--resume <bool>' reads as if a value had to follow.
-    assert run(monkeypatch, "train", "digits", "--help") == 0
+    assert run("train", "digits", "--help") == 0
     lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("│ --")}
     assert "int" in lines["--epochs"].lower()
     assert "SECONDS" in lines["--timeout"]
@@ -321,11 +266,11 @@ def test_help_shows_types_of_values_and_none_of_flags(
 
 
 def test_env_prints_what_a_report_of_a_defect_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PACELINE_TIMEOUT", "90")
     monkeypatch.setenv("PACELINE_SECRET", "hidden")
-    assert run(monkeypatch, "env") == 0
+    assert run("env") == 0
     out = capsys.readouterr().out
     ours, _, torchs = out.partition("\n\n")
     facts = dict(line.split(": ", 1) for line in ours.splitlines())
@@ -338,15 +283,17 @@ def test_env_prints_what_a_report_of_a_defect_needs(
     assert "hidden" not in out
 
 
+@pytest.mark.usefixtures("started")
 @pytest.mark.parametrize(("arguments", "words"), HELP.values(), ids=HELP)
 def test_help_names_what_there_is(
     arguments: list[str],
     words: list[str],
-    started: list[launching.Job],
+    run: Any,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(monkeypatch, *arguments) == 0
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run(*arguments) == 0
     out, err = capsys.readouterr()
     assert [word for word in words if word not in out] == []
     assert err == ""
@@ -394,7 +341,7 @@ def test_help_version_and_completion_import_no_torch() -> None:
 SWALLOWS = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
 
 
-@pytest.mark.parametrize("arguments", [["run", "script.py"], ["train", "digits"], ["profile", "x"], ["compare", "x"]])
+@pytest.mark.parametrize("arguments", [["run", "script.py"], ["train", "digits"]])
 def test_a_ctrl_c_that_the_import_of_torch_swallows_ends_the_command_in_one_line(
     tmp_path: Path, arguments: list[str]
 ) -> None:
@@ -414,12 +361,7 @@ def test_the_installed_command_imports_no_torch_itself() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [
-        ("tr", "train"),
-        ("train di", "digits"),
-        ("train digits --epo", "--epochs"),
-        ("run --nproc 2 --hang-t", "--hang-timeout"),
-    ],
+    [("train di", "digits"), ("train digits --epo", "--epochs"), ("run --nproc 2 --hang-t", "--hang-timeout")],
 )
 def test_a_shell_completes_commands_recipes_and_options(typed: str, offered: str) -> None:
     words = ["paceline", *typed.split()]

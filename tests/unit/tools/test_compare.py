@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from paceline.core.output.wording import digits
-from paceline.errors import UsageError
 from paceline.tools.compare.comparison import Row, figures, weights_difference
 from paceline.tools.compare.modes import MODES, Way, choose_ways
 from paceline.tools.compare.report import COLUMNS, draw, notes, show
@@ -205,7 +204,6 @@ def test_the_plot_has_a_bar_for_each_way() -> None:
         (None, [4], [("single", 1), ("dp", 4), ("ddp", 4), ("ddp-torch", 4)]),
         ("ddp, single,ddp", [4], [("ddp", 4), ("single", 1)]),
         (None, [4, 1, 2, 2], [("single", 1), ("ddp", 2), ("ddp", 4)]),
-        (None, [2, 4], [("ddp", 2), ("ddp", 4)]),
         ("ddp,ddp-torch", [1, 2, 4], [("single", 1), ("ddp", 2), ("ddp", 4), ("ddp-torch", 2), ("ddp-torch", 4)]),
     ],
 )
@@ -217,43 +215,29 @@ def test_ways_are_modes_on_one_number_of_devices_or_ranks_on_several(
     assert [way.ranks for way in chosen] == [devices if mode.startswith("ddp") else 1 for mode, devices in ways]
 
 
-def test_an_unknown_mode_is_refused() -> None:
-    for names in ("ddp,none", ""):
-        with pytest.raises(UsageError, match=f"--modes has .*; choose among {', '.join(MODES)}"):
-            choose_ways(names, [2])
+MISTAKES = [
+    (["missing.py"], "'missing.py' is neither a recipe nor a file"),
+    (["--nproc", "1", "digits"], "--nproc 1 leaves only one way to train"),
+    (["--nproc", "2", "--steps", "0", "digits"], "--steps must be at least 1, not 0"),
+    (["--nproc", "2", "--modes", "fast", "digits"], "--modes has 'fast'; choose among single, dp, ddp,"),
+    (["--nproc", "2", "--plot", "x.html", "digits"], "--plot x.html: the name must end in .svg, .png or .pdf"),
+    (["--nproc", "2", "--json", "no/x.json", "digits"], "--json no/x.json: the folder"),
+    (["digits", "--batch-size", "0", "--nproc=2"], "--batch-size must be at least 1, not 0"),
+    (["--nproc", "2", "digits", "--timeout", "9"], "--timeout is an option of paceline train, not of"),
+    (["--nproc", "2", "digits", "--none"], "No such option: --none"),
+    (["--nproc", "2", "digits", "--checkpoint-dir", "points"], "--checkpoint-dir writes files for one training"),
+    (["digits", "--nproc", "1,0"], "--nproc=0 is less than 1"),
+    (["digits", "--nproc", "1,2,64"], "--nproc 64 is more than the 32 samples of a batch; give fewer ranks or"),
+    (
+        ["digits", "--virtual-ranks", "8"],
+        "--virtual-ranks needs Paceline's wrapper, and compare also runs torch",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["missing.py"], "'missing.py' is neither a recipe nor a file"),
-        (["--nproc", "1", "digits"], "--nproc 1 leaves only one way to train"),
-        (["--nproc", "2", "--steps", "0", "digits"], "--steps must be at least 1, not 0"),
-        (["--nproc", "2", "--modes", "fast", "digits"], "--modes has 'fast'; choose among single, dp, ddp,"),
-        (["--nproc", "2", "--plot", "x.html", "digits"], "--plot x.html: the name must end in .svg, .png or .pdf"),
-        (["--nproc", "2", "--json", "no/x.json", "digits"], "--json no/x.json: the folder"),
-        (["digits", "--batch-size", "0", "--nproc=2"], "--batch-size must be at least 1, not 0"),
-        (
-            ["--nproc", "2", "digits", "--timeout", "9"],
-            "--timeout is an option of paceline train, not of",
-        ),
-        (["--nproc", "2", "digits", "--none"], "No such option: --none"),
-        (["--nproc", "2", "digits", "--checkpoint-dir", "points"], "--checkpoint-dir writes files for one training"),
-        (["digits", "--nproc", "3,x"], "--nproc='x' is neither a number nor auto, gpu or cpu"),
-        (["digits", "--nproc", "1,0"], "--nproc=0 is less than 1"),
-        (["digits", "--nproc", "1,2,64"], "--nproc 64 is more than the 32 samples of a batch; give fewer ranks or"),
-        (
-            ["digits", "--nproc", "1,2", "--batch-size", "4", "--micro-batches", "4"],
-            "--nproc 2 is more than the 1 samples of a batch",
-        ),
-    ],
-)
-def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, arguments: list[str], message: str) -> None:
-    done = paceline(tmp_path, "compare", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
-    assert len(lines) == 1
-    assert message in lines[0]
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_mistakes_are_one_line_before_anything_runs(arguments: list[str], message: str, refusal: Any) -> None:
+    assert message in refusal("compare", *arguments)
 
 
 def compared(tmp_path: Path, *arguments: str, **environment: str) -> dict[str, Any]:
@@ -264,9 +248,11 @@ def compared(tmp_path: Path, *arguments: str, **environment: str) -> dict[str, A
     return {f"{row['mode']}-{row['devices']}": row for row in rows}
 
 
-def test_a_script_is_compared_in_all_its_modes_with_equal_weights(tmp_path: Path) -> None:
+def test_a_script_with_a_wrapper_of_its_own_is_compared_in_all_its_modes_with_equal_weights(tmp_path: Path) -> None:
+    own = "class Own(DistributedDataParallel):\n    pass\n\nwith paceline.init()"
+    text = SCRIPT.replace("with paceline.init()", own).replace("model = DistributedDataParallel(", "model = Own(")
     options = ["--nproc", "2", "--steps", "4", "--plot", "out.svg"]
-    rows = compared(tmp_path, *options, script(tmp_path, SCRIPT), "8", OMP_NUM_THREADS="1")
+    rows = compared(tmp_path, *options, script(tmp_path, text), "8", OMP_NUM_THREADS="1")
     assert list(rows) == ["single-1", "dp-2", "ddp-2", "ddp-torch-2"]
     assert {row["samples_per_step"] for row in rows.values()} == {8}
     assert all(row["replicas_identical"] for row in rows.values())
@@ -282,15 +268,6 @@ def test_other_wrappers_accumulate_uneven_micro_batches_exactly(tmp_path: Path) 
     rows = compared(tmp_path, "--nproc", "2", "--steps", "2", script(tmp_path, text), "7", OMP_NUM_THREADS="1")
     assert {row["samples_per_step"] for row in rows.values()} == {14}
     assert all(row["weights_difference"] < 1e-12 for row in rows.values())
-
-
-def test_a_wrapper_that_a_script_subclasses_is_measured_too(tmp_path: Path) -> None:
-    text = SCRIPT.replace(
-        "with paceline.init()", "class Own(DistributedDataParallel):\n    pass\n\nwith paceline.init()"
-    )
-    text = text.replace("model = DistributedDataParallel(", "model = Own(")
-    rows = compared(tmp_path, "--nproc", "2", "--steps", "2", "--modes", "ddp,ddp-torch", script(tmp_path, text), "8")
-    assert rows["ddp-torch-2"]["weights_difference"] < 1e-12
 
 
 @pytest.mark.slow
@@ -359,18 +336,16 @@ with paceline.init() as world:
 """
 
 
-def test_two_wrapped_models_are_measured_together_and_both_compared(tmp_path: Path) -> None:
-    """The figures were those of the model whose forward came last."""
-    rows = compared(tmp_path, "--nproc", "2", "--steps", "5", script(tmp_path, GAN), "1", "20")
+@pytest.mark.parametrize(("seed", "least", "most"), [("0", 0.0, 1e-12), ("7", 1e-3, 1e3)])
+def test_two_wrapped_models_are_measured_together_and_both_compared(
+    seed: str, least: float, most: float, tmp_path: Path
+) -> None:
+    """The figures were those of the model whose forward came last; another seed changes the first on two ranks."""
+    options = ["--nproc", "2", "--steps", "4", "--modes", "single,ddp"]
+    rows = compared(tmp_path, *options, script(tmp_path, GAN), "1", "20", SEED=seed)
     assert {row["samples_per_step"] for row in rows.values()} == {8}
     assert all(row["replicas_identical"] for row in rows.values())
-    assert all(row["weights_difference"] < 1e-12 for row in rows.values())
-
-
-def test_a_difference_of_the_model_that_was_wrapped_first_is_seen(tmp_path: Path) -> None:
-    options = ["--nproc", "2", "--steps", "2", "--modes", "single,ddp"]
-    rows = compared(tmp_path, *options, script(tmp_path, GAN), "1", "20", SEED="7")
-    assert rows["ddp-2"]["weights_difference"] > 1e-3
+    assert least <= rows["ddp-2"]["weights_difference"] < most
 
 
 def test_a_step_is_one_of_the_optimizer_that_came_last(tmp_path: Path) -> None:
@@ -385,12 +360,7 @@ def test_a_step_is_one_of_the_optimizer_that_came_last(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "code", "message"),
-    [
-        ("raise RuntimeError('no luck')", 1, "RuntimeError: no luck"),
-        ("sys.exit(3)", 1, "exit code 3"),
-        ("sys.exit(0)", 2, "took 2 optimizer steps"),
-        ("import os; os._exit(0)", 1, "ended with exit code 1"),
-    ],
+    [("raise RuntimeError('no luck')", 1, "RuntimeError: no luck"), ("sys.exit(0)", 2, "took 2 optimizer steps")],
 )
 def test_a_mode_that_fails_ends_those_that_wait_for_their_turns(
     tmp_path: Path, line: str, code: int, message: str

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.checkpoint import Checkpointer
-from paceline.errors import UsageError, installing
-from paceline.tools.recipes.digits import DigitsConfig
-from processes import TIMEOUT_S, Running, alive, paceline, script
+from paceline.errors import installing
+from processes import Running, alive, paceline, script
 from recipe_reports import FIELDS
 
 SHORT = ["--epochs", "1", "--batch-size", "128"]
@@ -61,55 +58,6 @@ def assert_refused(folder: Path, done: Any, before: dict[str, bytes | None], mes
     assert living_in(folder) == []
 
 
-# -- what is refused before any rank starts ----------------------------------------------------------------------------
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "batch size": ({"batch_size": 0}, "--batch-size must be at least 1, not 0"),
-    "uneven micro-batches": (
-        {"batch_size": 32, "micro_batches": 3},
-        "cut into --micro-batches 3; give a multiple of 3",
-    ),
-    "lr of nan": ({"lr": math.nan}, "--lr must be a finite number greater than 0, not nan"),
-    "seed below 0": ({"seed": -1}, "--seed must be at least 0"),
-    "seed beyond torch's": ({"seed": 2**64}, "--seed must be at least 0 and below 2**63"),
-    "json in no folder": ({"json": "nowhere/report.json"}, "nowhere does not exist"),
-    "json is a folder": ({"json": "."}, "--json . cannot be written: it is a folder"),
-    # Of those that the Trainer has, too, by the names of its settings:
-    "decay": ({"decay": "step"}, "--decay must be none, linear, cosine or wsd, not 'step'"),
-    "warm-up": ({"warmup_steps": -1}, "--warmup-steps must be at least 0, not -1"),
-    "resume without folder": ({"resume": True}, "--resume needs --checkpoint-dir"),
-    "changed data without resume": ({"allow_changed_data": True}, "--allow-changed-data needs --resume"),
-    "two lengths": ({"epochs": 2, "max_steps": 9}, "--epochs 2 and --max-steps 9 both set the length; give one"),
-    "no steps": ({"max_steps": 0}, "--max-steps must be at least 1, not 0"),
-    "evaluated every 0": ({"evaluate_every": 0}, "--evaluate-every must be at least 1, not 0"),
-    "precision": ({"precision": "fp8"}, "--precision must be fp32, bf16 or fp16, not 'fp8'"),
-    "metrics": ({"metrics": ""}, "--metrics must not be empty"),
-    "every 0": ({"checkpoint_dir": "d", "checkpoint_every": 0}, "--checkpoint-every must be at least 1, not 0"),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_wrong_option_is_refused_before_any_rank_starts(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        DigitsConfig(**options).check()
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-COMMANDS = {
-    "unknown recipe": (["train", "letters"], "unknown recipe 'letters'; known recipes: digits, lm,"),
-    "no ranks": (["train", "digits", "--nproc", "0"], "--nproc=0 is less than 1"),
-    "ranks in words": (["train", "digits", "--nproc", "two"], "--nproc='two' is neither a number nor auto, gpu or cpu"),
-    "files of one": (["compare", "digits", "--metrics", "x"], "--metrics writes files for one training, and compare"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), COMMANDS.values(), ids=COMMANDS)
-def test_a_wrong_command_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    before = contents(tmp_path)
-    assert_refused(tmp_path, paceline(tmp_path, *arguments), before, message)
-
-
 def test_without_a_package_the_pip_command_is_named(tmp_path: Path) -> None:
     blocked = (
         "import sys\n"
@@ -121,14 +69,6 @@ def test_without_a_package_the_pip_command_is_named(tmp_path: Path) -> None:
     assert_refused(tmp_path, done, {}, installing("digits"))
 
 
-def test_help_names_every_option(tmp_path: Path) -> None:
-    done = paceline(tmp_path, "train", "digits", "--help", COLUMNS="100")
-    assert (done.returncode, done.stderr) == (0, "")
-    names = "nproc epochs max-steps batch-size lr precision seed micro-batches evaluate-every checkpoint-dir"
-    names += " checkpoint-every resume metrics tensorboard json backend"
-    assert [name for name in names.split() if f"--{name} " not in done.stdout] == []
-
-
 # -- what the ranks refuse, before they train --------------------------------------------------------------------------
 
 
@@ -137,14 +77,6 @@ def test_a_folder_below_a_regular_file_is_refused(tmp_path: Path) -> None:
     before = contents(tmp_path)
     done = digits(tmp_path, "--checkpoint-dir", "plain/points", nproc=2)
     assert_refused(tmp_path, done, before, "plain/points cannot be used: Not a directory; choose a folder")
-
-
-def test_a_folder_that_holds_something_else_keeps_it(tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.tex").write_text("…")
-    done = digits(tmp_path, *SHORT, "--checkpoint-dir", "home")
-    assert done.returncode == 0, done.stderr
-    assert sorted(os.listdir(tmp_path / "home")) == ["step-00000012", "thesis.tex"]
 
 
 def test_nothing_to_resume_from_is_refused_and_no_folder_made(tmp_path: Path) -> None:
@@ -162,8 +94,10 @@ def test_a_backend_that_pytorch_lacks_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of a run of two ranks that has ended, and the run."""
+    """The folder of a run of two ranks that has ended, and the run; its folder of checkpoints held another file."""
     folder = tmp_path_factory.mktemp("finished")
+    (folder / "points").mkdir()
+    (folder / "points" / "thesis.tex").write_text("…")
     done = digits(folder, *SHORT, *KEPT, "--json", "report.json", nproc=2)
     return folder, done
 
@@ -178,7 +112,7 @@ def points(finished: tuple[Path, Any], tmp_path: Path) -> Path:
 PROMISED = {"accuracy": float, "test_loss": float, **FIELDS}
 
 
-def test_json_holds_what_was_promised(finished: tuple[Path, Any]) -> None:
+def test_json_holds_what_was_promised_and_another_file_is_kept(finished: tuple[Path, Any]) -> None:
     folder, done = finished
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads((folder / "report.json").read_text())
@@ -191,6 +125,7 @@ def test_json_holds_what_was_promised(finished: tuple[Path, Any]) -> None:
     assert 0 <= report["exposed_share"] <= 1
     assert 0 < report["accuracy"] <= 1
     assert report["samples_per_second"] == pytest.approx(1437 / report["seconds"])
+    assert sorted(os.listdir(folder / "points")) == ["step-00000012", "thesis.tex"]
 
 
 def test_the_table_says_that_the_replicas_are_identical(finished: tuple[Path, Any]) -> None:
@@ -220,7 +155,7 @@ def test_a_finished_run_resumes_to_the_same_report(points: Path, finished: tuple
 @pytest.mark.slow
 def test_so_many_steps_in_a_precision_evaluated_every_so_many(tmp_path: Path) -> None:
     losses = {}
-    for precision in ("fp32", "bf16", "fp16"):
+    for precision in ("fp32", "bf16"):
         options = ["--max-steps", "15", "--evaluate-every", "6", "--batch-size", "256", "--precision", precision]
         options += ["--warmup-steps", "2", "--metrics", f"{precision}.jsonl", "--json", "report.json"]
         done = digits(tmp_path, *options, nproc=2)
@@ -232,8 +167,8 @@ def test_so_many_steps_in_a_precision_evaluated_every_so_many(tmp_path: Path) ->
         assert list(evaluated) == [6, 12, 15]  # in the third of its passes of 6 steps
         losses[precision] = evaluated[15]
     # Products were rounded: the losses are others than float32's, and near.
-    assert len(set(losses.values())) == 3
-    assert list(losses.values()) == pytest.approx([losses["fp32"]] * 3, abs=0.05)
+    assert losses["bf16"] != losses["fp32"]
+    assert losses["bf16"] == pytest.approx(losses["fp32"], abs=0.05)
 
 
 OTHER_RUN = {
@@ -253,11 +188,7 @@ def test_a_folder_of_another_run_is_refused_and_says_in_what_it_differs(
 def test_ctrl_c_ends_all_ranks_after_a_saved_step(tmp_path: Path) -> None:
     options = ["--nproc", "2", "--epochs", "1000", *KEPT, "--checkpoint-every", "10"]
     with Running(tmp_path, "train", "digits", *options, fork="all") as job:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not list(tmp_path.glob("points/step-*20")):
-            assert job.process.poll() is None, job.stderr
-            assert time.monotonic() < deadline, job.stderr
-            time.sleep(0.02)
+        job.wait_for("points/step-00000020")
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130
         said = r"interrupted, after step (\d+) was saved\nthe checkpoints in points are kept; .* with --resume\n$"

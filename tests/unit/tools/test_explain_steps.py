@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from test_explain import printed
 
 from paceline.ddp.options.buckets import MIB
 from paceline.nn import SyncBatchNorm
@@ -19,7 +18,7 @@ from paceline.tools.explain.explain_command import MOST_RANKS, scenes
 from paceline.tools.explain.grid import Cell
 from paceline.tools.explain.scene import Scene
 from paceline.tools.explain.subjects import bubble, ways, workflow
-from paceline.tools.explain.subjects.buckets import BACKWARD, FORWARD, OPTIMIZER, SIZES, example
+from paceline.tools.explain.subjects.buckets import BACKWARD, FORWARD, OPTIMIZER, SIZES
 
 RANKS = [2, 3, MOST_RANKS]
 
@@ -43,20 +42,6 @@ def test_bubbles_are_those_that_the_profiler_would_find(ranks: int) -> None:
             steps.append(Step(0, "plain", 0.0, case.length, {}, meetings))
         found = [sum(causes.values()) for causes in find_bubbles(steps, records)]
         assert found == pytest.approx(case.bubbles)
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_computing_and_both_kinds_of_waiting_make_up_the_step(ranks: int) -> None:
-    full = FORWARD + BACKWARD
-    for case in bubble.late_rank(ranks)[:2]:
-        for rank, waits in enumerate(case.bubbles):
-            work = full * (bubble.LATE_WORK if rank == bubble.LATE else 1)
-            assert work + waits + case.communication + OPTIMIZER == pytest.approx(case.length)
-    for case in bubble.accumulation(ranks):
-        late = [sum(micro % ranks == rank for micro in range(bubble.MICRO_BATCHES)) for rank in range(ranks)]
-        for rank, waits in enumerate(case.bubbles):
-            work = full * (bubble.MICRO_BATCHES + (bubble.LATE_WORK - 1) * late[rank])
-            assert work + waits + case.communication + OPTIMIZER == pytest.approx(case.length)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -121,13 +106,6 @@ def test_the_workflow_is_in_order_and_waits_only_where_ranks_meet(ranks: int) ->
     )
 
 
-def test_gradients_of_the_workflow_wait_as_in_bucket_overlap() -> None:
-    step, (_, early) = workflow.training_step(4), example(4)
-    pause = next(meeting.end - meeting.begin for meeting in step.meetings if meeting.letter == "F")
-    summed = step.buckets.end[len(SIZES) - 1] - step.forward
-    assert early.end[-1] <= summed <= early.end[-1] + pause + 1e-9
-
-
 @pytest.mark.parametrize("ranks", RANKS)
 def test_bytes_of_both_ways_are_those_by_hand(ranks: int) -> None:
     dp, ddp = ways.data_parallel(ranks), ways.distributed(ranks)
@@ -163,13 +141,3 @@ def test_after_the_step_every_rank_has_all_gradients_and_dataparallels_replicas_
     kept = {place: cell for place, cell in dp.held(99).items() if cell != Cell()}
     assert kept == {(ways.WEIGHTS, 0): ways.W, (ways.GRADIENTS, 0): everything}
     assert all(ddp.held(99)[row, rank] == everything for row in ways.BUCKETS for rank in range(4))
-
-
-def test_tables_say_what_the_pictures_say() -> None:
-    late = bubble.late_rank(4)
-    said = " ".join(printed("bubble", 4, width=200).split())
-    assert bubble.late_outcome(*late) in said
-    assert f"{1000 * late[0].bubbles[0]:.1f}" in said
-    said = " ".join(printed("workflow", 4, width=200).split())
-    assert workflow.outcome(workflow.training_step(4)) in said
-    assert said.count("not in this model") == 3

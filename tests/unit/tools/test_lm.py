@@ -47,7 +47,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- text and tokens ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [9, 10, 11, 16, 17])
+@pytest.mark.parametrize("length", [9, 10, 11])
 def test_windows_predict_every_token_but_the_first_exactly_once(length: int) -> None:
     tokens = torch.arange(length)
     windows = Windows(tokens, 5)
@@ -145,11 +145,11 @@ def trained(world: World, config: LmConfig) -> tuple[dict[str, Any], list[str]]:
 def test_ranks_and_micro_batches_give_the_same_loss(pools: Pools, text: Path) -> None:
     config = LmConfig(data=str(text), epochs=1, batch_size=8, **SMALL)
     losses = {}
-    for size, accumulate in ((1, 1), (2, 1), (4, 1), (2, 2)):
+    for size, accumulate in ((1, 1), (4, 1), (2, 2)):
         reports = [report for report, _ in pools.run(size, trained, replace(config, micro_batches=accumulate))]
         assert len({sha for report in reports for sha in report["replica_sha256"]}) == 1
         losses[size, accumulate] = reports[0]["loss"]
-    assert list(losses.values()) == pytest.approx([losses[1, 1]] * 4, rel=1e-4)
+    assert list(losses.values()) == pytest.approx([losses[1, 1]] * 3, rel=1e-4)
     assert losses[1, 1] < 2.6  # uniform is 3.1
 
 

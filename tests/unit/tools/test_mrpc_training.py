@@ -25,6 +25,7 @@ from paceline.tools.recipes.mrpc import MrpcConfig, train_mrpc
 from paceline.tools.recipes.pairs import COLUMNS, read_folder, read_pairs
 from processes import paceline
 from real_data import real_data
+from tiny_bert import make_bert
 from trainings import Interrupted, interruption
 from twins import Pools
 
@@ -137,7 +138,7 @@ def lines_of(file: Path) -> list[dict[str, float]]:
 
 def test_on_the_real_files_two_ranks_have_the_losses_of_one_and_they_fall(pools: Pools, tmp_path: Path) -> None:
     folder = real_data("mrpc")
-    pools.run(1, make_word_pieces, str(folder), str(tmp_path / "model"))
+    pools.run(1, make_bert, str(folder), str(tmp_path / "model"))
     losses = []
     for size in (1, 2):
         file = tmp_path / f"{size}.jsonl"
@@ -158,26 +159,8 @@ def test_on_the_real_files_two_ranks_have_the_losses_of_one_and_they_fall(pools:
     assert sum(alone[-5:]) < sum(alone[:5])
 
 
-def make_word_pieces(world: World, data: str, folder: str) -> None:
-    """Write a BERT with dropout whose tokenizer has learnt 500 pieces from the corpus."""
-    from tokenizers import BertWordPieceTokenizer
-    from transformers import BertConfig
-
-    pieces = BertWordPieceTokenizer()
-    pairs = read_folder(Path(data)).train[:500]
-    pieces.train_from_iterator((pair.first for pair in pairs), vocab_size=500, show_progress=False)
-    BertConfig(
-        vocab_size=500, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    ).save_pretrained(folder)
-    pieces.save(f"{folder}/tokenizer.json")
-
-
 EQUAL = {
-    "micro-batches": {"micro_batches": 2},
-    "slices by length": {"balance": True},
-    "slices by length, in micro-batches": {"balance": True, "micro_batches": 2},
-    "a rate that falls at the end": {"decay": "wsd"},
-    "bfloat16": {"precision": "bf16"},
+    "slices by length, in micro-batches": {"balance": True, "micro_batches": 2, "decay": "wsd"},
     "float16": {"precision": "fp16"},
 }
 
@@ -243,13 +226,12 @@ def saved(pools: Pools, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder, metrics
 
 
-@pytest.mark.parametrize("size", [1, 2])
 def test_a_saved_model_is_loaded_with_its_weights_and_its_tokenizer(
-    pools: Pools, config: MrpcConfig, saved: tuple[Path, dict[str, float]], size: int
+    pools: Pools, config: MrpcConfig, saved: tuple[Path, dict[str, float]]
 ) -> None:
     folder, metrics = saved
     chosen = replace(config, random_init=None, model=str(folder), epochs=1, lr=1e-12)  # as good as no step
-    report, _ = pools.run(size, train, chosen)[0]
+    report, _ = pools.run(2, train, chosen)[0]
     assert report["loss"] == pytest.approx(metrics["loss"], abs=1e-5)
     assert report["accuracy"] == pytest.approx(metrics["accuracy"], abs=1e-12)
 
@@ -263,9 +245,6 @@ def damaged(folder: Path, into: Path, damage: str) -> None:
         case "weights of another model":
             config = json.loads((into / "config.json").read_text())
             (into / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-        case "weights of another size":
-            config = json.loads((into / "config.json").read_text())
-            (into / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
         case "half the weights":
             weights = (into / "model.safetensors").read_bytes()
             (into / "model.safetensors").write_bytes(weights[: len(weights) // 2])
@@ -273,17 +252,12 @@ def damaged(folder: Path, into: Path, damage: str) -> None:
             (into / "tokenizer.json").unlink()
             (into / "tokenizer_config.json").unlink()
             (into / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
-        case "an unknown architecture":
-            config = json.loads((into / "config.json").read_text())
-            (into / "config.json").write_text(json.dumps(config | {"model_type": "no-such-model"}))
 
 
 DAMAGE = {
     "weights of another model": "of the model's tensors, such as 'bert.encoder.layer.1",
-    "weights of another size": "no classifier can be made from",
     "half the weights": "no classifier can be made from",
     "a tokenizer of nothing": "of the text; give all its files",
-    "an unknown architecture": "no classifier can be made from",
 }
 
 

@@ -10,12 +10,10 @@ from processes import paceline, script
 
 SCRIPT = """
 import os, signal, sys, torch, paceline
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.core.state.digests import weights_sha256
 from paceline.data import DataLoader
-from paceline import Checkpointer
 from paceline.train import *
-from trainings import Points, Run, net, squared, squared_error
+from trainings import Points, Run, net, squared_error, squared_loss
 
 how = {how!r}
 if how == "mlflow":
@@ -32,31 +30,15 @@ class Strikes:
             raise KeyError("labels")
         if how == "killed" and run.step == 8 and world.rank == 1 and first:
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "stopped" and run.step == 4 and world.rank == 1:
-            run.stop()
 
-class Stateless:
-    def on_step(self, run): ...
-
-def loss(model, batch):
-    return squared(model(batch[0]), batch[1]), len(batch[0])
-
-options = {{
-    "lengths": {{"epochs": 2, "max_steps": 9}},
-    "best": {{"max_steps": 9}},
-    "mlflow": {{"max_steps": 9}},
-}}.get(how, {{"max_steps": 12, "evaluate_every": 3, "log_every": 2}})
 loggers = [MLflow("digits") if how == "mlflow" else JsonLines("metrics.jsonl")]
-checkpointer = Checkpointer("runs", keep_best="loss") if how in ("best", "stateless") else None
-if how == "stateless":
-    checkpointer.register("mine", Stateless())
-config = TrainConfig(show_progress=False, **options)
-evaluation = None if how == "best" else Evaluation(DataLoader(data, 16), squared_error, ("error",))
+config = TrainConfig(max_steps=12, evaluate_every=3, log_every=2, show_progress=False)
+evaluation = Evaluation(DataLoader(data, 16), squared_error, ("error",))
 ema = ExponentialMovingAverage(model, 0.9)
 stopping = EarlyStopping("accuracy" if how == "monitor" else "error", patience=9)
 trainer = Trainer(
-    model, optimizer, loss, DataLoader(data, 8, shuffle=True), config, evaluation,
-    loggers=loggers, callbacks=[] if how == "best" else [ema, stopping, Strikes()], checkpointer=checkpointer,
+    model, optimizer, squared_loss, DataLoader(data, 8, shuffle=True), config, evaluation,
+    loggers=loggers, callbacks=[ema, stopping, Strikes()],
 )
 result = trainer.fit()
 world.print(result.steps, weights_sha256(model), ema.updates, stopping.best, stopping.wait)
@@ -73,10 +55,7 @@ def run(folder: Path, how: str, *options: str) -> tuple[int, str, str]:
 
 
 MISTAKES = {
-    "lengths": "error: epochs 2 and max_steps 9 both set the length; give one of them (",
     "monitor": "error: the monitor of EarlyStopping is 'accuracy', but the evaluation has 'error'; name one of them (",
-    "best": "error: keep_best is 'loss', but the Trainer has no evaluation; give Trainer(…, evaluation=…) (",
-    "stateless": "error: the object to register as 'mine', a Stateless, must have the methods state_dict and",
     "mlflow": "error: logging to MLflow needs the package 'mlflow', which is not installed; ",
 }
 
@@ -107,9 +86,3 @@ def test_a_rank_that_is_killed_in_a_callback_costs_no_bit_of_model_average_and_l
     assert again == whole
     logs = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "killed")]
     assert logs[0] == logs[1]
-
-
-def test_one_ranks_request_ends_the_job_after_the_next_step(tmp_path: Path) -> None:
-    code, out, said = run(tmp_path, "stopped")
-    assert code == 0, said
-    assert out.startswith("5 ")

@@ -13,9 +13,8 @@ from paceline.core.processes.world import World
 from paceline.core.state.rng import rng_state
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import UsageError
 from paceline.train import Evaluation, evaluate
-from trainings import digest
+from trainings import digest, refusal
 from twins import Pools
 
 # Samples and batch sizes: even, uneven last batch, batches smaller than the number of ranks, one sample alone.
@@ -82,12 +81,7 @@ def test_a_part_that_was_in_eval_mode_stays_there(pools: Pools) -> None:
 
 
 def misnamed(world: World) -> str:
-    model = model_of(world)
-    try:
-        evaluate(model, Evaluation(DataLoader(data_of(4), 2), sums, ("out",)))
-    except UsageError as error:
-        return str(error)
-    return ""
+    return refusal(evaluate, model_of(world), Evaluation(DataLoader(data_of(4), 2), sums, ("out",)))
 
 
 def test_metrics_without_a_name_are_refused(pools: Pools) -> None:

@@ -8,23 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
 from paceline.core.processes.world import World
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import PacelineError
 from paceline.train import Trainer
-from trainings import FEATURES, Points, Settings, squared
+from trainings import FEATURES, Points, Settings, refusal, squared_loss
 from twins import Pools
 
 DATA = Points(40, torch.float32)
-
-
-def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
-    x, y, _ = batch
-    return squared(model(x), y), len(x)
 
 
 def parts(lr: float = 0.1) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
@@ -39,15 +33,7 @@ def trainer(model: Any, optimizer: Any, order: Any = None, **config: Any) -> Tra
     else:
         loader = DataLoader(DATA, batch_sampler=GlobalBatchSampler(DATA, 8, order=order))
     given = Settings(**{"epochs": 1, "show_progress": False, **config})
-    return Trainer(model, optimizer, loss, loader, given, **scheduler, **given.objects(optimizer))
-
-
-def refusal(function: Any, *arguments: Any, **options: Any) -> str:
-    try:
-        function(*arguments, **options)
-    except PacelineError as error:
-        return str(error)
-    return ""
+    return Trainer(model, optimizer, squared_loss, loader, given, **scheduler, **given.objects(optimizer))
 
 
 def rates_used(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -7,21 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from insides import TorchDispatchMode
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import UsageError
 from paceline.train import Evaluation, TrainConfig, Trainer, evaluate
-from trainings import Points, Settings, squared, squared_error
+from trainings import Points, Settings, refusal, squared_error, squared_loss
 from twins import Pools
-
-
-def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
-    x, y, _ = batch
-    return squared(model(x), y), len(x)
 
 
 def trainer(model: DistributedDataParallel, samples: int = 16, evaluation: Any = None, **config: Any) -> Trainer:
@@ -29,19 +23,11 @@ def trainer(model: DistributedDataParallel, samples: int = 16, evaluation: Any =
     loader = DataLoader(Points(samples, torch.float32), 4)
     given = Settings(**{"epochs": 1, "show_progress": False, "log_every": 1000, **config})
     evaluated = evaluation(loader) if evaluation else None
-    return Trainer(model, optimizer, loss, loader, given, evaluated, **given.objects(optimizer))
+    return Trainer(model, optimizer, squared_loss, loader, given, evaluated, **given.objects(optimizer))
 
 
 def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
-
-
-def refusal(function: Any, *arguments: Any, **options: Any) -> str:
-    try:
-        function(*arguments, **options)
-    except UsageError as error:
-        return str(error)
-    return ""
 
 
 def sharing(world: World) -> list[str]:
@@ -120,8 +106,9 @@ def usual_mistakes(world: World) -> list[str]:
     config, loader = TrainConfig(1, show_progress=False), DataLoader(data, 4)
     evaluation = Evaluation(DataLoader(data, 4), squared_error, ("error",))
 
-    def of(model: Any = model, optimizer: Any = optimizer, loss: Any = loss, loader: Any = loader, **more: Any) -> Any:
-        return lambda: Trainer(model, optimizer, loss, loader, **{"config": config, **more}).fit()
+    def of(model: Any = model, optimizer: Any = optimizer, **more: Any) -> Any:
+        given = {"loss": squared_loss, "loader": loader, "config": config, **more}
+        return lambda: Trainer(model, optimizer, **given).fit()
 
     def of_loss(value: Any) -> Any:
         return of(loss=lambda model, batch: value(model(batch[0])), loader=DataLoader(data, 4))

@@ -20,13 +20,13 @@ from forked import call
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import UsageError, installing
+from paceline.errors import installing
 from paceline.train import Evaluation, TrainConfig, Trainer
 from paceline.train.metrics.loggers import JsonLines, Loggers, MLflow, TensorBoard, WeightsAndBiases
 from paceline.train.metrics.progress import ProgressDisplay
 from paceline.train.metrics.running_means import LossAverage
 from ranks import TIMEOUT_S
-from trainings import Points, Run, net, optimizer_of, squared, squared_error
+from trainings import Points, Run, net, optimizer_of, refusal, squared_error, squared_loss
 from twins import Pools
 
 
@@ -77,7 +77,7 @@ def test_a_resumed_run_drops_lines_of_its_own_only(
     assert steps_of(tmp_path / "m") == [*kept, 9]
 
 
-@pytest.mark.parametrize("half", ["", '{"step": 4, "lo', '{"step": 4, "loss": 1.0}', "[4]", "\0\0\0"])
+@pytest.mark.parametrize("half", ['{"step": 4, "lo', '{"step": 4, "loss": 1.0}', "\0\0\0"])
 def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path, half: str) -> None:
     write(tmp_path / "m", 0, 2)
     with (tmp_path / "m").open("a") as file:
@@ -114,18 +114,9 @@ def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("lr")] == [(1, 0.25)]
 
 
-def without(package: str) -> Any:
-    """Import nothing of `package` in this block."""
-    return patch.dict(sys.modules, {package: None})
-
-
 def refused_without(world: World, package: str, loggers: list[Any]) -> str:
-    with without(package):
-        try:
-            Loggers(loggers).open(at(0))
-        except UsageError as error:
-            return str(error)
-    return ""
+    with patch.dict(sys.modules, {package: None}):
+        return refusal(Loggers(loggers).open, at(0))
 
 
 @pytest.mark.parametrize(
@@ -160,20 +151,16 @@ def train_with_notes(world: World, config: TrainConfig, *loggers: Any) -> list[t
     model = DistributedDataParallel(net(Run(config)))
     data = Points(20, torch.float64)
     evaluation = Evaluation(DataLoader(data, 8), squared_error, ("error",))
-
-    def loss(model: Any, batch: Any) -> Any:
-        return squared(model(batch[0]), batch[1]), len(batch[0])
-
     optimizer = optimizer_of(Run(config), model)
-    Trainer(model, optimizer, loss, DataLoader(data, 8), config, evaluation, loggers=[notes, *loggers]).fit()
+    Trainer(model, optimizer, squared_loss, DataLoader(data, 8), config, evaluation, loggers=[notes, *loggers]).fit()
     return notes.lines
 
 
 def test_a_logger_of_the_users_gets_what_the_files_get_on_rank_0_and_the_mean_of_all_ranks(
     pools: Pools, tmp_path: Path
 ) -> None:
-    alone = pools.run(1, train_with_notes, TrainConfig(2, log_every=1, show_progress=False))[0]
     config = TrainConfig(2, log_every=1, show_progress=False)
+    alone = pools.run(1, train_with_notes, config)[0]
     first, second = pools.run(2, train_with_notes, config, JsonLines(tmp_path / "m"))
     assert second == []
     assert [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()] == [

@@ -102,7 +102,7 @@ def of_all(run: Callable[[int], list[dict[str, Any]]], sizes: tuple[int, ...]) -
     return [outcome for size in sizes for outcome in run(size)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_bits_and_metrics_are_the_same_on_1_2_and_4_ranks(pools: Pools, precision: str) -> None:
     [alone] = pools.run(1, trained, config(precision=precision))
     assert alone["steps"] >= 6  # a GradScaler skips two
@@ -110,7 +110,7 @@ def test_bits_and_metrics_are_the_same_on_1_2_and_4_ranks(pools: Pools, precisio
         assert outcome == alone
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_slices_that_are_computed_twice_count_once(pools: Pools, size: int) -> None:
     [alone] = pools.run(1, trained, config(epochs=1))
     for outcome in pools.run(size, trained, config(epochs=1), None, 1):
@@ -118,11 +118,10 @@ def test_slices_that_are_computed_twice_count_once(pools: Pools, size: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("precision", "sharded"), [("fp32", False), ("bf16", True)])
 def test_bits_are_the_same_over_gloo_and_on_8_ranks(precision: str, sharded: bool) -> None:
     [alone] = run_ranks(1, trained, config(precision=precision))
-    for size, backend in ((2, "gloo"), (4, "gloo"), (8, "gloo"), (8, None)):
+    for size, backend in ((4, "gloo"), (8, None)):
         for outcome in run_ranks(size, trained, config(precision=precision), None, 0, sharded, backend=backend):
             del outcome["optimizer"]  # each rank's share
             assert outcome.items() <= alone.items()
@@ -163,9 +162,6 @@ def test_another_number_of_slices_is_refused_at_a_resume_and_can_be_allowed(pool
     assert one["steps"] == 8
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < line["train/loss"] < 3 for line in lines if "train/loss" in line)
-
-
-# -- where the number is said ---------------------------------------------------------------------------------------
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,43 @@
+"""Commands that run in the test process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.launch import job as launching
+from paceline.tools.cli import main as cli
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs the command with the arguments given, and returns its exit code."""
+
+    def run(*arguments: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code
+
+    return run
+
+
+@pytest.fixture
+def refusal(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs a command that must be refused in one line before any rank starts, and returns that line."""
+
+    def refusal(*arguments: str) -> str:
+        monkeypatch.setattr(launching, "launch", lambda job: pytest.fail("ranks were started"))
+        assert run(*arguments) == 2
+        out, err = capsys.readouterr()
+        lines = [line for line in err.splitlines() if not line.startswith("note: ")]
+        assert (out, len(lines)) == ("", 1), err
+        assert lines[0].startswith("error: ")
+        return lines[0]
+
+    return refusal

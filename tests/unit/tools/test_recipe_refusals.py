@@ -1,0 +1,147 @@
+"""What the recipes refuse, in one line and before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import MissingExtra, UsageError, installing
+from paceline.tools.recipes.configs import DEFAULT_MODEL, DigitsConfig, LmConfig, MrpcConfig
+from paceline.tools.recipes.pairs import COLUMNS
+
+ROW = "1\t1\t2\tA cat .\tThe cat ."
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with files that are accepted and files that are refused."""
+    files: dict[str, bytes] = {
+        "text.txt": b"so we'll live, and pray, and sing, and tell old tales, and laugh\n" * 60,
+        "empty.txt": b"",
+        "latin.txt": b"na\xefve " * 100,
+        "short.txt": b"to be, or not",
+        "untokenized/config.json": b"{}",
+        "weightless/config.json": b'{"model_type": "llama"}',
+        "weightless/tokenizer.json": b"{}",
+    }
+    # What is in the files of a model does not matter before ranks start.
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        files[f"model/{name}"] = b"{}"
+    files["model/config.json"] = json.dumps({"model_type": "llama"}).encode()
+    for data, last in (("data", ""), ("broken", "1\t2\t3\n")):
+        for name, ids in (("train", "1\t2"), ("dev", "3\t4")):
+            rows = ["\t".join(COLUMNS), ROW.replace("1\t2", ids), last if name == "dev" else ""]
+            files[f"{data}/{name}.tsv"] = "\n".join(rows).encode()
+    for path, content in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def digits(**options: Any) -> DigitsConfig:
+    return DigitsConfig(**options)
+
+
+def mrpc(**options: Any) -> MrpcConfig:
+    return MrpcConfig(**{"data": "data", "model": "model", **options})
+
+
+def lm(**options: Any) -> LmConfig:
+    return LmConfig(**{"data": "text.txt", **options})
+
+
+REFUSED: list[tuple[DigitsConfig | LmConfig | MrpcConfig, str]] = [
+    (digits(batch_size=0), "--batch-size must be at least 1, not 0"),
+    (digits(batch_size=32, micro_batches=3), "cut into --micro-batches 3; give a multiple of 3"),
+    (digits(lr=math.nan), "--lr must be a finite number greater than 0, not nan"),
+    (digits(seed=-1), "--seed must be at least 0"),
+    (digits(seed=2**64), "--seed must be at least 0 and below 2**63"),
+    (digits(json="nowhere/report.json"), "nowhere does not exist"),
+    (digits(json="."), "--json . cannot be written: it is a folder"),
+    # Of those that the Trainer has, too, by the names of its settings:
+    (digits(decay="step"), "--decay must be none, linear, cosine or wsd, not 'step'"),
+    (digits(warmup_steps=-1), "--warmup-steps must be at least 0, not -1"),
+    (digits(resume=True), "--resume needs --checkpoint-dir"),
+    (digits(allow_changed_data=True), "--allow-changed-data needs --resume"),
+    (digits(epochs=2, max_steps=9), "--epochs 2 and --max-steps 9 both set the length; give one"),
+    (digits(max_steps=0), "--max-steps must be at least 1, not 0"),
+    (digits(evaluate_every=0), "--evaluate-every must be at least 1, not 0"),
+    (digits(precision="fp8"), "--precision must be fp32, bf16 or fp16, not 'fp8'"),
+    (digits(metrics=""), "--metrics must not be empty"),
+    (digits(checkpoint_dir="d", checkpoint_every=0), "--checkpoint-every must be at least 1, not 0"),
+    (digits(virtual_ranks=6), "--virtual-ranks must be a power of two"),
+    (digits(virtual_ranks=64), "--batch-size 32 cannot be cut into --virtual-ranks 64"),
+    (digits(virtual_ranks=8, micro_batches=2), "--virtual-ranks 8 already cuts a step into micro"),
+    (lm(data=None), "--data is missing; give a text file: --data file.txt"),
+    (lm(data=""), "--data is missing"),
+    (lm(data="nowhere.txt"), "--data nowhere.txt cannot be read: No such file or directory"),
+    (lm(data="data"), "--data data cannot be read: Is a directory"),
+    (lm(data="empty.txt"), "--data empty.txt is empty; give a file with text"),
+    (lm(data="latin.txt"), "--data latin.txt is not in UTF-8: byte 2 is 0xef; convert it"),
+    (lm(data="short.txt"), "have 11 characters and must have 129, one more than --context"),
+    (lm(heads=0), "--heads must be at least 1, not 0"),
+    (lm(width=24, heads=8), "--width 24 must be a multiple of twice --heads 8"),
+    (lm(sample=-1), "--sample must be at least 0, not -1"),
+    (lm(sharded=True), "--sharded cannot shard Muon"),
+    (lm(epochs=0), "--epochs must be at least 1, not 0"),
+    (mrpc(max_length=0), "--max-length must be at least 8, not 0"),
+    (mrpc(dropout=1.0), "--dropout must be at least 0 and below 1, not 1.0"),
+    (mrpc(virtual_ranks=8, balance=True), "--balance cuts batches into slices of different lengths"),
+    (mrpc(data="nowhere"), "--data nowhere: no such folder"),
+    (mrpc(data="broken"), "broken/dev.tsv, line 3: 3 columns"),
+    (mrpc(model="./nowhere"), "--model './nowhere' is neither a folder nor the name of a model on the hub"),
+    (mrpc(model="no/such/model"), "is neither a folder nor the name of a model on the hub"),
+    (mrpc(model="a--b/.."), "is neither a folder nor the name of a model"),
+    (mrpc(random_init="nowhere", model=DEFAULT_MODEL), "--random-init nowhere has no config.json"),
+    (mrpc(random_init="nowhere", model="org/name"), "exclude each other"),
+    (mrpc(model="data"), "has no config.json; give the folder of a Hugging Face model"),
+    (mrpc(model="untokenized"), "has no tokenizer"),
+    (mrpc(model="weightless"), "the folder has no weights; give one that save_pretrained() wrote"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_a_wrong_option_is_refused_before_any_rank_starts(
+    config: DigitsConfig | LmConfig | MrpcConfig, message: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        config.check()
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_right_is_taken() -> None:
+    for config in (digits(), lm(), mrpc(), MrpcConfig(data="data", random_init="weightless")):
+        config.check()
+
+
+@pytest.mark.parametrize("package", ["transformers", "tensorboard", "datasets"])
+def test_without_a_package_the_pip_command_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    present = lambda name: None if name == package else find_spec(name)  # noqa: E731
+    monkeypatch.setattr("paceline.tools.recipes.options.find_spec", present)
+    options = {"tensorboard": {"tensorboard": "board"}, "datasets": {"data": "glue/mrpc"}}.get(package, {})
+    extra = "tensorboard" if package == "tensorboard" else "recipes"
+    with pytest.raises(MissingExtra, match=rf"'{package}'.*{re.escape(installing(extra))}"):
+        mrpc(**options).check()
+
+
+COMMANDS = [
+    (["train", "mrpc", "--modle", "x"], "No such option: --modle; did you mean --model"),
+    (
+        ["train", "digits", "--nproc", "3", "--virtual-ranks", "8"],
+        "3 ranks do not divide virtual_ranks=8; start 1 or 2",
+    ),
+    (["profile", "digits", "--nproc", "3", "--virtual-ranks", "8"], "3 ranks do not divide virtual_ranks=8; start 1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), COMMANDS)
+def test_a_command_that_cannot_work_is_one_line(arguments: list[str], message: str, refusal: Any) -> None:
+    assert message in refusal(*arguments)
