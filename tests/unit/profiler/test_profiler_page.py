@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from browser import run_in_page
+from browser import CONTRAST, run_in_page
 from paceline.core.telemetry.spans import Span
 from paceline.profiler.page import comparison_page, page
 from paceline.profiler.page.charts import find_outliers
@@ -242,12 +242,8 @@ def test_the_timeline_zooms_by_button_keys_wheel_and_mouse(tmp_path: Path) -> No
 
 LOOK = (
     SEEN
+    + CONTRAST
     + """
-const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((one) => one / 255)
-  .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
-  .reduce((sum, one, index) => sum + one * [0.2126, 0.7152, 0.0722][index], 0);
-const contrast = (one, other) =>
-  (Math.max(light(one), light(other)) + 0.05) / (Math.min(light(one), light(other)) + 0.05);
 const ground = () => getComputedStyle(document.body).backgroundColor;
 const worst = () => Math.min(...[...document.querySelectorAll("h1, h2, p, a, dt, dd, td, th, summary, .gain b, .who")]
   .map((one) => contrast(getComputedStyle(one).color, ground())));

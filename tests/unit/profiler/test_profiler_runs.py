@@ -197,16 +197,22 @@ def test_a_program_without_a_wrapper_is_told_so(pools: Pools, tmp_path: Path) ->
         write_results(tmp_path)
 
 
-def accumulating(world: World, folder: Path) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def take_steps(folder: Path, model: DistributedDataParallel, *optimizers: Any, backwards: int = 1) -> None:
+    """Profile 12 steps; an optimizer may fail."""
     with profile(folder, operators=False):
         for _ in range(12):
-            for last in (False, False, True):
-                with nullcontext() if last else model.no_sync():
+            for left in reversed(range(backwards)):
+                with model.no_sync() if left else nullcontext():
                     model(torch.randn(4, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                with suppress(ArithmeticError):
+                    optimizer.step()
+                optimizer.zero_grad()
+
+
+def accumulating(world: World, folder: Path) -> None:
+    model = DistributedDataParallel(net())
+    take_steps(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), backwards=3)
 
 
 def test_accumulated_batches_are_one_step_and_all_their_backwards_count(pools: Pools, tmp_path: Path) -> None:
@@ -241,31 +247,21 @@ def test_an_optimizer_that_failed_costs_no_later_step_its_span(pools: Pools, tmp
 
 def failing_optimizer(world: World, folder: Path) -> None:
     class Failing(torch.optim.SGD):
+        calls = 0
+
         def step(self, closure: Any = None) -> Any:
-            if fails[0]:
-                raise ValueError("as planted")
+            self.calls += 1
+            if self.calls == 7:
+                raise ArithmeticError
             return super().step(closure)
 
-    model, fails = DistributedDataParallel(net()), [False]
-    optimizer = Failing(model.parameters(), lr=0.1)
-    with profile(folder, operators=False):
-        for number in range(12):
-            fails[0] = number == 6
-            model(torch.randn(4, 64)).square().mean().backward()
-            with suppress(ValueError):
-                optimizer.step()
-            optimizer.zero_grad()
+    model = DistributedDataParallel(net())
+    take_steps(folder, model, Failing(model.parameters(), lr=0.1))
 
 
 def two_optimizers(world: World, folder: Path) -> None:
     model = DistributedDataParallel(net())
-    halves = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.module[0], model.module[2])]
-    with profile(folder, operators=False):
-        for _ in range(12):
-            model(torch.randn(4, 64)).square().mean().backward()
-            for optimizer in halves:
-                optimizer.step()
-                optimizer.zero_grad()
+    take_steps(folder, model, *(torch.optim.SGD(model.module[at].parameters(), lr=0.1) for at in (0, 2)))
 
 
 def test_two_optimizers_of_one_backward_make_one_step(pools: Pools, tmp_path: Path) -> None:
@@ -277,11 +273,7 @@ def sharded_optimizer(world: World, folder: Path) -> None:
     model = DistributedDataParallel(net())
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     optimizer.register_step_post_hook(lambda *_: time.sleep(0.02))  # when the inner one has stepped
-    with profile(folder, operators=False):
-        for _ in range(12):
-            model(torch.randn(4, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    take_steps(folder, model, optimizer)
 
 
 def test_a_step_ends_with_the_outer_optimizer_where_one_steps_inside_another(pools: Pools, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from gpu_checks.wrapping import difference
 
 import gpu_faults
 from paceline.core.processes.world import World
-from processes import Running, script
+from processes import Running, gone_after, script
 from twins import Pools
 
 CPU = children.Setting(on_gpu=False, gpus=0, rounds=1)
@@ -109,7 +109,7 @@ def test_a_check_that_goes_wrong_ends_alone_and_says_how(
     assert "gpu_faults.py" in log or name == "differs", "the log has the stack"
     if name == "hang":  # torch.compile starts compilers, which must not be left, with their GPU memory
         [started] = re.findall(r"^started (\d+)$", log, re.MULTILINE)
-        ends(int(started))
+        gone_after([int(started)], 60)
 
 
 def run_fault(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float = 30) -> tuple[list[Row], str]:
@@ -126,24 +126,6 @@ def test_a_check_that_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) 
     rows, log = run_fault(monkeypatch, "unable")
     assert rows[1] == Row("unable", "because triton is not installed", Verdict.NOT_RUN)
     assert log == ""
-
-
-def ends(pid: int) -> None:
-    """Wait until the process that a fault started is gone, which was told to end."""
-    deadline = time.monotonic() + 60
-    while FAULTS in read(Path("/proc", str(pid), "cmdline")):
-        assert time.monotonic() < deadline, f"process {pid} is left"
-        time.sleep(0.02)
-
-
-FAULTS = str(gpu_faults.__file__).encode()
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 def test_a_world_starts_and_ends_in_ranks_of_its_own() -> None:
@@ -204,7 +186,7 @@ def test_ctrl_c_prints_what_is_known_and_leaves_nothing_behind(tmp_path: Path) -
     }
     assert rows["one/check-finite"][0]["verdict"] == "ok"
     assert rows["faults/hang"][0]["verdict"] == "not run"
-    ends(int((tmp_path / "started").read_text()))
+    gone_after([int((tmp_path / "started").read_text())], 60)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -24,7 +24,7 @@ from paceline.tools.bench.plot import plot
 from paceline.tools.bench.report import document, table
 from paceline.tools.bench.rows import Row, bus_factor, fitted
 from paceline.tools.bench.turns import take_turns
-from processes import Running, gone_after, paceline
+from processes import Running, gone_after, paceline, until
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,8 @@ def test_one_rank_is_no_error_and_only_the_backends_asked_for_run(tmp_path: Path
 def test_ctrl_c_ends_it_and_its_ranks(tmp_path: Path) -> None:
     options = ("--nproc", "2", "--sizes", "4,64M", "--ops", "all_reduce,broadcast,reduce")
     with Running(tmp_path, "bench", "collectives", *options, fork="all") as job:
-        deadline = time.monotonic() + 60
-        while len(family := job.family()) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: len(job.family()) >= 3)
+        family = job.family()
         time.sleep(1)
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130

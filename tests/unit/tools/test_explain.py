@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from browser import run_in_page
+from browser import CONTRAST, run_in_page
 from paceline.comm.algorithms import NAMES, Schedule, build
 from paceline.tools.explain.explain_command import KNOWN, MOST_RANKS, SCHEDULES, scenes
 from paceline.tools.explain.page import page
@@ -199,12 +199,7 @@ def test_the_page_plays_pauses_and_steps_in_chromium(tmp_path: Path) -> None:
     ]
 
 
-CONTRAST = """
-const part = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((one) => one / 255)
-  .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
-const light = (colour) => part(colour).reduce((sum, one, index) => sum + one * [0.2126, 0.7152, 0.0722][index], 0);
-const contrast = (one, other) =>
-  (Math.max(light(one), light(other)) + 0.05) / (Math.min(light(one), light(other)) + 0.05);
+COLORS = """
 const fill = (name) => getComputedStyle(document.querySelector("svg " + name)).fill;
 const ground = getComputedStyle(document.body).backgroundColor;
 report({
@@ -221,7 +216,7 @@ report({
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_page_can_be_read_in_both_themes(theme: str, tmp_path: Path) -> None:
     option = f"--blink-settings=preferredColorScheme={int(theme == 'light')}"
-    [seen] = run_in_page(page(scenes("ring", 8)), CONTRAST, tmp_path, option, "--window-size=1000,800")
+    [seen] = run_in_page(page(scenes("ring", 8)), CONTRAST + COLORS, tmp_path, option, "--window-size=1000,800")
     assert (seen.pop("ground") > 0.5) == (theme == "light")
     assert {name: ratio for name, ratio in seen.items() if ratio < 4.5} == {}  # WCAG AA
 

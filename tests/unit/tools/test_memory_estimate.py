@@ -372,9 +372,6 @@ def initialized():
     model(torch.ones(2, 8))
     return model
 
-def reads():
-    return nn.Linear(int(torch.ones(3).sum().item()), 2)
-
 def ends():
     raise SystemExit(3)
 
@@ -384,7 +381,6 @@ class Masks(Small):
 
 built = nn.Linear(3, 2, bias=False)
 two = lambda: (Small(), 1)
-number = 3
 """
 
 
@@ -415,10 +411,8 @@ REFUSED = {
     "autocast alone": (["zoo.py:Small", "--autocast", "bfloat16"], "--autocast changes only activations"),
     "arguments": (["zoo.py:Net"], "missing 1 required positional argument: 'width'"),
     "missing file": (["none.py:Small"], "none.py:Small cannot be built: ModuleNotFoundError"),
-    "no function": (["zoo:number"], "'int' object is not callable"),
     "no module": (["zoo:two"], "zoo:two returned a value of type tuple"),
     "ends": (["zoo:ends"], "SystemExit: 3"),
-    "reads a value": (["zoo:reads"], "zoo:reads cannot be built"),
     "lazy": (["zoo:lazy"], "'0.weight' belongs to a lazy layer"),
     "buffers alone": (["zoo:Buffers"], "no parameter that requires a gradient"),
     "file alone": (["zoo.py"], "model.py:build"),

@@ -53,9 +53,7 @@ def test_quotation_marks_and_unusual_line_separators_are_text(tmp_path: Path) ->
 
 BROKEN = {
     "four columns": (b"1\t2\t3\tsentence", 3, "4 columns separated by tabs instead of 5"),
-    "six columns": (b"1\t2\t3\ta\tb\tc", 3, "6 columns separated by tabs instead of 5"),
     "spaces for tabs": (b"1 2 3 a b", 3, "1 columns"),
-    "an empty line": (b"", 3, "1 columns"),
     "another quality": (b"2\t2\t3\ta\tb", 3, "the Quality is '2' instead of 0 or 1"),
     "an empty sentence": (b"1\t2\t3\t \tb", 3, "a sentence is empty"),
     "latin-1": (b"1\t2\t3\tna\xefve\tb", 3, "it is not UTF-8 at byte 9"),
@@ -151,10 +149,7 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall(labels, answers, precis
     assert f1 == pytest.approx(2 / (1 / precision + 1 / recall), rel=1e-12)
 
 
-def test_f1_is_zero_where_no_pair_is_a_paraphrase_and_none_is_called_one() -> None:
+def test_where_no_pair_is_called_a_paraphrase_f1_is_zero() -> None:
     assert f1_score(0, 0, 0) == 0
-
-
-def test_the_baseline_of_mostly_negative_pairs_has_no_f1() -> None:
     pairs = [Pair(("", ""), "a", "b", label) for label in (0, 0, 1)]
     assert majority_baseline(pairs, pairs) == {"majority_accuracy": pytest.approx(2 / 3), "majority_f1": 0.0}

@@ -30,11 +30,9 @@ def line_magic(name: str, argument: str = "") -> str:
         ("x = 1\nx", run_all("x = 1\nx")),
         ("\n# only a remark\n", ""),
         ("%%rank [0]\nx", "%%rank [0]\nx"),
-        ("\n%%rank [0]\nx", "\n%%rank [0]\nx"),
         ("%%local\nx = 1\nx", "x = 1\nx"),
         ("%%time\nx", run_all("%%time\nx")),
         ("%time x", run_all("%time x")),
-        ("!ls", run_all("!ls")),
         ("%sync", line_magic("sync")),
         ("%pull loss from 1", line_magic("pull", "loss from 1")),
         ("x = 1\n%pull x from 1\ny = 2\n", run_all("x = 1\n") + line_magic("pull", "x from 1") + run_all("y = 2\n")),
@@ -42,7 +40,6 @@ def line_magic(name: str, argument: str = "") -> str:
         ("%dist_init --nproc 2\nx = 1", line_magic("dist_init", "--nproc 2") + run_all("x = 1")),
         ("%pip install something", line_magic("pip", "install something")),
         ("%load_ext paceline", line_magic("load_ext", "paceline")),
-        ("%load_ext autoreload", run_all("%load_ext autoreload")),
         ("%synchronous = 1", run_all("%synchronous = 1")),
     ],
 )
@@ -103,8 +100,6 @@ def test_ranks_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPat
     [
         ("", "needs the number of ranks"),
         ("--nproc", "expected one argument"),
-        ("--nproc 0", "'0' is not a number from 1"),
-        ("--nproc two", "'two' is not a number"),
         ("--nproc 2 --layers 3", "unrecognized arguments: --layers 3; it takes --nproc, --backend"),
         ("--nproc 2 --gpu-ids 0", "names 1 GPUs for 2 ranks"),
         ("--nproc 2 --gpu-ids 0,0", "not a list of different GPUs"),

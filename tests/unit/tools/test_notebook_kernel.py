@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from drawn import LONG
 from notebook_kernels import Kernel, kernel
+from processes import alive, gone_after, until
 
 pytestmark = pytest.mark.slow
 
@@ -41,13 +41,6 @@ def ranks(notebook: Kernel) -> Kernel:
 
 def processes(notebook: Kernel) -> list[int]:
     return [int(pid) for pid in re.findall(r"process (\d+)", notebook.run("%dist_status").text)]
-
-
-def is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -102,17 +95,6 @@ def test_the_status_tells_that_a_cell_has_left_the_process_group(ranks: Kernel) 
     assert ranks.run("%dist_status").lines == ["2 ranks, in no process group", *before[1:]]
     ranks.run("import paceline\nworld = paceline.init()")
     assert ranks.run("%dist_status").lines == before
-
-
-def test_one_rank_is_spoken_of_as_one(notebook: Kernel) -> None:
-    notebook.run("%dist_shutdown")
-    started = notebook.run("%dist_init --nproc 1").text
-    assert re.fullmatch(r"1 rank ready \(cpu, cpu:paceline\); cells now run on all ranks\n", started)
-    assert notebook.run("%dist_status").lines[0].startswith("1 rank, cpu, ")
-    assert notebook.run("%dist_init --nproc 2").error == (
-        "UsageError: already running on 1 rank; run %dist_shutdown first"
-    )
-    assert notebook.run("%dist_shutdown").text == "all ranks have ended\n"
 
 
 def test_output_comes_with_its_rank_and_equal_output_once(ranks: Kernel) -> None:
@@ -207,8 +189,7 @@ def test_a_rank_that_dies_in_training_is_named_with_its_black_box(ranks: Kernel)
 
 def test_a_rank_that_dies_between_cells_is_replaced_before_the_next_one(ranks: Kernel) -> None:
     os.kill(processes(ranks)[1], 9)
-    while "died (signal SIGKILL" not in ranks.run("%dist_status").text:
-        time.sleep(0.01)
+    until(lambda: "died (signal SIGKILL" in ranks.run("%dist_status").text)
     cell = ranks.run("print('here')")
     assert cell.lines[0].startswith("rank 1 died since the last cell: signal SIGKILL")
     assert cell.lines[-1] == "all ranks | here"
@@ -235,41 +216,11 @@ def test_input_is_refused_where_nobody_can_be_asked(ranks: Kernel) -> None:
     assert "EOFError: input() is not possible here" in ranks.run("input('name? ')").error
 
 
-TUTORIAL = [
-    "import torch, torch.distributed as dist\nfrom paceline import get, DistributedDataParallel",
-    "mesh = dist.DeviceMesh('cpu', [0, 1])\nget.register_mesh(mesh)\n"
-    "found = [get(what) for what in ('ws', 'rank', 'grank', 'lrank')]\n"
-    "found == [2, rank, rank, rank] and get('pg') is mesh.get_group()",
-    "%%rank [0]\ntorch.manual_seed(43);",
-    "torch.manual_seed(43)\nnet = torch.nn.Linear(4, 2)\nddp = DistributedDataParallel(net, init_sync='verify')",
-    "data = torch.arange(32.0).view(8, 4) / 32\nhalf = len(data) // get('ws')\nstart = get('rank') * half\n"
-    "mine = data[start : start + half]\noptimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)",
-    "ddp.train()\nfor i in range(4):\n    if (i + 1) % 4 == 0: ddp.enable_grad_sync()\n"
-    "    else: ddp.disable_grad_sync()\n"
-    "    ddp(mine[i : i + 1]).sum().backward()\n    if ddp.do_sync:\n        ddp.sync_gradients()\n"
-    "        optimizer.step()\n        optimizer.zero_grad()\nddp.eval()\nlen(list(ddp.parameters()))",
-    "with ddp.no_sync():\n    ddp(mine).sum().backward()\nddp.sync_gradients()\noptimizer.step()",
-    "reference = net.weight.detach().clone()\ndist.broadcast(reference, src=0)\ntorch.equal(reference, net.weight)",
-]
-
-
-def test_the_cells_of_a_course_run_with_our_wrapper(ranks: Kernel) -> None:
-    shown = []
-    for text in TUTORIAL:
-        cell = ranks.run(text)
-        assert cell.error == "", text
-        shown += cell.lines
-    assert shown == ["all ranks | True", "all ranks | 2", "all ranks | True"]
-
-
 def test_a_restart_of_the_kernel_leaves_no_processes(ranks: Kernel) -> None:
     pids = processes(ranks)
-    assert all(map(is_there, pids))
+    assert all(map(alive, pids))
     ranks.restart()
-    deadline = time.monotonic() + 60
-    while any(map(is_there, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_there, pids))
+    gone_after(pids, 60)
 
 
 @pytest.mark.skipif(not LONG, reason="starts a second kernel; make test-long does")

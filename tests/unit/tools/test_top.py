@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from paceline.errors import UsageError
 from paceline.launch.job import title_of
 from paceline.tools.top.rank_status import ENDED, RUNNING, STARTING, RankStatus, describe, find_straggler
 from paceline.tools.top.top_command import choose
-from processes import Running, paceline, script
+from processes import Running, paceline, script, until
 
 SLEEP_S = 0.1
 TRAIN = f"""
@@ -89,9 +88,8 @@ def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -
 
         os.kill(job.process.pid, signal.SIGSTOP)  # else the launcher ends the job
         os.kill(ranks[1]["pid"], signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while (rank := json.loads(top(tmp_path, "--json")[1])["ranks"][1])["state"] == "running":
-            assert time.monotonic() < deadline
+        until(lambda: json.loads(top(tmp_path, "--json")[1])["ranks"][1]["state"] != "running")
+        rank = json.loads(top(tmp_path, "--json")[1])["ranks"][1]
         assert (rank["state"], rank["phase_seconds"]) == ("ended", None)
         assert rank["step"] > 12, "what it did last is still there"
         assert "rank 1 has ended" in top(tmp_path)[1]

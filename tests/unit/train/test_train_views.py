@@ -109,13 +109,9 @@ class Losses:
     def __init__(self, losses: list[float]) -> None:
         self._losses = losses
 
-    def open(self, run: Any) -> None: ...
-
     def write(self, step: int, values: Any) -> None:
         if "eval/loss" in values:
             self._losses.append(values["eval/loss"])
-
-    def close(self) -> None: ...
 
 
 def test_everything_but_steps_sees_the_weights_of_eval(pools: Pools, tmp_path: Path) -> None:
