@@ -225,9 +225,8 @@ def trainer(config: dict[str, Any], evaluates: bool, derives: bool, plateau: boo
 
 
 def refused(world: World, config: dict[str, Any], what: str) -> str:
-    return refusal(
-        lambda: trainer(config, what != "alone", what == "derives", what == "plateau", what == "stream").fit()
-    )
+    parts = (what != "alone", what == "derives", what == "plateau", what == "stream")
+    return refusal(lambda: trainer(config, *parts).fit())
 
 
 NEEDS = "needs the checkpoints; give Trainer(…, checkpointer=Checkpointer(folder))"
