@@ -66,6 +66,20 @@ def test_the_resilient_loop_ends_with_the_same_accuracy_though_a_rank_is_killed(
     assert accuracy(tmp_path, "run", "--nproc", "2", str(RESILIENT), first=first) == alone
 
 
+@pytest.mark.slow
+def test_the_image_folder_is_learned_and_logged(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("tensorboard")
+    for label, shade in (("dark", 40), ("light", 200)):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        for number in range(32):
+            image.new("L", (20, 24), shade + number % 30).save(tmp_path / "images" / label / f"{number}.png")
+    done = paceline(tmp_path, "run", "--nproc", "2", str(EXAMPLES / "image_folder.py"), "images")
+    assert done.returncode == 0, done.stderr
+    assert "accuracy 100.0%" in done.stdout
+    assert list((tmp_path / "runs" / "images").glob("events.*"))
+
+
 only_long = pytest.mark.skipif(not LONG, reason="each rank imports much: make test-long")
 SERVER = EXAMPLES / "parameter_server.py"
 
