@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import paceline
-from insides import backward_of, engine_of, ledger_of
+from insides import backward_of, engine_of
 from models import Trip
 from paceline.core.processes.world import World
 from paceline.core.torch_internals.autograd import queue_callback
@@ -107,7 +107,7 @@ def train(world: World, scenario: str, how: str) -> tuple[list[Any], list[str], 
         x = data(world, step)
         if scenario == "not finite" and turn and world.rank == 1:
             x[0] = float("inf")
-        ledger_of(model).status.optimizer_steps = (
+        engine_of(model).ledger.status.optimizer_steps = (
             7 if scenario == "another count" and turn and world.rank == 1 else step
         )
         try:
