@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 import paceline
 from paceline.checkpoint import Checkpointer, load_weights
 from paceline.core.torch_internals.compile import original_of
-from paceline.errors import CheckpointMismatch, NoCheckpoint, UsageError
+from paceline.errors import CheckpointError, CheckpointMismatch, NoCheckpoint, UsageError
 
 
 def save(folder: Path, step: int = 1, **objects: Any) -> Path:
@@ -37,35 +38,39 @@ def test_tied_weights_are_named_in_the_files_own_metadata(tmp_path: Path) -> Non
     assert equal(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("what", ["run", "step"])
+@pytest.mark.parametrize("what", ["run", "step", "file", "file alone"])
 def test_load_weights_needs_nothing_but_a_path(tmp_path: Path, what: str) -> None:
     model, fresh, other = Tied(), Tied(), Tied()
     path = save(tmp_path / "run", model=model)
-    place = path if what == "step" else tmp_path / "run"
+    shutil.copy(path / "model.safetensors", tmp_path)
+    places = {"run": tmp_path / "run", "step": path, "file": path / "model.safetensors"}
+    place = places.get(what, tmp_path / "model.safetensors")
     fresh.load_state_dict(paceline.load_weights(str(place)))  # strict
     assert equal(dict(fresh.state_dict()), dict(model.state_dict()))
     weights = paceline.load_weights(place, other)
     assert equal(dict(other.state_dict()), dict(model.state_dict()))
     assert other.head.weight is other.embed.weight
-    assert list(weights) == list(model.state_dict())
+    assert list(weights) == list(model.state_dict()) or what.startswith("file")
 
 
 def test_what_is_not_there_or_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     path = save(tmp_path / "run", model=nn.Linear(2, 2), notes=Holder([1]))
+    (tmp_path / "text").write_text("hello, world")
     with pytest.raises(NoCheckpoint, match=r"there is no checkpoint at .*nowhere"):
         load_weights(tmp_path / "nowhere")
     with pytest.raises(NoCheckpoint, match=r"no whole checkpoint in"):
         load_weights(tmp_path)
-    with pytest.raises(UsageError, match=r"model.safetensors is a file, which cannot be verified; give the folder"):
-        load_weights(path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"text cannot be read: it is not a safetensors file"):
+        load_weights(tmp_path / "text")
     with pytest.raises(UsageError, match=r"nothing is saved as 'ema' in .*, which has \['model', 'notes'\]"):
         load_weights(path, name="ema")
     with pytest.raises(UsageError, match=r"'notes' in .* is not a module"):
         load_weights(path, name="notes")
-    with pytest.raises(CheckpointMismatch, match=r"'weight' of 'model' has shape \(2, 2\)"):
-        load_weights(path, nn.Linear(2, 3))
-    with pytest.raises(CheckpointMismatch, match=r"'0.weight' of 'model' is not in .* of step 1"):
-        load_weights(path, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    for place in (path, path / "model.safetensors"):
+        with pytest.raises(CheckpointMismatch, match=r"'weight' of 'model' has shape \(2, 2\)"):
+            load_weights(place, nn.Linear(2, 3))
+        with pytest.raises(CheckpointMismatch, match=r"'0.weight' of 'model' is not in .* of step 1"):
+            load_weights(place, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
 
 class Body(nn.Module):

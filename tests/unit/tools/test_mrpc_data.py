@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
+from paceline.tools.recipes.mrpc import remark
 from paceline.tools.recipes.pairs import (
     COLUMNS,
     BrokenRow,
@@ -153,3 +154,11 @@ def test_where_no_pair_is_called_a_paraphrase_f1_is_zero() -> None:
     assert f1_score(0, 0, 0) == 0
     pairs = [Pair(("", ""), "a", "b", label) for label in (0, 0, 1)]
     assert majority_baseline(pairs, pairs) == {"majority_accuracy": pytest.approx(2 / 3), "majority_f1": 0.0}
+
+
+def test_a_model_that_does_not_beat_the_more_frequent_class_is_remarked() -> None:
+    majority = {"majority_accuracy": 0.684, "majority_f1": 0.812}
+    assert remark({"accuracy": 0.87, "f1": 0.91, **majority}) == ""
+    said = remark({"accuracy": 0.654, "f1": 0.751, **majority})
+    assert "accuracy 0.654 against 0.684, f1 0.751 against 0.812" in said
+    assert remark({"accuracy": 0.70, "f1": 0.81, **majority})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.checkpoint.format import state_codec, verify
+from paceline.checkpoint.format import safetensors_file, state_codec, verify
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.format.state_codec import Encoder
 from paceline.checkpoint.loading.saved_checkpoint import Saved, malformed
@@ -34,7 +35,8 @@ def load_weights(
     The folder is not changed, and a run can be using it.
 
     Args:
-        path: a run's folder, whose newest whole checkpoint is read, or a checkpoint's folder.
+        path: a run's folder (the newest whole checkpoint is read), a checkpoint's folder, or a ``model.safetensors``
+            file, which cannot be verified and has complex tensors as pairs of reals.
         model: the model to load the weights into; wrapped, compiled or plain. Names, shapes and dtypes must fit.
         name: the name of the registered model; the Trainer uses ``"model"``.
 
@@ -45,7 +47,7 @@ def load_weights(
         NoCheckpoint: without a whole checkpoint at `path`.
         CheckpointError: if the checkpoint at `path` is damaged.
         CheckpointMismatch: if the weights do not fit `model`.
-        UsageError: if no module is saved as `name`, or `path` is a file.
+        UsageError: if no module is saved as `name`.
     """
     if not isinstance(path, str | os.PathLike) or not (model is None or isinstance(model, nn.Module)):
         raise UsageError(
@@ -53,14 +55,13 @@ def load_weights(
             "load_weights('runs/7', model)"
         )
     place = Path(path)
-    if place.is_file():
-        raise UsageError(
-            f"{place} is a file, which cannot be verified; give the folder of its checkpoint, or read it with "
-            "safetensors.torch.load_model"
-        )
-    if not place.is_dir():
+    if place.is_dir():
+        step, node, tensors = _read_folder(place, name)
+    elif place.is_file():
+        step, tensors = step_of(place.resolve().parent.name) or 0, _read_file(place)
+        node = {"state": {"OrderedDict": {"dict": {key: {"tensor": key} for key in tensors}}}, "metadata": None}
+    else:
         raise NoCheckpoint(f"there is no checkpoint at {place}; check the path")
-    step, node, tensors = _read_folder(place, name)
     state = state_codec.decode(node["state"], tensors)
     if not isinstance(state, dict):
         raise UsageError(f"{name!r} in {place} is not a module; give the name of the registered model")
@@ -72,6 +73,16 @@ def load_weights(
         entry.check(Outline(weights, None), step, allow_changed=False)
         entry.load(node, tensors, step)
     return weights
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        specs = safetensors_file.read_specs(path)
+        tensors = safetensors_file.read(path, specs)
+        aliases = safetensors_file.read_aliases(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; use another checkpoint") from error
+    return OrderedDict(tensors | {alias: tensors[target] for alias, target in aliases.items()})
 
 
 def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tensor]]:

@@ -88,6 +88,15 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     return gather_report(model, result, world), result
 
 
+def remark(report: Report) -> str:
+    """Return a sentence if the answers are no better than the more frequent class for every pair; else empty."""
+    beaten = [name for name in ("accuracy", "f1") if report[name] > report[f"majority_{name}"]]
+    if len(beaten) == 2:
+        return ""
+    figures = (f"{name} {report[name]:.3f} against {report[f'majority_{name}']:.3f}" for name in ("accuracy", "f1"))
+    return f"Answering every pair with the more frequent class is as good: {', '.join(figures)}. Train longer."
+
+
 def main(text: str) -> None:
     """Train on this rank, and print the report on rank 0."""
     hub.work_offline()  # the command has fetched everything
@@ -95,3 +104,5 @@ def main(text: str) -> None:
     with init(config.backend) as world:
         report, result = train_mrpc(config, world)
         finish("mrpc", report, REPORTED, result, config)
+        if said := remark(report):
+            world.print(said)
