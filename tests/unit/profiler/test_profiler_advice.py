@@ -209,13 +209,16 @@ def test_operators_are_counted_without_those_they_call() -> None:
                 [
                     event("sm90_gemm", 0, 10, "kernel") | {"args": kernel},
                     event("relu_kernel", 30, 10, "kernel") | {"args": kernel},
+                    event("aten::mm", -50, 55),  # before the first kernel, and beside it
+                    event("aten::relu", 8, 14),
+                    event("cudaLaunchKernel", 20, 6, "cuda_runtime"),
                 ],
                 1,
             )
         ]
     )
     assert gpu.device_figures == pytest.approx(
-        {"utilization": 0.5, "sm_efficiency": 0.25, "occupancy": 0.5, "tensor_cores": 0.5}
+        {"utilization": 0.5, "host": 0.4, "sm_efficiency": 0.25, "occupancy": 0.5, "tensor_cores": 0.5}
     )
     assert [one.name for one in gpu.operators] == ["sm90_gemm", "relu_kernel"]
 

@@ -121,7 +121,9 @@ SHAPES = {
     "holes": gappy,
     "open ends": open_ended,
     "evil": evil,
-    "gpu": lambda: made_up(device_figures={"utilization": 0.152, "sm_efficiency": 0.111, "occupancy": 0.287}),
+    "gpu": lambda: made_up(
+        device_figures={"utilization": 0.152, "host": 0.611, "sm_efficiency": 0.111, "occupancy": 0.287}
+    ),
     "only noise": lambda: made_up(noise_scale=NoiseScale("Noise hides <the> gradient.", 64.0)),
 }
 each_shape = pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)

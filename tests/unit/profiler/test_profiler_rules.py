@@ -185,6 +185,18 @@ def test_a_sample_keeps_no_variable_of_the_program_alive(monkeypatch: pytest.Mon
     sampler.stop()
 
 
+@pytest.mark.parametrize(("host", "used", "is_told"), [(0.611, 0.152, True), (0.05, 0.152, False), (0.3, 0.65, False)])
+def test_a_gpu_that_waits_for_the_host_is_told_from_one_that_is_busy(host: float, used: float, is_told: bool) -> None:
+    # With these figures of a published run, an idle GPU had no advice.
+    figures = {"utilization": used, "host": host, "tensor_cores": 0.5}
+    found = verdict(records(2, 40), OperatorTable(calls=1000, seconds=0.004, device_figures=figures))
+    assert ("host-bound" in kinds(found)) == is_told
+    assert ("larger-batch" in kinds(found)) == (not is_told), "one piece of advice names the larger batch"
+    if is_told:
+        assert "for 15% of the time; for 61%, only the host is busy" in the("host-bound", found).reason
+        assert the("host-bound", found).gain == pytest.approx(0.611 * 0.84, abs=0.05)
+
+
 SHORT = OperatorTable(calls=1000, seconds=0.004)
 
 

@@ -17,7 +17,7 @@ from paceline.profiler.analysis.rules.communication import accumulation, bucket_
 from paceline.profiler.analysis.rules.cores import host_load, lack_of_cores, threads
 from paceline.profiler.analysis.rules.data import data_loading
 from paceline.profiler.analysis.rules.ranks import balance, own_code, straggler
-from paceline.profiler.analysis.rules.steps import larger_batch, loop, mixed_precision, saves
+from paceline.profiler.analysis.rules.steps import host_bound, larger_batch, loop, mixed_precision, saves
 from paceline.profiler.analysis.rules.words import part_sentence
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.formatting import sentence
@@ -42,7 +42,7 @@ def find_advice(facts: Facts) -> list[Advice]:
         return []
     is_explained, rules = facts.is_explained_by_load(), SURE
     if not is_explained:
-        rules += (mixed_precision,)
+        rules += (host_bound, mixed_precision)
     if not facts.is_explained_by_load(step_parts.WAITING):
         # Virtual ranks refuse accumulation: their slices are micro-batches already.
         rules += (bucket_size,) if facts.records[0].virtual_ranks else (accumulation, bucket_size)

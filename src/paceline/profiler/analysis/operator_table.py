@@ -157,9 +157,12 @@ def figures_of_kernels(traces: Sequence[Sequence[Event]]) -> dict[str, float]:
         return math.fsum(kernel["dur"] * min(1.0, share(kernel.get("args", {}))) for kernel in kernels) / busy
 
     running = [merged(map(interval, found)) for found in by_rank]
-    utilization = sum(map(total, running)) / (sum(one[-1][1] - one[0][0] for one in running) or 1.0)
+    whole = sum(one[-1][1] - one[0][0] for one in running) or 1.0
+    utilization = sum(map(total, running)) / whole
+    hosts = [host_calls_of(events) for events in traces if kernels_of(events)]
     return {
         "utilization": utilization,
+        "host": sum(map(time_of_host_alone, hosts, running)) / whole,
         "sm_efficiency": utilization * mean(lambda details: float(details.get("blocks per SM", 0))),
         "occupancy": mean(lambda details: float(details.get("est. achieved occupancy %", 0)) / 100),
         "tensor_cores": math.fsum(kernel["dur"] for kernel in kernels if on_tensor_cores(kernel["name"])) / busy,
@@ -168,6 +171,18 @@ def figures_of_kernels(traces: Sequence[Sequence[Event]]) -> dict[str, float]:
 
 def kernels_of(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event.get("cat") == "kernel"]
+
+
+def host_calls_of(events: Sequence[Event]) -> list[Interval]:
+    """Return the times when the host runs operators or calls CUDA to launch kernels."""
+    return [interval(event) for event in events if event.get("cat") in ("cpu_op", "cuda_runtime")]
+
+
+def time_of_host_alone(host: Sequence[Interval], kernels: Sequence[Interval]) -> float:
+    """Return how long the host runs operators while no kernel runs, between the first kernel and the last."""
+    begin, end = kernels[0][0], kernels[-1][1]
+    inside = [(max(first, begin), min(last, end)) for first, last in host if first < end and last > begin]
+    return total([*inside, *kernels]) - total(kernels)
 
 
 def interval(event: Event) -> Interval:

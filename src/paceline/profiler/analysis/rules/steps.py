@@ -14,6 +14,8 @@ from paceline.profiler.report.step_parts import CHECKPOINT, COMMUNICATION, COMPU
 
 RARER = 10
 """Advised factor of steps between two saves."""
+IDLE = 0.5
+"""Share of the time that a GPU computes, below which it counts as idle."""
 COMPUTING = 0.7
 """Largest share of computing in the operators' time for which their calls are worth advice."""
 
@@ -21,7 +23,7 @@ COMPUTING = 0.7
 def larger_batch(facts: Facts) -> Advice | None:
     """Detect operators that cost more to call than to compute."""
     table, rows, shares = facts.operators, facts.rows, facts.shares
-    if not table.calls or rows is None or table.computing > COMPUTING:
+    if not table.calls or rows is None or table.computing > COMPUTING or host_bound(facts) is not None:
         return None
     per_rank = rows / facts.batches / len(facts.records)
     # Only computation and data grow with the batch. Twice the rows share the rest.
@@ -36,6 +38,21 @@ def larger_batch(facts: Facts) -> Advice | None:
         (1 - growing) / 2,
         f"Steps are too small: {small}." if len(facts.records) > 1 and once >= 2 * NOTABLE else "",
         OTHER_TRAINING,
+    )
+
+
+def host_bound(facts: Facts) -> Advice | None:
+    """Detect a GPU that waits for the host to launch kernels."""
+    figures = facts.operators.device_figures
+    used, host = figures.get("utilization", 1.0), figures.get("host", 0.0)
+    if used > IDLE or host < NOTABLE:
+        return None
+    return Advice(
+        "host-bound",
+        'Take larger batches, or launch fewer kernels: torch.compile(model, mode="reduce-overhead") uses CUDA graphs',
+        f"the GPU computes for {used:.0%} of the time; for {host:.0%}, only the host is busy, calling operators",
+        host * math.fsum(facts.shares[part] for part in (*COMPUTE, OPTIMIZER)),
+        f"The GPU is idle for {1 - used:.0%} of the time, mostly because the host launches kernels too slowly.",
     )
 
 
