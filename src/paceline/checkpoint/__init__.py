@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: verified, readable without pickle, for any number of ranks."""
+"""Checkpoints that exist completely or not at all: verified, readable without pickle, for any number of ranks."""
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use: the launcher imports only :mod:`.step_names`."""
+    """Import a public name on first use, because the launcher needs only :mod:`.step_names`."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(_import_module(_HOMES[name]), name)

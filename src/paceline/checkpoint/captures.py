@@ -23,7 +23,7 @@ from paceline.core.torch_internals.distributed.dtensor import local_of, whole_of
 
 @dataclass(frozen=True)
 class Capture:
-    """The captured states of objects: a node for each object, which refers to tensors by name."""
+    """Captured states of objects: one node per object, which refers to its tensors by name."""
 
     nodes: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
@@ -31,7 +31,7 @@ class Capture:
 
 
 def shared(entry: Registered, keep: bool = True) -> Capture:
-    """Return the state of an object that all ranks share, with whole DTensors if `keep`, or this rank's parts."""
+    """Return the state of an object that all ranks share; with `keep`, DTensors are whole, otherwise local parts."""
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
         whole = whole_of(tensor)  # a collective
@@ -42,7 +42,7 @@ def shared(entry: Registered, keep: bool = True) -> Capture:
 
 
 def own(entries: Iterable[Registered]) -> Capture:
-    """Return the states of objects that differ by rank; their tensors' names start with the object's name."""
+    """Return this rank's states of per-rank objects; each tensor's name starts with the name of its object."""
     encoder = Encoder()
     nodes = {entry.name: entry.capture(encoder, entry.name) for entry in entries}
     return Capture(nodes, encoder.tensors, encoder.aliases)
@@ -54,7 +54,7 @@ def generators() -> Registered:
 
 
 def hand_over(capture: Capture) -> None:
-    """Send `capture` to rank 0, unless it declines because the save has failed."""
+    """Send `capture` to rank 0, unless rank 0 declines it because the save has failed."""
     # Rank 0 asks first, because a large send would wait forever if rank 0 had failed.
     is_wanted = torch.zeros(1, dtype=torch.bool, device=carrier())
     _receive(is_wanted, 0)
@@ -69,7 +69,7 @@ def hand_over(capture: Capture) -> None:
 
 
 def fetch(rank: int) -> Capture:
-    """Return the capture of `rank`, on rank 0."""
+    """Receive the capture of `rank`; called on rank 0."""
     _send(torch.ones(1, dtype=torch.bool, device=carrier()), rank)
     size = torch.zeros(1, dtype=torch.int64, device=carrier())
     _receive(size, rank)
@@ -88,11 +88,11 @@ def decline(rank: int) -> None:
 def broadcast_tensors(
     world: World, specs: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return rank 0's `tensors`, which have `specs`, on the CPU of every rank."""
+    """Broadcast rank 0's `tensors`, described by `specs`, to the CPU of every rank."""
     if world.size == 1:
         return dict(tensors)
     received: dict[str, torch.Tensor] = {}
-    # In runs, because a collective for each small tensor would be slow, and one for all would need a second copy.
+    # In runs: one collective per small tensor would be slow, and a single one for all would need a second copy.
     for run in runs(specs):
         moved = packed(run, tensors if world.rank == 0 else None).to(carrier())
         if moved.numel():
@@ -104,7 +104,7 @@ def broadcast_tensors(
 
 
 def send_tensors(to: int, specs: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Send `tensors`, which have `specs`, to the rank `to`."""
+    """Send `tensors`, described by `specs`, to rank `to`."""
     for run in runs(specs):
         moved = packed(run, tensors).to(carrier())
         if moved.numel():
@@ -112,7 +112,7 @@ def send_tensors(to: int, specs: Mapping[str, Spec], tensors: Mapping[str, torch
 
 
 def receive_tensors(source: int, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
-    """Return the tensors that rank `source` sends, on the CPU."""
+    """Receive the tensors that rank `source` sends, on the CPU."""
     received: dict[str, torch.Tensor] = {}
     for run in runs(specs):
         moved = packed(run).to(carrier())

@@ -56,20 +56,20 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     Args:
         folder: the checkpoint folder. A new one is created for this user only (mode 0700, files 0600, minus the umask).
-            One run at a time can use it. Other files in it are not changed.
+            Only one run can use it at a time. Other files in it are not changed.
         keep: the number of newest checkpoints to keep; at least 1.
         keep_best: the name of a number in the metadata passed to :meth:`save`. The checkpoint with the best value is
             also kept.
         best: whether the largest (``"max"``) or the smallest (``"min"``) number is best; by default the smallest for a
             name that ends in "loss", otherwise the largest.
         every: how often :meth:`step` saves: a number of steps or a time. By default it does not save.
-        async_save: whether :meth:`save` returns after copying all states to rank 0's memory, and a thread writes the
-            copy while training continues. Rank 0's host needs memory for the copy and for the other ranks' own states.
+        async_save: whether :meth:`save` returns after copying all states to rank 0's memory, while a thread writes the
+            copy and training continues. Rank 0's host needs memory for the copy and for the other ranks' own states.
             One save is written at a time. The next :meth:`save`, :meth:`wait` or :meth:`close` raises its errors.
 
     Raises:
         UsageError: on every rank, if an argument is invalid, or if the folder cannot be created or written to, or is in
-            use by another run. After a restart of a job that has completed steps, an unwritable folder is only a
+            use by another run. After a restart of a job that has completed steps, an unwritable folder only causes a
             warning.
     """
 
@@ -91,11 +91,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._path, self._keep = Path(folder).absolute(), Keep(keep, keep_best, better)
         self._opened: RunFolder | None = None  # on rank 0
         self._is_closed = False
-        self._in_flight = False  # a background save was started and not waited for, on all ranks
+        self._in_flight = False  # a background save was started but not awaited; equal on all ranks
         self._registered: dict[str, Registered] = {}
         this = weakref.ref(self)  # weak, so that a deleted Checkpointer releases its folder
         contents = Contents(self._path, self._registered, lambda: getattr(this(), "_opened", None))
-        # Before the folder is opened, because its steps include rescued ones.
+        # Created before the folder is opened, because the folder's steps include rescued ones.
         self._recovery = Recovery(world, contents)
         weakref.finalize(self, self._recovery.stops.close).atexit = False
         self.due = DueSaves(self._recovery.record, world.rank == 0)
@@ -129,17 +129,17 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return object
 
     def step(self, metadata: Mapping[str, Any] | None = None) -> int:
-        """Mark the end of a training step, and save it if it is due; return the number of completed steps.
+        """Mark the end of a training step, save if a save is due, and return the number of completed steps.
 
-        Call it on all ranks, after the optimizer and the scheduler, and before your own collectives. No step ends while
-        gradients accumulate.
+        Call it on all ranks, after the optimizer and the scheduler, and before your own collectives. A call while
+        gradients accumulate does not end a step.
 
         Under ``paceline run``, on one host and on the CPU, a failure loses no completed step: the remaining ranks save
         the last one into memory, and the next start restores it. For this, optimizers wait in ``step()`` until all
         ranks have their gradients. In other cases a run continues from the newest checkpoint on disk.
 
-        After the first call, SIGTERM, SIGUSR1, SIGHUP and SIGINT to any rank end the training after a step that all
-        ranks agree on, which is saved, unless the script handles these signals itself. A second signal ends the process
+        After the first call, a SIGTERM, SIGUSR1, SIGHUP or SIGINT to any rank ends the training: all ranks agree on a
+        last step and save it. Signals that the script handles itself are left alone. A second signal ends the process
         at once.
 
         Args:
@@ -160,7 +160,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         metadata: Mapping[str, Any] | None = None,
         saving: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> bool:
-        """Mark the end of a training step, and return whether a save is due, which the caller makes.
+        """Mark the end of a training step; return whether a save is due, which the caller has to make.
 
         After a signal, the last step is saved here, in the context `saving`.
         """
@@ -170,7 +170,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         stops.watch()
         if not self._recovery.mark():
             return False
-        # Both after every step, because each can be a collective.
+        # Call both after every step, because each can be a collective.
         stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
         if stop is not None:
             with saving():
@@ -223,7 +223,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """Wait until a background save is durable.
 
         Raises:
-            CheckpointError: on every rank, if the save has failed; once.
+            CheckpointError: on every rank, if the save has failed; raised once.
         """
         self._finish(self._world())
 
@@ -266,25 +266,25 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         All objects are compared with the checkpoint before anything is loaded. If an object still refuses its state,
         the earlier states of all objects are restored on every rank.
 
-        Objects get states on the CPU. Modules and optimizers move them to the devices of their parameters. Random
-        generators are restored if the number of ranks is the same; otherwise they keep their state, and rank 0 warns
-        unless the model has virtual ranks.
+        Objects receive their states on the CPU; modules and optimizers move them to the devices of their parameters.
+        Random generators are restored if the number of ranks is the same; otherwise they keep their state, and rank 0
+        warns unless the model has virtual ranks.
 
-        Optimizers are compared by class, groups, names and shapes of parameters, and their settings at registration. So
+        Optimizers are compared by class, groups, names and shapes of parameters, and their settings at registration, so
         register them before training.
 
-        Later checkpoints than `step` are kept, and a restore without `step` uses them. So save a new branch to another
+        Checkpoints later than `step` are kept, and a restore without `step` uses them, so save a new branch to another
         folder.
 
         Args:
             step: the step to load; by default the newest whole one. A damaged checkpoint of this step is an error.
             allow_changed_settings: whether settings of optimizers (learning rate, momentum, weight decay, …) can differ
-                from the checkpoint. Then this run's settings are kept, and rank 0 warns about each difference.
+                from the checkpoint. If so, this run's settings are kept, and rank 0 warns about each difference.
             only: the names of the objects to load, for example the model for the best weights. The other objects, the
                 random generators and the number of steps do not change. By default, all are loaded.
 
         Raises:
-            NoCheckpoint: on every rank, without a whole checkpoint.
+            NoCheckpoint: on every rank, if there is no whole checkpoint.
             CheckpointMismatch: if the checkpoint does not fit the registered objects.
             CheckpointError: if the checkpoint cannot be read.
         """
@@ -300,18 +300,18 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         source = "memory" if saved.path.parent == self._recovery.memory else "disk"
         self._recovery.go_on_from(saved.step, source)
         if source == "memory" and isinstance(self.every, int) and self._schedule.is_due(saved.step):
-            self.due.save(self, saved.step)  # the failure can have interrupted its save
+            self.due.save(self, saved.step)  # the failure may have interrupted its save
         return saved.step
 
     @uninterrupted()
     def close(self) -> None:
         """Release the folder for other runs, at the end of training. Further calls have no effect.
 
-        All ranks call it, and wait for a background save. While an exception is handled, only rank 0 waits, and warns
-        if the save has failed.
+        Call it on all ranks; they wait for a background save. While an exception is being handled, only rank 0 waits,
+        and it warns if the save has failed.
 
         Raises:
-            CheckpointError: on every rank, if the background save or all saves of ``every`` have failed.
+            CheckpointError: on every rank, if the background save, or every save due by ``every``, has failed.
         """
         failing, was_open = sys.exc_info()[0] is not None, not self._is_closed
         # A failing rank keeps the phase of the exception in its black box.
@@ -321,7 +321,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                     self._finish(consensus.here())
             finally:
                 self._is_closed = True
-                # Before the folder is released, because a rescue can write to it.
+                # Before the folder is released, because a rescue may write to it.
                 self._recovery.close(failing)
                 if self._opened is not None:
                     self._opened.close()

@@ -96,7 +96,7 @@ def test_memory_that_fills_up_on_the_way_sends_the_last_step_to_disk(tmp_path: P
     ("given", "code", "told"),
     [
         # Every failed save restarted all ranks, and the job ended with exit code 0 and an empty folder.
-        ({}, 1, "CheckpointError: the training has ended, but nothing of it is saved: all of its 3 saves to "),
+        ({}, 1, "CheckpointError: the training has ended, but none of it is saved: all 3 saves to "),
         pytest.param({"close": False}, 1, "error: the job ended, but no step is saved in ", marks=pytest.mark.slow),
         pytest.param({"free": 12}, 0, "", marks=pytest.mark.slow),
     ],

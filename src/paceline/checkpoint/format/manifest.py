@@ -21,7 +21,7 @@ NAME = "manifest.json"
 STATE = "state.json"
 RANK_ROLE = "rank"
 GENERATORS = "rng"
-_FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")  # without a slash or a leading dot, it stays in the folder
+_FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")  # no slash or leading dot, so it stays in the folder
 
 
 class NewerFormat(ValueError):
@@ -52,7 +52,7 @@ class Manifest:
     files: tuple[File, ...]
 
     def file(self, role: str, rank: int | None = None) -> File | None:
-        """Return the file with `role` of `rank`, or None."""
+        """Return the file with this `role` and `rank`, or None."""
         return next((file for file in self.files if (file.role, file.rank) == (role, rank)), None)
 
     def render(self) -> bytes:
@@ -120,7 +120,7 @@ def _file_out(file: File) -> dict[str, Any]:
 def _file_in(entry: Any, aliases: Any) -> File:
     path = _text(entry["path"])
     if not _FILE.fullmatch(path) or path == NAME:
-        raise ValueError(f"it lists {path[:80]!r}, which is not a file name of a checkpoint")
+        raise ValueError(f"it lists {path[:80]!r}, which is not a valid checkpoint file name")
     tensors = {name: _spec_in(tensor) for name, tensor in entry["tensors"].items()}
     targets = {alias: _text(target) for alias, target in aliases.get(path, {}).items()}
     if dangling := [target for target in targets.values() if target not in tensors]:
@@ -139,7 +139,7 @@ def _file_in(entry: Any, aliases: Any) -> File:
 def _spec_in(entry: Any) -> Spec:
     shape, dtype = tuple(_count(size) for size in entry["shape"]), _text(entry["dtype"])
     if dtype not in CODES:
-        raise ValueError(f"{dtype[:40]!r} is not a dtype of checkpoints")
+        raise ValueError(f"{dtype[:40]!r} is not a dtype that checkpoints can store")
     return Spec(shape, dtype)
 
 

@@ -138,7 +138,7 @@ class Keep:
         return replace(given, keep_best=(self.metric, self.better))
 
     def best(self, notes: Mapping[int, Notes]) -> int | None:
-        """Return the step with the best metric, the first of equal ones. NaN is never best."""
+        """Return the step with the best metric, the earliest in case of a tie. NaN is never best."""
         best_step: int | None = None
         for step in sorted(notes):
             value = notes[step].metadata.get(self.metric or "")
@@ -152,7 +152,7 @@ class Keep:
     def doomed(self, steps: Sequence[int], saved: int, notes: Mapping[int, Notes]) -> list[int]:
         """Return the `steps` to delete once `saved` is durable, in ascending order.
 
-        Later steps are kept: they come from a run that was then resumed from an earlier step.
+        Later steps are kept: they were saved before the run was resumed from an earlier step.
         """
         old = [step for step in steps if step <= saved][: -self.newest]
         best = self.best(notes) if self.metric else None

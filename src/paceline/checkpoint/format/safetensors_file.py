@@ -1,4 +1,4 @@
-"""Safetensors files: written as a stream, so that bytes are hashed as they pass, and read by the safetensors library.
+"""Safetensors files: written as a stream that is hashed on the way, and read with the safetensors library.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes length of the header, the header as JSON with
 dtype, shape and offsets per tensor, then the tensors' bytes, row-major and little-endian, without holes.
@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from paceline.core import strict_json
 
 PIECE = 4 * 2**20
-"""Bytes that are hashed and written at a time."""
+"""Number of bytes hashed and written at a time."""
 RUN = 32 * 2**20
-"""Bytes of small tensors that are sent together."""
+"""Maximum total size in bytes of small tensors that are sent together."""
 CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -45,7 +45,7 @@ NAMES = {code: name for name, code in CODES.items()}
 
 @dataclass(frozen=True)
 class Spec:
-    """The shape of a stored tensor and torch's name of its dtype (``"float32"``); complex tensors count as reals."""
+    """Shape of a stored tensor, and torch's name for its dtype (``"float32"``); complex tensors count as reals."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -77,7 +77,7 @@ def spec_of(tensor: torch.Tensor) -> Spec:
 
 
 def runs(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
-    """Split `specs` into runs that are sent at once: small tensors together, a large one by itself."""
+    """Split `specs` into runs, each sent in one transfer: small tensors together, each large one by itself."""
     all_runs: list[dict[str, Spec]] = []
     room = -1  # negative, so that the first tensor begins a run
     for name, spec in specs.items():
@@ -90,7 +90,7 @@ def runs(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
 
 
 def packed(run: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """Return the concatenated bytes of the `tensors` of one run; undefined bytes of the same size without `tensors`."""
+    """Return the concatenated bytes of one run's `tensors`; without `tensors`, as many undefined bytes."""
     if tensors is None:
         return torch.empty(sum(spec.nbytes for spec in run.values()), dtype=torch.uint8)
     views = [bytes_view(stored(tensors[name])) for name in run]
@@ -123,7 +123,7 @@ def pieces(
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file with `tensors`; one tensor at a time is copied to the CPU.
 
-    The file's metadata map the `aliases` of tied tensors to the stored names, like ``safetensors.torch.save_model``.
+    The file's metadata maps the `aliases` of tied tensors to the stored names, like ``safetensors.torch.save_model``.
     """
     specs = specs_of(tensors)
     # Wide dtypes first, so that every tensor is aligned when the file is mapped.
@@ -153,14 +153,14 @@ def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def read_specs(path: Path) -> dict[str, Spec]:
-    """Return names and specs of the tensors in the file `path`."""
+    """Return the names and specs of the tensors in the file `path`."""
     with opened(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {name: Spec(tuple(part.get_shape()), NAMES[part.get_dtype()]) for name, part in slices.items()}
 
 
 def read_aliases(path: Path) -> dict[str, str]:
-    """Return further names of tied tensors in the file `path`, each with the stored name."""
+    """Return the additional names of tied tensors in the file `path`, mapped to the stored names."""
     with opened(path) as file:
         names = set(file.keys())
         metadata = file.metadata() or {}

@@ -25,7 +25,7 @@ class Slice:
 
 @torch.inference_mode(False)  # in inference mode views have no _base
 def slices_of(nodes: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[str, Slice]:
-    """Return the slices of the tensors in the state of one rank, by name; `nodes` has the rank's objects."""
+    """Return the slices of the tensors in one rank's state, by name; `nodes` contains the rank's objects."""
     tensors = {name: spec.empty("meta") for name, spec in specs.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
     slices: dict[str, Slice] = {}

@@ -26,9 +26,9 @@ from paceline.checkpoint.format.safetensors_file import CODES
 from paceline.core import strict_json
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 
-_SAME_HASH = 100  # largest number of keys of a dict with the same hash, because lookups compare all of them
+_SAME_HASH = 100  # maximum number of a dict's keys with the same hash; a lookup compares all of them
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-DEPTH = 100  # levels of nesting, which also ends a value that contains itself
+DEPTH = 100  # maximum depth of nesting; also stops at a value that contains itself
 
 
 class Unencodable(Exception):
@@ -58,7 +58,7 @@ class Encoder:
         self._seen: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, prefix: str = "") -> Any:
-        """Return the node of `value`; names of its tensors start with `prefix`."""
+        """Return the node of `value`; the names of its tensors start with `prefix`."""
         return self._encode(value, prefix, "", 0)
 
     def _encode(self, value: Any, name: str, path: str, depth: int) -> Any:
@@ -126,7 +126,7 @@ class Encoder:
 def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the value of `node`, the inverse of :meth:`Encoder.encode`.
 
-    Its tensors are the `tensors` themselves, so tied ones are one object.
+    Its tensors are the `tensors` themselves, so tied tensors become one object.
     """
     try:
         return _value(node, tensors)
@@ -180,7 +180,7 @@ def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def tensors_in(node: Any) -> Iterator[tuple[str, bool]]:
-    """Yield the names of the tensors in `node`, in order, each with whether it is complex."""
+    """Yield the name of each tensor in `node`, in order, and whether the tensor is complex."""
     pending = [node]
     while pending:  # without recursion, because a node may be deeply nested
         current = pending.pop()
@@ -202,7 +202,7 @@ def tensors_in(node: Any) -> Iterator[tuple[str, bool]]:
 
 
 def _from_items(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a dict with any keys, unless an attacker has chosen keys whose hashes collide."""
+    """Return a dict of key-value `pairs`; refuse keys that an attacker has chosen to have colliding hashes."""
     most = max(Counter(hash(key) for key, _ in pairs).values(), default=0)
     if most > _SAME_HASH:
         raise ValueError(f"{most} of a dict's keys have the same hash")
@@ -256,7 +256,7 @@ def _unstorable(value: torch.Tensor) -> str | None:
     """Return why `value` cannot be stored, or None."""
     kind = type(value)
     if isinstance(value, UninitializedParameter | UninitializedBuffer):
-        return "is an uninitialized parameter; run the module once before"
+        return "is an uninitialized parameter; run the module once first"
     if kind not in _PLAIN:
         return f"is a tensor of the class {kind.__module__}.{kind.__qualname__}"
     if value.layout is not torch.strided:
@@ -269,7 +269,7 @@ def _unstorable(value: torch.Tensor) -> str | None:
 
 
 def _place(value: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for two tensors if they are the same elements of the same memory."""
+    """Return a key that two tensors share if they are the same elements of the same memory."""
     return (
         value.device,
         value.untyped_storage().data_ptr(),

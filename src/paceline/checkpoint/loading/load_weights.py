@@ -44,7 +44,7 @@ def load_weights(
         The ``state_dict`` of the model inside its wrappers, without ``module.`` and ``_orig_mod.``.
 
     Raises:
-        NoCheckpoint: without a whole checkpoint at `path`.
+        NoCheckpoint: if there is no whole checkpoint at `path`.
         CheckpointError: if the checkpoint at `path` is damaged.
         CheckpointMismatch: if the weights do not fit `model`.
         UsageError: if no module is saved as `name`.
@@ -66,7 +66,7 @@ def load_weights(
     if not isinstance(state, dict):
         raise UsageError(f"{name!r} in {place} is not a module; give the name of the registered model")
     weights: dict[str, torch.Tensor] = state
-    if node["metadata"] is not None:  # versions of modules, by which they convert older states
+    if node["metadata"] is not None:  # module versions, which tell modules how to convert older states
         state._metadata = state_codec.decode(node["metadata"], tensors)  # type: ignore[attr-defined]
     if model is not None:
         entry = Registered(name, model)
@@ -86,7 +86,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tensor]]:
-    """Return step, node and tensors of the object `name`; `folder` is a checkpoint or a run."""
+    """Return the step, node and tensors of the object `name`; `folder` is that of a checkpoint or a run."""
     step = step_of(folder.resolve().name)
     if step is not None:
         try:
@@ -101,7 +101,7 @@ def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Ten
 
 
 def read_object(folder: Path, listed: Manifest, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return node and tensors of the object `name` in the checkpoint `folder`, verified with the manifest `listed`.
+    """Return the node and tensors of the object `name` in a checkpoint, verified against its manifest `listed`.
 
     The shards of an optimizer are merged.
     """

@@ -39,14 +39,14 @@ def restore(
 ) -> Saved:
     """Compare a checkpoint with `entries`, load it into them and this rank's random generators, and return it.
 
-    If loading fails on any rank, every rank restores the earlier states, and raises.
+    If loading fails on any rank, every rank restores the earlier states and raises an error.
 
     Args:
         world: the ranks.
         step: the step to restore, the same on all ranks; None for the newest.
-        choose: returns the path and the manifest of the checkpoint, on rank 0.
+        choose: called on rank 0; returns the path and the manifest of the checkpoint.
         entries: the objects to load.
-        allow_changed: whether to keep this run's optimizer settings if they differ; rank 0 warns about them.
+        allow_changed: whether to keep this run's optimizer settings if they differ; rank 0 warns about the differences.
         is_part: whether to load only a part, without generators and bucket layouts.
     """
     for rank, other_step in enumerate(consensus.gather(world, step)):
@@ -67,13 +67,13 @@ def restore(
         Kind.OWN: loading.own if is_same_size else loading.merged,
     }
     try:
-        for match in sorted(matches, key=lambda match: match.kind is Kind.OWN):  # ranks' own states are sent together
+        for match in sorted(matches, key=lambda match: match.kind is Kind.OWN):  # per-rank states last, sent together
             load[match.kind](match)
             strike("restore")
         if is_part:
             return saved
         consensus.decide(world, lambda: _warn_of_other_size(saved, world, entries))
-        # Last, because a layout ends the search for the order of gradients.
+        # Last, because loading a layout ends the search for the order of gradients.
         consensus.agree(world, consensus.error_of(_load_layouts, saved, matches))
         if allow_changed:
             consensus.agree(world, consensus.error_of(_keep_own_settings, world, saved.step, matches))
@@ -122,16 +122,16 @@ class Loading:
         self.load(match, match.entry.load, self.saved.ranks[self.world.rank][match.entry.name], tensors)
 
     def merged(self, match: Match) -> None:
-        """Load the states of another number of ranks."""
+        """Load states that a different number of ranks saved."""
         self.load(match, match.entry.load_rank_states, [nodes[match.entry.name] for nodes in self.saved.ranks])
 
     def sharded(self, match: Match) -> None:
-        """Load an optimizer from the shards of all ranks, one at a time, so that no rank holds all of them."""
+        """Load an optimizer from all ranks' shards, one shard at a time, so that no rank holds all of them."""
         entry, assembly = match.entry, match.entry.assembly()
         errors: list[Exception] = []
         for rank, nodes in enumerate(self.saved.ranks):
             tensors = self.saved.shard_tensors(self.world, entry.name, rank)
-            # On every rank, because no rank knows which shards have its pieces.
+            # Every rank looks at every shard, because no rank knows which shards have its pieces.
             error = consensus.error_of(entry.add_shard, assembly, nodes[entry.name], tensors)
             errors += [] if error is None else [error]  # raised after all ranks have taken part in every broadcast
         consensus.agree(self.world, errors[0] if errors else None)
@@ -145,7 +145,7 @@ class Loading:
         """Load `states` into one object, after copying its current state."""
 
         def attempt() -> None:
-            # Before the load, because a failed one can have changed half of the object.
+            # Copied before the load, because a failed load may have changed half of the object.
             self.undo.append(before := _Before.of(match.entry))
             load(*states, self.saved.step)
             before.is_loaded = True

@@ -32,7 +32,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Match:
-    """A registered object that fits its saved state. For shards, `outline` describes one of them."""
+    """A registered object that matches its saved state. If the state is sharded, `outline` describes one shard."""
 
     entry: Registered
     kind: Kind
@@ -41,7 +41,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint: nodes of the objects that all ranks share, and the nodes of each rank's other objects."""
+    """A checkpoint: the nodes of the objects that all ranks share, and of each rank's own objects."""
 
     path: Path
     manifest: Manifest
@@ -97,7 +97,7 @@ class Saved:
             raise malformed(self.path, error) from None
 
     def kind_of(self, entry: Registered) -> Kind:
-        """Return how `entry` was saved. An optimizer can be sharded now, or then, or both."""
+        """Return how `entry` was saved. An optimizer can be sharded in this run, in the checkpoint, or in both."""
         if entry.holds_shard:
             is_own = entry.name not in self.objects
         else:
@@ -107,7 +107,7 @@ class Saved:
         return Kind.SHARDED if self.has_shards(entry.name) else Kind.OWN
 
     def has_shards(self, name: str) -> bool:
-        """Return whether each rank has saved a shard of the object `name`."""
+        """Return whether the object `name` was saved in shards, one per rank."""
         # Either every rank has a shard or none has.
         return bool(self.ranks) and name in self.ranks[0] and is_shard(self.outline(name, 0).state)
 
@@ -126,9 +126,9 @@ class Saved:
         return {} if file is None else captures.broadcast_tensors(world, file.tensors, self._read(world, file))
 
     def rank_tensors(self, world: World, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Return the tensors of this rank's own state on the CPU, except the objects in `without`."""
+        """Return the tensors of this rank's own states on the CPU, except those of the objects in `without`."""
         own_tensors: dict[str, torch.Tensor] = {}
-        # On every rank for all files, because rank 0 decides each read with all ranks.
+        # Every rank loops over all files, because all ranks take part in each read.
         for rank in range(world.size):
             file = self.manifest.file(RANK_ROLE, rank)
             if file is None:
@@ -142,7 +142,7 @@ class Saved:
         return own_tensors
 
     def _read(self, world: World, file: File) -> dict[str, torch.Tensor]:
-        """Return the tensors of `file` on rank 0, an empty dict on the others."""
+        """Return the tensors of `file` on rank 0, and an empty dict on the other ranks."""
         tensors: dict[str, torch.Tensor] = {}
 
         def read() -> None:
@@ -159,7 +159,7 @@ class Saved:
 
 
 def malformed(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a checkpoint `path` with right checksums and malformed content."""
+    """Return the error for a checkpoint `path` whose checksums are right but whose content is malformed."""
     return CheckpointError(
         f"{path / manifest.STATE} has the right checksum but was not written by Paceline, because it is malformed "
         f"({error}); remove the folder to use the previous checkpoint"
@@ -171,7 +171,7 @@ def compare(
 ) -> list[Match]:
     """Compare `entries` with the checkpoint `saved`; return the objects to load.
 
-    They include the random generators if the number of ranks is the same and `entries` are not only a part.
+    They include the random generators if the number of ranks is the same and this is not a partial restore.
     """
     kinds = {entry.name: saved.kind_of(entry) for entry in entries}
     shared = {name for name, kind in kinds.items() if kind is Kind.SHARED}

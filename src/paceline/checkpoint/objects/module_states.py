@@ -1,7 +1,8 @@
-"""States of modules: compares them with saved ones before a load, and converts them to the form of the module.
+"""States of modules: compares them with saved states, and converts saved states to the form of the module.
 
-Checkpoints of compiled and tensor-parallel models are like any other, and can be restored by any of them: keys are
-saved without the prefix of ``torch.compile``, and DTensors are saved whole and distributed again when they are loaded.
+Checkpoints of plain, compiled and tensor-parallel models are alike, and each kind of model can restore all of them:
+keys are saved without the prefix of ``torch.compile``, and DTensors are saved whole and distributed again when they are
+loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def without_compile(state: Any) -> Any:
 
 
 def as_in(own_state: Any, state: Any) -> Any:
-    """Return `state` with the keys of `own_state`, whose compiled modules may differ."""
+    """Return `state` with its keys renamed to those of `own_state`, where other modules may be compiled."""
     plain = without_compile(state)
     if (
         not isinstance(own_state, dict)
@@ -65,7 +66,7 @@ def check_module(name: str, module: nn.Module, saved: Any, step: int) -> None:
                 continue
             raise CheckpointMismatch(f"{kind} {key!r} of {name!r} is not in the checkpoint of step {step}; {remedy}")
         other = saved[key]
-        # Extra state is only for the module's own set_extra_state().
+        # Only the module's own set_extra_state() understands extra state.
         if key.endswith("_extra_state") or not (isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor)):
             continue
         if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
@@ -101,7 +102,7 @@ def _has_own_loading(part: nn.Module) -> bool:
 
 
 def laid_out(own_state: Any, state: Any) -> Any:
-    """Return a module's `state` with the DTensors of its `own_state`."""
+    """Return a module's `state`, distributed like the DTensors of its `own_state`."""
     if not isinstance(own_state, dict) or not isinstance(state, dict) or not has_sharded(own_state.values()):
         return state
     return OrderedDict((key, part_of(value, own_state.get(key))) for key, value in state.items())

@@ -56,7 +56,7 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
 def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -> dict[str, Any]:
     """Describe `optimizer`, which had `options` when it was registered, as plain values."""
     groups = [group["params"] for group in optimizer.param_groups]
-    options = options + options_of(optimizer)[len(options) :]  # with groups that were added later
+    options = options + options_of(optimizer)[len(options) :]  # including groups that were added later
     return {
         "class": getattr(optimizer, "optimizer_class", type(optimizer)).__qualname__,
         "options": [{name: _plain(value) for name, value in group.items()} for group in options],
@@ -111,9 +111,9 @@ def changes(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list
 
 
 def apply_options(optimizer: Optimizer, options: Options, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Set the options that differ from `saved` on `optimizer`, after it has loaded the saved state.
+    """Set this run's value of each option that differs from `saved`, after `optimizer` has loaded its state.
 
-    The learning rate is scaled, so that it keeps the factor of a schedule.
+    The learning rate is scaled instead, which preserves the schedule's factor.
     """
     groups = zip(optimizer.param_groups, options, own["options"], saved["options"], strict=False)
     for group, originals, current, before in groups:
@@ -121,7 +121,7 @@ def apply_options(optimizer: Optimizer, options: Options, own: Mapping[str, Any]
             if key not in _RATES:
                 group[key] = copy.deepcopy(originals[key])
                 continue
-            # The loaded rate is the saved one times the factor of a schedule.
+            # The loaded rate is the saved initial rate times the schedule's factor.
             group["lr"] = group["lr"] * (current[key] / before[key]) if before[key] else copy.deepcopy(originals["lr"])
             if key == "initial_lr":
                 group[key] = copy.deepcopy(originals[key])
@@ -132,7 +132,7 @@ def follow(scheduler: LRScheduler) -> None:
     groups = scheduler.optimizer.param_groups
     if any("initial_lr" not in group for group in groups):
         return
-    # SequentialLR and ChainedScheduler have schedulers instead of rates.
+    # SequentialLR and ChainedScheduler contain schedulers instead of base rates.
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
         if hasattr(part, "base_lrs"):
             part.base_lrs = [group["initial_lr"] for group in groups]
@@ -143,7 +143,7 @@ def follow(scheduler: LRScheduler) -> None:
 
 
 def laid_out(optimizer: Optimizer, state: Any) -> Any:
-    """Return the `state` of `optimizer` with DTensors like its parameters."""
+    """Return the `state` of `optimizer`, distributed like its parameters."""
     own_parameters = parameters(optimizer)
     if not has_sharded(own_parameters) or not isinstance(state, dict):
         return state
@@ -157,7 +157,7 @@ def laid_out(optimizer: Optimizer, state: Any) -> Any:
 
 
 def bring_back_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Undo the casts of ``load_state_dict(state)`` for parameters that have the saved dtype."""
+    """Undo the casts of ``load_state_dict(state)`` for parameters whose dtype is the saved one."""
     indices = (index for group in state["param_groups"] for index in group["params"])
     dtypes = (dtype for group in saved["dtypes"] for dtype in group)
     for index, parameter, dtype in zip(indices, parameters(optimizer), dtypes, strict=True):
@@ -179,7 +179,7 @@ def _check_group(name: str, index: int, aspect: str, group: list[Any], saved_gro
 
 
 def _changed(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Return the names of options that differ. With a schedule, the initial learning rate is compared."""
+    """Return the names of options that differ. With a schedule, initial learning rates are compared."""
     common = [key for key in current if key in saved]
     if "initial_lr" in common:
         common.remove("lr")

@@ -22,7 +22,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """An object with a state per rank, without tensors, that can load the states of another number of ranks."""
+    """A per-rank object without tensors that can load states from a different number of ranks."""
 
     def load_rank_states(self, states: Sequence[Any], /) -> None:
         """Load this rank's part of the states of all ranks."""
@@ -43,4 +43,4 @@ class Sharded(Protocol):
         """Return this rank's part of each parameter's state."""
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Load a shard of this rank, an :class:`Assembly` of shards, or the state of the unsharded optimizer."""
+        """Load this rank's shard, an :class:`Assembly` of shards, or the state of the unsharded optimizer."""

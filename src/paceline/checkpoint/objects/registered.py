@@ -42,7 +42,7 @@ class Registered:
     object: Any
     per_rank: bool = False
     peers: Mapping[str, Registered] = field(default_factory=dict)
-    """All registered objects. Their modules have the names of an optimizer's parameters."""
+    """All registered objects. An optimizer's parameters get their names from the modules among them."""
     options: optimizer_states.Options = field(default_factory=list)
     """An optimizer's settings at registration."""
 
@@ -55,7 +55,7 @@ class Registered:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it has DTensors, which take a collective to save."""
+        """Whether it has DTensors, which need a collective to be saved."""
         if isinstance(self.object, nn.Module):
             return has_sharded(self._target.state_dict().values())
         if _is_optimizer(self.object):
@@ -74,7 +74,7 @@ class Registered:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the object has an attribute ``state_is_constant``, because its state never changes."""
+        """Whether the object declares, with an attribute ``state_is_constant``, that its state never changes."""
         return not isinstance(self.object, nn.Module) and bool(getattr(self.object, "state_is_constant", False))
 
     def check_window(self, step: int) -> None:
@@ -107,7 +107,7 @@ class Registered:
             ) from None
 
     def check(self, saved: Outline, step: int, allow_changed: bool) -> None:
-        """Compare with `saved`, the state of `step`, before anything is loaded.
+        """Compare the object with `saved`, its state of `step`, before anything is loaded.
 
         Objects other than modules and optimizers compare themselves, if they have a method ``check_state_dict``.
         """
@@ -138,7 +138,7 @@ class Registered:
             optimizer_states.apply_options(self.object, self.options, self._description(), saved.optimizer)
 
     def load(self, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], step: int) -> None:
-        """Load the state of `step` in `node` and `tensors`."""
+        """Load the state of `step` from `node` and `tensors`."""
         try:
             state, metadata = decode(node["state"], tensors), decode(node["metadata"], tensors)
             description = decode(node.get("optimizer"), tensors)
@@ -154,13 +154,13 @@ class Registered:
             elif _is_optimizer(self.object):
                 state = optimizer_states.laid_out(self.object, state)
             if metadata is not None:
-                state._metadata = metadata  # load_state_dict() reads the versions of modules here
+                state._metadata = metadata  # load_state_dict() reads module versions from here
             self._target.load_state_dict(state)
             if description is not None and _is_optimizer(self.object):
                 optimizer_states.bring_back_dtypes(self.object, state, description)
 
     def load_rank_states(self, nodes: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Load the states of `step`, which were saved by another number of ranks."""
+        """Load the states of `step`, which were saved by a different number of ranks."""
         assert isinstance(self.object, Mergeable)
         try:
             states = [decode(node["state"], {}) for node in nodes]
@@ -211,7 +211,7 @@ class Registered:
 
 @contextmanager
 def _refused(problem: str, remedy: str) -> Iterator[None]:
-    """Turn errors of the object's own code into a CheckpointMismatch."""
+    """Turn errors raised by the object's own code into a CheckpointMismatch."""
     try:
         yield
     except PacelineError:
@@ -241,5 +241,5 @@ def _check_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
     if _is_optimizer(object) and not hasattr(object, "defaults"):
         raise UsageError(
             f"the {type(object).__qualname__} to register as {name!r} does not call Optimizer.__init__, so its steps "
-            "cannot be noticed; register the optimizer inside it (for local SGD with per_rank=True, like the model)"
+            "cannot be detected; register the optimizer inside it (for local SGD with per_rank=True, like the model)"
         )

@@ -1,9 +1,10 @@
 """The rescue: after a rank is lost, the remaining ranks save the last completed step into memory.
 
-Every remaining rank whose optimizer has not stepped since the last boundary can save it: they have the same parameters
-and optimizer states, and the own states of all ranks, including the lost ones, are in memory. The first rank to take
-the lock saves, and the others wait. The result is an ordinary checkpoint in the job's folder in memory, so a full disk
-does not matter. If memory is full, or the launcher will not restart the ranks, it is written to the checkpoint folder.
+Any remaining rank whose optimizer has not stepped since the last boundary can save it: these ranks have the same
+parameters and optimizer states, and the per-rank states of all ranks, including the lost ones, are in memory. The first
+rank to take the lock saves, and the others wait. The result is an ordinary checkpoint in the job's folder in memory, so
+a full disk does not matter. If memory is full, or the launcher will not restart the ranks, it is written to the
+checkpoint folder.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from paceline.core.telemetry.step_progress import RESCUE, RESTARTS
 from paceline.errors import CheckpointError, UsageError, WrongComputation
 
 COMPLETES_S = 2.0
-"""Longest time that a rank is given from the barrier to the end of its step."""
+"""Maximum time that a rank may take from the barrier to the end of its step."""
 DESTINATION = "destination"
-"""File in a folder of rescued checkpoints with the path of their checkpoint folder."""
+"""Name of the file in a folder of rescued checkpoints that contains the path of the checkpoint folder."""
 
 
 def rescued_folder(records: Path) -> Path:
@@ -53,7 +54,7 @@ class Contents:
 
     folder: Path
     registered: Mapping[str, Registered]
-    """The registered objects by name; it grows."""
+    """The registered objects by name; more may be added."""
     run_folder: Callable[[], RunFolder | None]
     """Returns the opened checkpoint folder, on rank 0."""
 
@@ -62,21 +63,21 @@ class Contents:
 
 
 class Rescue:
-    """Saves the last boundary of this rank when an error ends it."""
+    """Saves the last boundary of this rank when an error ends the rank."""
 
     def __init__(self, boundary: Boundary, contents: Contents) -> None:
         self._boundary, self._contents = boundary, contents
         self.was_called = False
 
     def __call__(self, error: BaseException) -> None:
-        """Save the last boundary, unless another rank has, or this rank is wrong, or the user made a mistake."""
+        """Save the last boundary, unless another rank has saved it, this rank is wrong, or the user made a mistake."""
         self.was_called = True
         barrier = self._boundary.barrier
         blamed = getattr(error, "blamed", None) is not None
         if barrier is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
         if _is_from_wrong_rank(error):
-            return  # all replicas of the next start would have this rank's wrong weights
+            return  # after a restart all replicas would have this rank's wrong weights
         if any(entry.is_sharded for entry in self._contents.entries()):
             return  # the lost rank's parts of DTensors are gone
         step, memory = self._boundary.step, rescued_folder(barrier.folder)
@@ -84,7 +85,7 @@ class Rescue:
             if step in _steps(memory) or step in _steps(self._contents.folder):
                 return
             strike("rescue")
-            # Ranks that passed the barrier store their states at the end of the optimizer's step.
+            # Ranks that have passed the barrier store their states when they complete the step.
             barrier.wait_for_step(step, COMPLETES_S)
             try:
                 ranks = _all_own_states(barrier, step)
@@ -98,7 +99,7 @@ class Rescue:
         if int(os.environ.get(RESTARTS, "0")):  # otherwise no restart reads it from memory
             try:
                 store = Storage(memory)
-                # Before the checkpoint, because this rank can be killed.
+                # Written before the checkpoint, because this rank may be killed.
                 (memory / DESTINATION).write_text(str(self._contents.folder))
                 self._write(store, step, shared, ranks)
                 store.prune(step, Keep(1, None, "max"))
@@ -118,7 +119,7 @@ class Rescue:
 
 
 def _is_from_wrong_rank(error: BaseException) -> bool:
-    """Return whether `error` was caused by a wrong computation of this rank."""
+    """Return whether a wrong computation on this rank caused `error`."""
     wrong = next((cause for cause in with_causes(error) if isinstance(cause, WrongComputation)), None)
     return wrong is not None and not wrong.may_save
 
@@ -142,8 +143,8 @@ def _all_own_states(barrier: StepBarrier, step: int) -> list[OwnStates]:
             states[rank], unknown = carry_over(states[rank], before, states[barrier.rank])
             if unknown:
                 say(
-                    f"note: rank {rank} ended between the optimizer and the end of step {step}, so changes of its "
-                    f"{', '.join(unknown)} are unknown; it continues with the values before them"
+                    f"note: rank {rank} ended between the optimizer and the end of step {step}, so later changes of "
+                    f"its {', '.join(unknown)} are unknown; it continues with the earlier values"
                 )
     return states
 

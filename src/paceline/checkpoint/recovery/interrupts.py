@@ -12,9 +12,9 @@ from paceline.core.processes import consensus
 
 
 class Interrupts:
-    """A context manager that delays a Ctrl-C until :meth:`check` or its end; a second Ctrl-C raises at once.
+    """A context manager that delays Ctrl-C until :meth:`check` or the end of the block; a second one raises at once.
 
-    It has no effect inside another one, if other code handles SIGINT, in threads, and in the ranks of a job, which the
+    It has no effect if it is nested, in a thread, if other code handles SIGINT, or in the ranks of a job, which the
     launcher ends together.
     """
 
@@ -45,12 +45,12 @@ class Interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._installed = False
         if self._pending and not isinstance(error, KeyboardInterrupt):
-            # It can also have caused an error, because a terminal sends it to the DataLoader's workers as well.
+            # The Ctrl-C may also have caused the error, because a terminal sends it to the DataLoader's workers, too.
             raise KeyboardInterrupt from error
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay a Ctrl-C until the block or the decorated function has ended; see :class:`Interrupts`."""
+    """Delay Ctrl-C until the block or the decorated function has ended; see :class:`Interrupts`."""
     with Interrupts():
         yield

@@ -1,6 +1,6 @@
 """Copies rescued checkpoints from memory into their checkpoint folders. The launcher runs it when a job ends.
 
-``python -m paceline.checkpoint.recovery.persist_rescued FOLDER`` copies from each subfolder.
+``python -m paceline.checkpoint.recovery.persist_rescued FOLDER`` copies from each subfolder of FOLDER.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.errors import PacelineError
 
 
 def keep(folder: Path) -> tuple[str, bool] | None:
-    """Copy the newest checkpoint in the rescued `folder`, if it is newer than the ones on disk.
+    """Copy the newest checkpoint from `folder` in memory, if it is newer than the ones on disk.
 
     Returns:
         A line for the user, and whether a resume will find the copy; None if no copy is needed.

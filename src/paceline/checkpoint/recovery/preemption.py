@@ -1,4 +1,4 @@
-"""Signals that ask a training to end. All ranks agree on a last step, save it and end.
+"""Signals that ask the training to stop. All ranks agree on a last step, save it and exit.
 
 Ranks exchange their requests at the barrier before every optimizer step. Without a barrier, they exchange them with a
 small collective about once a second.
@@ -25,7 +25,7 @@ ASK_S = 1.0
 
 
 class StopRequests:
-    """The requests that reach this rank, and the agreement of all ranks on them.
+    """Receives stop requests on this rank, and reaches agreement on them among all ranks.
 
     Args:
         boundary: the step boundary, which exchanges the requests.
@@ -49,7 +49,7 @@ class StopRequests:
     def watch(self) -> None:
         """Handle signals from now on, unless the script handles them, or this is not the main thread.
 
-        Called at the end of the first step, because signals should end a script that never calls ``step()``.
+        Called at the end of the first step, so that signals still end a script that never calls ``step()``.
         """
         if self._is_watching:
             return
@@ -65,14 +65,14 @@ class StopRequests:
                 self._publish(Stopping.READY)
 
     def agreed(self) -> signal.Signals | None:
-        """Return the signal that ends all ranks after this step, or None. Without a barrier it can be a collective."""
+        """Return the signal that ends all ranks after this step, or None. Can be a collective without a barrier."""
         if not self._saves:
             return None
         wishes = self._boundary.wishes if self._boundary.barrier is not None else self._wishes()
         return next((number for bit, number in enumerate(STOP_SIGNALS) if wishes & 1 << bit), None)
 
     def end(self, number: signal.Signals) -> NoReturn:
-        """Report to the launcher that all ranks have saved the last step because of `number`, and end."""
+        """Report to the launcher that all ranks have saved the last step because of signal `number`, and exit."""
         self._publish(Stopping.SAVED, number)
         raise Preempted(128 + number)
 
@@ -86,7 +86,7 @@ class StopRequests:
         self._publish(Stopping.NOT)
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle signal `number`: note the first request, and end at the second."""
+        """Handle signal `number`: note the first request, and end the process at the second."""
         now, bit = time.monotonic(), 1 << STOP_SIGNALS.index(signal.Signals(number))
         is_second = bool(self._boundary.wish & bit) and now - self._noted > ECHO_S
         if os.getpid() != self._process or is_second:  # a forked child ends at once
@@ -94,12 +94,12 @@ class StopRequests:
             os.kill(os.getpid(), number)
             return
         barrier = self._boundary.barrier
-        # The launcher also signals ranks that wait for a lost one.
+        # The launcher also signals ranks that are waiting for a lost rank.
         if barrier is not None and (gone := barrier.lost_ranks()):
             raise CommunicationError(
                 f"rank {barrier.rank}: {named_ranks(gone)} ended; look for the error of that rank"
             ).because_of(gone)
-        # For the first request only, so that echoes do not delay the second one.
+        # Only the first request sets the time, so that echoes do not postpone the second request.
         if not self._boundary.wish & bit:
             self._noted = now
         self._boundary.wish |= bit
@@ -113,7 +113,7 @@ class StopRequests:
         if step < self._ask or self._boundary.joins:
             return 0
         now, (asked, at) = time.monotonic(), self._asked
-        # The number of steps until the next exchange; all ranks use that of rank 0.
+        # Number of steps until the next exchange; all ranks use rank 0's number.
         steps = int((step - asked) * ASK_S / max(now - at, 1e-9)) if at else 1
         answers = consensus.gather(world, [self._boundary.wish, max(1, min(steps, 2 * (step - asked)))])
         self._asked, self._ask = (step, now), step + int(answers[0][1])

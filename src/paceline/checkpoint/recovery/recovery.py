@@ -27,7 +27,7 @@ from paceline.errors import CheckpointError, CommunicationError
 
 logger = logging.getLogger(__name__)
 END_S = 5.0
-"""How long a rank that has closed its Checkpointer waits for the others, which can still fail."""
+"""How long a rank that has closed its Checkpointer waits for the other ranks, which may still fail."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Recovery:
 
     def __init__(self, world: World, contents: Contents) -> None:
         job = job_folder()
-        # From rank 0, because other ranks can use another path for the same folder.
+        # From rank 0, because other ranks may use another path for the same folder.
         key = str(consensus.decide(world, lambda: key_of(contents.folder)))
         records = None if job is None or os.environ["WORLD_SIZE"] != str(world.size) else job / STEPS / key
         self.memory = None if records is None else rescued_folder(records)
@@ -66,7 +66,7 @@ class Recovery:
         if self._barrier is None and self.record is not None:
             self.record.is_alone = True
         self._reached, self._redone = 0, 0
-        """The last step that an earlier start completed, and the recomputed steps at that point."""
+        """The last step that an earlier start completed, and the number of recomputed steps up to that point."""
         self.boundary = Boundary(contents.entries, self._barrier, self.record)
         self.stops = StopRequests(self.boundary, self.record, saves=job is None or job not in contents.folder.parents)
         self._source: str | None = None
@@ -91,7 +91,7 @@ class Recovery:
         return self._reached > 0
 
     def watch(self, entry: Registered) -> None:
-        """Notice the steps of `entry`, if it is an optimizer, and record its virtual ranks for the launcher."""
+        """Watch the steps of `entry` if it is an optimizer, and record its virtual ranks for the launcher."""
         self.boundary.watch(entry)
         if self.record is not None and (count := virtual_ranks_of(entry.object)):
             self.record.virtual_ranks = count
@@ -104,7 +104,7 @@ class Recovery:
             self.record.restore(step, source, max(0, self._redone + self._reached - step))
 
     def mark(self) -> bool:
-        """Mark the end of a step; return whether it ends one, see :meth:`Boundary.mark`."""
+        """Mark the end of a step; return whether an optimizer step has ended, see :meth:`Boundary.mark`."""
         latest = None if Recovery._latest is None else Recovery._latest()
         if latest is not self:
             if self._marks and latest is not None and not latest._is_closed and not Recovery._has_warned:
@@ -123,14 +123,14 @@ class Recovery:
         return History(restarts, redone, self._source if restarts else None)
 
     def close(self, failing: bool) -> None:
-        """Stop rescuing. If this rank is `failing`, only stop making optimizers wait."""
+        """Stop rescuing. If this rank is `failing`, only make optimizers stop waiting."""
         self.stops.close()
         self._is_closed = True
         if failing:
             self.boundary.retire()
             return
         if self.record is not None:
-            # Before the wait for the other ranks, which wait for this rank as well.
+            # Set before waiting for the other ranks, because they also wait for this rank.
             self.record.has_ended = True
         if self._barrier is not None:
             if self.boundary.can_be_saved:
@@ -141,10 +141,10 @@ class Recovery:
             self._forget()
 
     def _leave(self) -> None:
-        """At this rank's exit, rescue the step if a rank is lost, because the script may have handled the error."""
+        """At this rank's exit, rescue the step if a rank is lost; the script may have swallowed the error."""
         # A forked child inherits this exit handler, but is not the rank.
         if self._barrier is not None and os.getpid() == self._process and not self._rescue.was_called:
-            # First, so that the other ranks do not take this rank for lost.
+            # Set first, so that the other ranks do not consider this rank lost.
             self._barrier.record.has_exited = True
             self._barrier.wait_for_step(self.boundary.step, COMPLETES_S)
             self._rescue_for(self._barrier.lost_ranks())
@@ -159,7 +159,7 @@ class Recovery:
 
 
 def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRecord | None, StepBarrier | None, str]:
-    """Return this rank's record in `records`, its barrier, and the problem with that folder."""
+    """Return this rank's record in `records`, its barrier, and the problem with that folder, if any."""
     if records is None:
         return None, None, ""
     record = None

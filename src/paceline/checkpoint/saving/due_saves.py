@@ -1,4 +1,4 @@
-"""Saves that are due during training. A failed one is reported, and training continues (decision 0018)."""
+"""Saves that are due during training. A failed save is reported, and training continues (decision 0018)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 class SaveInterval:
     """Decides which steps are saved, by number or by time on rank 0's clock.
 
-    Rank 0 does not decide at every step. Each decision includes the step of the next one, after half of the steps that
-    fit into the remaining time.
+    Rank 0 does not decide at every step. Each decision also sets the step of the next one, halfway through the steps
+    that fit into the remaining time.
     """
 
     def __init__(self, every: int | timedelta | None) -> None:
@@ -36,7 +36,7 @@ class SaveInterval:
             )
 
     def is_due(self, step: int) -> bool:
-        """Return whether `step`, which was just completed, is saved. Sometimes this is a collective."""
+        """Return whether to save `step`, which was just completed. For a time interval, this can be a collective."""
         if self._every is None:
             return False
         if isinstance(self._every, int):
@@ -71,7 +71,7 @@ class Saver(Protocol):
 
 
 class DueSaves:
-    """Outcomes of the saves that are due, the same on every rank.
+    """Makes the saves that are due, and keeps track of their outcomes, which are the same on every rank.
 
     Args:
         record: this rank's record, which tells the launcher whether anything was saved.
@@ -83,7 +83,7 @@ class DueSaves:
         """The steps that were due and could not be saved."""
         self._record, self._warns = record, warns
         self._is_durable = record is not None and record.is_durable
-        """Whether anything was saved, also by an earlier start of the job."""
+        """Whether anything was saved, by this or an earlier start of the job."""
         self._begun = -1
         """The latest step that was written in the background."""
         self._cause: object = None
@@ -107,24 +107,24 @@ class DueSaves:
             self._lost(self._begun, error, is_last)
 
     def written(self) -> None:
-        """Note that any save is durable."""
+        """Note that a save is durable."""
         self._is_durable, self._cause = True, None
         if self._record is not None:
             self._record.is_durable = True
 
     def check_some(self, folder: Path) -> None:
-        """Raise an error at the end of a training if all its saves to `folder` have failed."""
+        """Raise an error at the end of training if all saves to `folder` have failed."""
         if self.failed and not self._is_durable:
             raise CheckpointError(
-                f"the training has ended, but nothing of it is saved: all of its {len(self.failed)} saves to {folder} "
-                "failed; remove the cause that the first warning states, and train again"
+                f"the training has ended, but none of it is saved: all {len(self.failed)} saves to {folder} failed; "
+                "remove the cause that the first warning states, and train again"
             )
 
     def _lost(self, step: int, error: CheckpointError, is_last: bool) -> None:
         self.failed.append(step)
         if self._record is not None:
             self._record.has_lost_save = True
-        # By cause, because the text contains the step, and a full disk should not warn at every save.
+        # Compared by cause, because the text contains the step, and a full disk should not warn at every save.
         cause = getattr(error.__cause__, "errno", None) or type(error.__cause__)
         if not self._warns or (cause == self._cause and not is_last):
             return

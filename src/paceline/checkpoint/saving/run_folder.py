@@ -37,7 +37,7 @@ def validate_path(folder: Any) -> None:
 
 
 def newest_rescued(folder: Path) -> tuple[Path, Manifest] | None:
-    """Return path and manifest of the newest whole checkpoint in the rescued `folder`, or None."""
+    """Return the path and manifest of the newest whole checkpoint in a `folder` of rescued ones, or None."""
     if not folder.is_dir():
         return None
     # Without warnings, because users cannot repair a checkpoint in memory.
@@ -45,7 +45,7 @@ def newest_rescued(folder: Path) -> tuple[Path, Manifest] | None:
 
 
 class RunFolder:
-    """The opened folder of a run. Its methods see only durable checkpoints, also during a background save.
+    """The opened folder of a run. Its methods see only durable checkpoints, even during a background save.
 
     Args:
         folder: the folder on disk.
@@ -103,7 +103,7 @@ class RunFolder:
         return self._storage
 
     def _on_disk(self, step: int | None) -> tuple[Path, Manifest]:
-        """Return path and manifest of the checkpoint of `step`, or of the newest whole one."""
+        """Return the path and manifest of the checkpoint of `step`, or of the newest whole one."""
         store = self._storage
         if step is not None:
             return store.path(step), self._read(step, read_whole)

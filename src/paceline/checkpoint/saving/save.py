@@ -19,7 +19,7 @@ from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.errors import CheckpointError, DesyncError, UsageError
 
 Part = tuple[int | None, Capture]
-"""A rank and its own states, or None and a shared object."""
+"""A rank and its own states, or None and the state of a shared object."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def capture_all(
             if not any(entry.is_sharded for entry in entries):
                 take()
                 return
-            # A dry run on this rank's shards finds states that cannot be saved without waiting for other ranks.
+            # A dry run on this rank's shards detects states that cannot be saved, without waiting for other ranks.
             for entry in entries:
                 entry.capture(Encoder(None if entry.per_rank else local_of))
 
@@ -129,6 +129,6 @@ def parts(world_size: int, own_captures: Sequence[Capture]) -> Iterator[Iterator
     try:
         yield all_parts()
     finally:
-        # Without the rank whose transfer has begun, which cannot be declined.
+        # Except for the rank whose transfer has begun, because it can no longer be declined.
         for rank in waiting:
             captures.decline(rank)

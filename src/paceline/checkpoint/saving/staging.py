@@ -36,7 +36,7 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)  # released before the larger one is allocated
         try:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        except RuntimeError as error:  # torch raises it if memory is exhausted
+        except RuntimeError as error:  # raised by torch if memory is exhausted
             raise MemoryError(f"no memory for a copy of {size} bytes ({error})") from error
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:

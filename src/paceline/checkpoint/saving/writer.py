@@ -27,7 +27,7 @@ from paceline.errors import CheckpointError, CheckpointWarning
 
 
 def write(store: Storage, order: Save, draft: Path, states: Iterable[Part]) -> Path:
-    """Write all files into the temporary folder `draft`, the manifest last, and rename it; then it is durable."""
+    """Write all files into the temporary folder `draft`, the manifest last, and rename it to make it durable."""
     files: list[File] = []
 
     def add(path: str, role: str, content: Iterable[bytes | memoryview], **about: Any) -> None:
@@ -68,8 +68,8 @@ class Writer:
         save()  ──► copy rank 0's states into the staging memory, fetch the other ranks' ──► returns
                                          └──► thread: write, fsync, rename, prune ──► finish() waits, raises its error
 
-    The thread uses no collectives and no live tensors. The interpreter waits for it at its end. Decision 0030 explains
-    the design.
+    The thread uses no collectives and no live tensors. The interpreter waits for it at exit. Decision 0030 explains the
+    design.
     """
 
     def __init__(self, store: Storage, keep: Keep, in_background: bool) -> None:
@@ -79,13 +79,13 @@ class Writer:
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._failed: list[CheckpointError] = []
-        """The error of the latest save, until :meth:`finish` raises it. A list, for the finalizer."""
+        """The error of the latest save, until :meth:`finish` raises it. In a list that the finalizer shares."""
         weakref.finalize(self, _warn_about, self._failed)
 
     def save(self, order: Save, states: Iterable[Part]) -> Path:
         """Write `states`, then prune old checkpoints.
 
-        It is durable when this returns or, in the background, when :meth:`finish` has returned.
+        The save is durable when this returns or, in the background, when :meth:`finish` has returned.
         """
         assert self._thread is None, "call finish() before the next save"
         with self._explained(order):
@@ -117,14 +117,14 @@ class Writer:
             raise self._failed.pop()
 
     def close(self) -> None:
-        """Wait for a background save, warn about an error that was not raised, and release the memory."""
+        """Wait for a background save, warn about its error if nobody has collected it, and release the memory."""
         self.join()
         self._staging = Staging()
         _warn_about(self._failed)
         self._failed.clear()
 
     def _copied(self, states: list[Part]) -> list[Part]:
-        """Return `states` with copies of rank 0's states. States from other ranks are not live."""
+        """Return `states` with copies of rank 0's states. States from other ranks need no copy: they do not change."""
         local = [part for part in states if not part[0]]
         copies = self._staging.copies([capture for _, capture in local])
         return [(rank, copy) for (rank, _), copy in zip(local, copies, strict=True)] + states[len(local) :]

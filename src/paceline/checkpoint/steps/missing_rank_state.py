@@ -1,8 +1,8 @@
 """Reconstructs the states at the end of a step for a rank that was lost after the step's barrier.
 
-The sources are the rank's own states at the barrier, and the states of a survivor at the barrier and at the end. A
-value that the survivor did not change is unchanged on the lost rank. A value that was equal on both at the barrier,
-such as a counter of updates, is equal at the end.
+The sources are the lost rank's states at the barrier, and a survivor's states at the barrier and at the end of the
+step. A value that the survivor did not change is taken to be unchanged on the lost rank. A value that was equal on both
+ranks at the barrier, such as an update counter, is taken to be equal at the end.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from paceline.checkpoint.steps.rank_states import OwnStates
 
 
 def carry_over(lost: OwnStates, before: OwnStates, after: OwnStates) -> tuple[OwnStates, list[str]]:
-    """Return the states of a lost rank at the end of the step, and the names of unknown ones.
+    """Return a lost rank's states at the end of the step, and the names of the states that are unknown.
 
     Args:
-        lost: its states at the barrier.
+        lost: the lost rank's states at the barrier.
         before: a survivor's states at the barrier.
         after: the survivor's states at the end of the step.
     """
@@ -48,7 +48,7 @@ def _objects_at_end(lost: Capture, before: Capture, after: Capture, unknown: lis
 
 
 def _tensors_of(name: str, capture: Capture) -> dict[str, torch.Tensor]:
-    """Return the tensors of one object, by the longest object name that their names start with."""
+    """Return one object's tensors: those for which its name is the longest matching prefix."""
     owners = {key: max((each for each in capture.nodes if key.startswith(each)), key=len) for key in capture.tensors}
     return {key: tensor for key, tensor in capture.tensors.items() if owners[key] == name}
 

@@ -1,9 +1,9 @@
 """Rollback of optimizer steps that are followed by another backward in the same training step.
 
 If each backward of a training step has its own optimizer (adversarial training, for example), a rank can end in the
-second backward, after the first optimizer has stepped on all ranks. So that optimizer and its parameters are copied
-before it steps. Optimizers that step directly one after the other, and the last one, need no copies. If new gradients
-arrive between two optimizer steps of a training step, later training steps make copies.
+second backward, after the first optimizer has stepped on all ranks. Therefore that optimizer and its parameters are
+copied before it steps. Optimizers that step back to back, and the last optimizer of a training step, need no copies.
+Once new gradients have arrived between two optimizer steps of a training step, later training steps make copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OptimizerRollback:
         self._stepped: list[int] = []
         """Optimizers that have stepped or are about to step, by id."""
         self._seen: dict[int, list[tuple[Callable[[], Any], int]]] = {}
-        """Gradients of the other optimizers when the latest one stepped, by the optimizer's id."""
+        """Gradients of the registered optimizers at the latest optimizer step, by the optimizer's id."""
         self.copies: dict[int, _Copy] = {}
         """Copies of optimizers before their steps, by id."""
 
@@ -43,7 +43,7 @@ class OptimizerRollback:
         return self.copies.keys() >= set(self._stepped)
 
     def has_new_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether no optimizer has stepped, or this one has new gradients since the latest step."""
+        """Return whether no optimizer has stepped yet, or this one has received new gradients since the last step."""
         if not self.has_begun or id(optimizer) not in self._seen:
             return not self.has_begun
         earlier = [(gradient(), version) for gradient, version in self._seen[id(optimizer)]]

@@ -1,7 +1,7 @@
 """A rank's own states, kept in memory that outlives the rank: random generators, buffers, registered objects.
 
-The rank fills four slots of a file in turn, see :mod:`paceline.checkpoint.steps.slot_file`. If it is killed, the file
-has the end of the previous step, and the current step when its gradients were ready, possibly twice.
+The rank fills four slots of a file in turn, see :mod:`paceline.checkpoint.steps.slot_file`. If the rank is killed, the
+file still has its states at the end of the previous step, and those at the current step's barrier, possibly twice.
 
 Plain values are stored with ``marshal``, which is fast and runs no code when it is read.
 """
@@ -47,7 +47,7 @@ class OwnStatesFile:
         self._numpy: tuple[bytes, Any] | None = None
         """The latest state of NumPy's generator: its memory, and its stored form."""
         self._plain: tuple[tuple[Any, ...], bytes] = (), b""
-        """The latest plain values and their bytes, because an optimizer step often leaves them unchanged."""
+        """The latest plain values and their bytes, reused because an optimizer step often leaves them unchanged."""
 
     def write(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
         """Store this rank's generators, `objects` and `buffers` as its states at `step`."""
@@ -66,8 +66,8 @@ class OwnStatesFile:
     def _in_numpy(self) -> Any:
         """Return the state of NumPy's generator, which is cached because numpy.random.get_state() is slow.
 
-        The memory does not show whether the generator keeps the second number of a pair. If it did, it is in the cached
-        state, which is not used then.
+        The generator's memory does not show whether it holds back the second number of a pair, so a cached state that
+        includes such a number is not used.
         """
         numpy = sys.modules.get("numpy")
         if numpy is None:
@@ -85,7 +85,7 @@ class OwnStatesFile:
 
 
 def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStates | None:
-    """Return the latest states for `step` in the rank's file `path`, or the first if `prepared`, or None."""
+    """Return the latest states for `step` in a rank's file, with `prepared` the first ones; None if it has none."""
     content = bytearray(path.read_bytes())
     fitting = [slot for slot in slots_in(content) if slot.step == step]
     if not fitting:

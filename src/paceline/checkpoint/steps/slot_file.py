@@ -1,7 +1,7 @@
 """Files in memory that outlive the rank that writes them, with slots that are whole or invalid.
 
-A slot begins with the number of its write, which is set to 0 first and written last. A rank that is killed during a
-write leaves the other slots.
+A slot begins with its write number, which is set to 0 first and written last. If a rank is killed during a write, the
+other slots stay valid.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline.checkpoint.format.safetensors_file import Spec, stored
 from paceline.checkpoint.storage.free_space import aligned
 
 SLOTS = 4
-"""Slots of a file, filled in turn: the previous step, the current one, possibly twice, and an interrupted write."""
+"""Slots of a file, filled in turn: the previous step, the current step (possibly twice), and an interrupted write."""
 Layout = Sequence[tuple[tuple[int, ...], str]]
 """Shapes and dtypes of consecutive tensors."""
-_HEAD = struct.Struct("<qqqq")  # number of the write, step, bytes of plain values, bytes of all
+_HEAD = struct.Struct("<qqqq")  # write number, step, size of plain values, total size
 _FIRST = 64 * 2**10
 """Initial size of a slot in bytes."""
 
 
 class SlotFile:
-    """The file `path` of this rank, which replaces an existing one."""
+    """This rank's file `path`; an existing file is replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,7 +39,7 @@ class SlotFile:
         self._address = _address_of(self._map)
 
     def write(self, step: int, plain: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        """Write plain values, and tensors in the form of :func:`as_stored`, into the next slot, for `step`."""
+        """Write plain values and tensors (in the form of :func:`as_stored`) for `step` into the next slot."""
         sizes = [tensor.nbytes for tensor in tensors]
         total = aligned(_HEAD.size + len(plain)) + sum(map(aligned, sizes))
         if total > self._capacity:
@@ -61,13 +61,13 @@ class SlotFile:
         return len(self._map) // SLOTS
 
     def _grow(self, least: int) -> None:
-        """Replace the file by a larger one with the same slots."""
+        """Replace the file with a larger one that has the same slots."""
         self._map = self._make(least + _FIRST, self._map)
         self._address = _address_of(self._map)
 
     def _make(self, capacity: int, before: mmap.mmap | None = None) -> mmap.mmap:
         size = SLOTS * -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
-        # Under another name until it is whole, because a rank that is killed here must leave its slots.
+        # Built under another name, so that the old slots survive if the rank is killed here.
         new = self._path.with_name(f".{self._path.name}")
         with open(new, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             os.posix_fallocate(file.fileno(), 0, size)  # without it, a write into full memory ends the rank with SIGBUS

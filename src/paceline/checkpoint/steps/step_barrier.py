@@ -1,4 +1,4 @@
-"""The barrier before an optimizer step: no rank passes before every rank has stored its own states of that step.
+"""The barrier before an optimizer step: no rank passes before every rank has stored its own states for that step.
 
 Decision 0033 explains the design.
 """
@@ -23,10 +23,10 @@ from paceline.core.telemetry.step_progress import StepRecord, record_path
 from paceline.errors import CommunicationError
 
 _SPINS = 100
-"""Number of polls before this rank sleeps between polls."""
+"""Number of polls before this rank starts to sleep between polls."""
 _SLEEP_S = 50e-6
 _LOOK_S = 0.005
-"""Interval between checks whether absent ranks are still running."""
+"""Interval between checks that absent ranks are still running."""
 
 
 class StepBarrier:
@@ -73,7 +73,7 @@ class StepBarrier:
 
     @property
     def is_left(self) -> bool:
-        """Whether another rank no longer waits at the barrier."""
+        """Whether another rank has stopped using the barrier."""
         return any(other.is_alone for other in self._others.values())
 
     def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
@@ -134,7 +134,7 @@ class StepBarrier:
             gone = [rank for rank in waiting if rank in self._others and not is_running(self._others[rank].pid)]
             if gone and self._absent(part, gone):  # a rank may have arrived just before it ended
                 raise CommunicationError(
-                    f"rank {self.rank}: {named_ranks(gone)} ended before optimizer step {step}, which no rank takes; "
+                    f"rank {self.rank}: {named_ranks(gone)} ended before optimizer step {step}, so no rank takes it; "
                     "look for the error of that rank"
                 ).because_of(gone)
             if now - began > self._timeout:
@@ -150,7 +150,7 @@ class StepBarrier:
         other = self._other(rank)
         if other is None:
             return -1
-        # A rank that steps alone never comes to the barrier again.
+        # A rank that steps alone never returns to the barrier.
         return sys.maxsize if other.is_alone else other.prepared_part
 
     def _opened(self) -> dict[int, StepRecord]:

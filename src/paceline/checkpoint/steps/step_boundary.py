@@ -1,7 +1,7 @@
 """The end of a training step, when all registered objects are consistent, and the rollback to it.
 
 Parameters and optimizer states do not change until the next optimizer step, so they are not copied. Settings of
-optimizers, small buffers of modules, and the states of other objects can change earlier, and are copied, see
+optimizers, small buffers of modules, and the states of other objects can change earlier, so they are copied; see
 :mod:`paceline.checkpoint.steps.step_snapshot`.
 """
 
@@ -67,16 +67,16 @@ class Boundary:
         self.step = 0
         """Optimizer steps done."""
         self.wish = 0
-        """Requests to stop of this rank, as bits."""
+        """Stop requests of this rank, as bits."""
         self.wishes = 0
-        """Requests to stop of all ranks at the last step."""
+        """Stop requests of all ranks as of the last step."""
         self.barrier = barrier
         """The barrier; None if it is not used, or no longer used."""
         self._entries = entries
         self._record = record
-        """Counts completed steps without a barrier, so that recomputed steps are known."""
+        """Counts completed steps if there is no barrier, so that recomputed steps are known."""
         self._is_armed = False
-        """Whether :meth:`mark` was called; then optimizers wait for the other ranks."""
+        """Whether :meth:`mark` has been called; from then on, optimizers wait for the other ranks."""
         self._rollback = OptimizerRollback()
         """The optimizer steps since the boundary."""
         self._hooks: dict[int, Any] = {}
@@ -95,17 +95,17 @@ class Boundary:
 
     @property
     def joins(self) -> bool:
-        """Whether ranks are inside ``join``, and take different numbers of steps."""
+        """Whether ranks are inside ``join``, where they take different numbers of steps."""
         return any(map(joins, self._refresh_watched().modules))
 
     def watch(self, entry: Registered) -> None:
-        """Notice the steps of `entry`, if it is an optimizer."""
+        """Watch the steps of `entry` if it is an optimizer."""
         if not entry.is_optimizer or id(entry.object) in self._hooks:
             return
         self._hooks[id(entry.object)] = entry.object.register_step_pre_hook(self._optimizer_steps)
 
     def go_on_from(self, step: int) -> None:
-        """Continue from `step`, whose states all registered objects have."""
+        """Continue from `step`; all registered objects already have its states."""
         self.step, self._snapshots = step, None
         if (box := black_box()) is not None:
             box.go_on_from(step)
@@ -114,7 +114,7 @@ class Boundary:
     def mark(self) -> bool:
         """Mark that all registered objects are consistent; return whether this ends an optimizer step.
 
-        It does not while gradients accumulate, or after a step that a GradScaler has skipped.
+        The result is False while gradients accumulate, and after a step that a GradScaler has skipped.
         """
         if self._rollback.has_begun:
             strike("stepped")
@@ -142,7 +142,7 @@ class Boundary:
                 self.barrier.complete(self.step, captures.own(watched.own), watched.buffers.current())
             except OSError as error:
                 # The states have grown since they were prepared. The record does not report the step as completed, so
-                # that a rescue does not take the prepared states for its end.
+                # that a rescue does not mistake the prepared states for its final ones.
                 self._leave_full_memory(error)
         elif self._record is not None:
             self._record.complete(self.step)
@@ -159,7 +159,7 @@ class Boundary:
         """
         assert self._snapshots is not None
         if self._versions != [self._rollback.version_of(parameter) for parameter in self._watched.parameters]:
-            raise CheckpointError("a parameter was changed since the end of the last step")
+            raise CheckpointError("a parameter has changed since the end of the last step")
         self._rollback.go_back()
         for entry in self._entries():
             if not entry.per_rank:
@@ -214,7 +214,7 @@ class Boundary:
         self._versions = watched.versions()
 
     def leave_barrier(self) -> None:
-        """Stop rescuing steps, and waiting for the other ranks, which then do the same."""
+        """Stop rescuing steps and waiting for the other ranks, which then do the same."""
         assert self.barrier is not None
         self._record = self.barrier.record
         self._record.is_alone = True
@@ -239,7 +239,8 @@ class Boundary:
     def _can_rescue(self, watched: Watched) -> bool:
         """Whether the other ranks could save the states of a lost rank.
 
-        Inside ``join`` ranks take different numbers of steps. Without a registered optimizer the time when parameters
-        change is unknown. On a GPU the host runs ahead of the device. A shard of an optimizer has no copy.
+        They cannot inside ``join``, where ranks take different numbers of steps; without a registered optimizer,
+        because it is unknown when parameters change; on a GPU, because the host runs ahead of it; or with a sharded
+        optimizer, because a shard has no copy.
         """
         return bool(self._hooks) and watched.is_on_cpu and not self.joins and not watched.holds_shards

@@ -17,7 +17,7 @@ from paceline.core.state.unwrapping import unwrap
 from paceline.errors import CheckpointError
 
 SMALL = 2**16
-"""Largest number of elements of a tensor that is copied. Larger ones are usually parameters or constant buffers."""
+"""Maximum number of elements of tensors that are copied; larger ones are usually parameters or constant buffers."""
 _NONE = torch.empty((0,) * 9)
 """Stands for a buffer that is None."""
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
@@ -25,7 +25,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.
 
 @dataclass(frozen=True)
 class Uncopied:
-    """A large tensor, which is not copied, and its version counter, which shows changes."""
+    """A large tensor that is not copied, and its version counter, which reveals changes."""
 
     tensor: torch.Tensor
     version: int
@@ -36,7 +36,7 @@ class Uncopied:
 
     def unchanged(self, name: str) -> torch.Tensor:
         if self.tensor._version != self.version:
-            raise CheckpointError(f"{name} was changed since the end of the last step")
+            raise CheckpointError(f"{name} has changed since the end of the last step")
         return self.tensor
 
 
@@ -56,7 +56,7 @@ def snapshot(value: Any) -> Any:
         return {key: snapshot(item) for key, item in value.items()}
     if kind in (list, tuple):
         return kind(snapshot(item) for item in value)
-    if isinstance(value, Mapping):  # copied, because other mappings may not be constructed from a dict
+    if isinstance(value, Mapping):  # copied, because not every mapping can be constructed from a dict
         copied = copy.copy(value)
         for key, item in value.items():
             copied[key] = snapshot(item)  # type: ignore[index]
@@ -65,7 +65,7 @@ def snapshot(value: Any) -> Any:
 
 
 def from_snapshot(value: Any, name: str) -> Any:
-    """Return the value of a :func:`snapshot`."""
+    """Return the value that a :func:`snapshot` was taken of."""
     if isinstance(value, Uncopied):
         return value.unchanged(name)
     kind = type(value)
@@ -82,7 +82,7 @@ def from_snapshot(value: Any, name: str) -> Any:
 class Snapshotter:
     """Copies an object's state, except parameters, optimizer states and small buffers.
 
-    The parts of a module are collected once. :meth:`SmallBuffers.load` notices parts that are added later.
+    The parts of a module are collected once. :meth:`SmallBuffers.load` detects parts that are added later.
     """
 
     def __init__(self, entry: Registered) -> None:
@@ -156,13 +156,13 @@ class SmallBuffers:
         self._modules = [unwrap(entry.object) for entry in entries if isinstance(entry.object, nn.Module)]
         everything = self._everything()
         self._known = set(everything)
-        """All buffers at that time, large ones included."""
+        """All buffers at the time of collection, including large ones."""
         self._places = [
             (part, name) for (part, name), buffer in everything.items() if buffer is None or buffer.numel() <= SMALL
         ]
 
     def _everything(self) -> dict[tuple[nn.Module, str], torch.Tensor | None]:
-        """Return the buffers by the part that has them and their name in it."""
+        """Return all buffers, by their submodule and their name in it."""
         parts = (part for module in self._modules for part in module.modules())
         return {(part, name): buffer for part in parts for name, buffer in part._buffers.items()}
 
@@ -176,5 +176,5 @@ class SmallBuffers:
             raise CheckpointError(f"buffer {new[0]!r} was registered after the first step; register it as None before")
         for (part, name), value in zip(self._places, values, strict=True):
             is_complex = (buffer := getattr(part, name)) is not None and buffer.is_complex()
-            loaded = torch.view_as_complex(value) if is_complex else value  # as states are stored
+            loaded = torch.view_as_complex(value) if is_complex else value  # stored as reals
             setattr(part, name, None if value.shape == _NONE.shape else loaded)

@@ -62,7 +62,7 @@ class FolderLock:
             os.close(descriptor)
 
     def __del__(self) -> None:
-        # At the interpreter's exit modules are already cleared, and the kernel closes the descriptor.
+        # At interpreter exit, modules may already be cleared; the kernel closes the descriptor.
         if getattr(self, "_descriptor", -1) >= 0 and os is not None:
             self._forget()
 

@@ -26,7 +26,7 @@ def aligned(size: int) -> int:
 
 
 def needed(tensors: Collection[torch.Tensor]) -> int:
-    """Return the bytes of `tensors` in a checkpoint, without :data:`MARGIN`."""
+    """Return the number of bytes that `tensors` need in a checkpoint, without :data:`MARGIN`."""
     return sum(spec_of(tensor).nbytes for tensor in tensors) + PER_TENSOR * len(tensors)
 
 

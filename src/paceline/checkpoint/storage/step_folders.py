@@ -71,14 +71,14 @@ class Storage:
 
     Args:
         folder: the folder.
-        goes_on: whether the run has completed steps. Then an unwritable folder is only a warning, and every save tries
-            again.
+        goes_on: whether the run has completed steps. If so, an unwritable folder only causes a warning, and every save
+            tries again.
     """
 
     def __init__(self, folder: Path, goes_on: bool = False) -> None:
         self.folder = folder
         self.settled = threading.RLock()
-        """Held while names change, and while folders are read, so that they stay and are durable."""
+        """Held while names change or folders are read, so that the folders read are durable and stay in place."""
         self._named: set[int] = set()  # damaged steps that were reported
         self._has_warned_of_later = False
         self._lock: FolderLock | None = None
@@ -124,7 +124,7 @@ class Storage:
             lock = FolderLock(self.folder)
             self.close()
             self._lock = lock
-        self._clean()  # a failed save or an interrupted deletion can leave names that this save needs
+        self._clean()  # a failed save or an interrupted deletion may have left names that this save needs
         final = self.path(step)
         if os.path.lexists(final) and (final.is_symlink() or not final.is_dir()):
             raise FileExistsError(errno.EEXIST, f"{final.name} exists and is not a folder")
@@ -134,7 +134,7 @@ class Storage:
         return draft
 
     def commit(self, draft: Path, step: int) -> Path:
-        """Make the temporary folder `draft` the durable checkpoint of `step`, and replace an existing one."""
+        """Make the temporary folder `draft` the durable checkpoint of `step`, replacing an existing one."""
         # Before the rename, because after a crash the final name must belong to a complete folder.
         sync_folder(draft)
         strike("before-rename")
