@@ -1,7 +1,7 @@
 """The verdict on a run, and advice: changes that would shorten a step, with reason and gain.
 
-Each rule is a function of the :class:`~paceline.profiler.analysis.facts.Facts`. A gain is the share of the time for a
-sample that this change alone would save, predicted from the figures of the run.
+Each rule is a function of the :class:`~paceline.profiler.analysis.facts.Facts`. A gain is the predicted share of the
+time per sample that this change alone would save.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from paceline.profiler.report.report import Advice
 
 Rule = Callable[[Facts], Advice | None]
 SURE: tuple[Rule, ...] = (straggler, own_code, balance, data_loading, saves, larger_batch, threads, loop)
-"""Rules that hold even under load, which prolongs all parts of a step, and waiting most of all."""
+"""Rules that hold even on a busy host, which slows all parts of a step, and waiting most of all."""
 NAMED = (step_parts.DATA, step_parts.OPTIMIZER, step_parts.CHECKPOINT, step_parts.OTHER)
-"""Parts other than communication that a verdict names if no advice does."""
+"""Parts other than communication that the verdict can name when no advice does."""
 MOST = 0.95
 """Largest predicted gain."""
 
 
 def find_advice(facts: Facts) -> list[Advice]:
-    """Return advice by gain, with a preference for changes that remove a cause without changing the training.
+    """Return advice, largest gain first, preferring changes that remove a cause without changing the training.
 
-    If a lack of cores explains the measurements, return only advice that holds in spite of it, and the lack itself even
-    if removing it saves little.
+    If a lack of cores explains the measurements, return only advice that holds anyway, and report
+    the lack even if fixing it saves little.
     """
     if not facts.is_firm:
         return []
@@ -44,7 +44,7 @@ def find_advice(facts: Facts) -> list[Advice]:
     if not is_explained:
         rules += (host_bound, mixed_precision)
     if not facts.is_explained_by_load(step_parts.WAITING):
-        # Virtual ranks refuse accumulation: their slices are micro-batches already.
+        # Virtual ranks do not support accumulation: their slices are already micro-batches.
         rules += (bucket_size,) if facts.records[0].virtual_ranks else (accumulation, bucket_size)
     found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= WORTH]
     found.sort(key=lambda advice: -advice.gain * advice.weight)
@@ -56,7 +56,7 @@ def find_advice(facts: Facts) -> list[Advice]:
 
 
 def headline(facts: Facts, advice: Sequence[Advice]) -> str:
-    """Return the verdict, which names the largest cost, in one sentence."""
+    """Return the verdict: one sentence that names the largest cost."""
     steps = len(facts.accounts.steps)
     if not steps:
         return "No step was measured."
@@ -68,7 +68,7 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
         lack = lack_of_cores(facts.load)
         return f"{first} Beside that, {lack}" if first else sentence(lack)
     costs = {part: facts.shares[part] for part in NAMED}
-    # The first advice is the verdict, unless another part costs far more.
+    # The first piece of advice is the verdict, unless another part costs far more.
     if first and 2 * advice[0].gain >= max(*costs.values(), facts.shares[step_parts.COMMUNICATION]):
         return first
     costs[step_parts.COMMUNICATION] = facts.waiting

@@ -1,4 +1,4 @@
-"""The report of a profile from the records of all ranks, and the figures of ``summary.json``."""
+"""Builds the report of a profile, and the figures of ``summary.json``, from the records of all ranks."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def report_of(facts: Facts) -> Report:
 
 
 def summary(report: Report) -> dict[str, Any]:
-    """Return the figures that programs read: ``summary.json``."""
+    """Return the contents of ``summary.json``, for other programs to read."""
     parts = {str(rank): _in_ms(seconds) for rank, seconds in enumerate(report.rank_parts)}
-    # A step is as long as on the slowest rank.
+    # A step takes as long as it does on the slowest rank.
     lengths = [max(value for value in row if value is not None) for row in report.step_seconds if any(row)]
     return {
         "title": report.title,
@@ -99,7 +99,7 @@ def timeline(facts: Facts) -> Timeline | None:
     lengths = [max(step.length for step in steps) for steps in facts.detailed]
     index = lengths.index(median_low(lengths))
     steps = facts.detailed[index]
-    zero = min(step.start for step in steps)  # so that a rank that began later appears late
+    zero = min(step.start for step in steps)  # one zero for all ranks, so that a late rank appears late
     spans = [
         [span._replace(start=span.start - zero, end=span.end - zero) for span in step.spans if span.end > span.start]
         for step in steps
@@ -108,7 +108,7 @@ def timeline(facts: Facts) -> Timeline | None:
 
 
 def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
-    """Return sentences on missing data, with the reasons."""
+    """Return a sentence for each kind of missing data, with the reason."""
     reasons = {
         KILLED: "was killed; its last steps may be missing",
         **dict.fromkeys(STOPPED, "was stopped from outside, by Ctrl-C or SIGTERM"),
@@ -131,7 +131,7 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
             "the program used torch's profiler itself, and only one can run: operators are missing, and the program's "
             "profiler slowed some steps"
         )
-    # The note on torch's wrapper says the same.
+    # For torch's wrapper, the note above says the same.
     if len(records) > 1 and not facts.overlap and records[0].wrapper == "paceline":
         notes.append("the ends of all-reduces were not seen, so overlap is not known")
     return notes

@@ -1,4 +1,4 @@
-"""Simulation of other bucket sizes with the arrival times of a run's gradients."""
+"""Simulates other bucket sizes, using the recorded arrival times of a run's gradients."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def fit(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
     if len(times) < 2:
         return 0.0, seconds[0] / nbytes[0] if nbytes[0] else 0.0
     slope, intercept = linear_regression(nbytes, seconds) if len(set(nbytes)) > 1 else (0.0, 0.0)
-    # If larger buckets were not slower, a cost per message alone explains the times.
+    # If larger buckets were not slower, the cost per message alone explains the times.
     if slope <= 0:
         return fmean(seconds), 0.0
     return (intercept, slope) if intercept > 0 else (0.0, sum(seconds) / sum(nbytes))
 
 
 def best_capacity(facts: Facts) -> tuple[float, float] | None:
-    """Return the ``bucket_cap_mb`` that would overlap best and the seconds that it saves; None for a small gain."""
+    """Return the ``bucket_cap_mb`` that would overlap best and the seconds that it saves; None if the gain is small."""
     times = all_reduce_times(facts)
     parameters = facts.records[0].parameters
     if not times or not facts.detailed:
         return None
-    # The wrapper lays out its buckets in rank 0's order of arrival.
+    # The wrapper lays out its buckets in the order in which gradients arrive on rank 0.
     arrivals = [gradient_times(steps[0]) for steps in facts.detailed]
     # A parameter without a gradient in a step has no arrival time.
     if {len(arrived) for arrived in arrivals} != {len(parameters)}:
@@ -54,13 +54,13 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
     # The step whose backward has the median length.
     arrived = sorted(arrivals, key=lambda one: one[-1][1])[len(arrivals) // 2]
     places = {index: place for place, index in enumerate(sorted(index for index, _ in arrived))}
-    # The record has only trained parameters, but marks have indices among all parameters.
+    # Marks count all parameters, but the record has only trained ones, so renumber.
     arrived = [(places[index], when) for index, when in arrived]
     sizes = [nbytes for _, nbytes in parameters]
     alpha, beta = fit(times)
 
     def exposed(capacities: Sequence[int]) -> float:
-        """Return the seconds of communication after backward, with buckets of these capacities."""
+        """Return the seconds of communication after backward with buckets of these capacities."""
         order = arrival_order([index for index, _ in arrived], len(sizes))
         when = dict(arrived)
         full, before, reduce = [], 0.0, []
@@ -71,7 +71,7 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
             before = last
         return overlap(full, reduce).exposed
 
-    # Capacities equal to the sizes of the run's buckets reproduce them. A bucket of frozen parameters is empty.
+    # Capacities equal to the run's bucket sizes reproduce its buckets. A bucket of frozen parameters is empty.
     now = exposed([nbytes for nbytes in facts.records[0].buckets if nbytes])
     found = min((exposed([int(size * MIB)]), size) for size in CANDIDATES)
     saved = now - found[0]

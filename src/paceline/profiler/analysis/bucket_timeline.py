@@ -1,4 +1,4 @@
-"""The buckets of detailed steps: when each was launched and finished on every rank, and how much backward hid."""
+"""The buckets of detailed steps: when each rank launched and finished them, and how much of them backward hid."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def _moved(step: Step, offset: float) -> Step:
 
 
 def bucket_times(steps: Steps, sizes: Sequence[int]) -> list[BucketTimes]:
-    """Return when each bucket of one step was launched and finished, in seconds since the first rank began it.
+    """Return when each bucket of a step was launched and finished, in seconds since the first rank began the step.
 
-    Empty if ranks launched different numbers of buckets, or a bucket more than once.
+    Empty if ranks launched different numbers of buckets, or launched a bucket more than once.
     """
     zero = min(step.start for step in steps)
     launched = [[span for span in step.spans if span.label == LAUNCH] for step in steps]
@@ -62,7 +62,7 @@ def bucket_times(steps: Steps, sizes: Sequence[int]) -> list[BucketTimes]:
 
 
 def _sent(step: Step, launches: Sequence[Span]) -> list[float]:
-    """Return when a rank began the all-reduce of each bucket; the end of its launch without a mark."""
+    """Return when a rank began the all-reduce of each bucket. Without marks, this is the end of the bucket's launch."""
     marks = _marks(step, SENT)
     return marks if len(marks) == len(launches) else [span.end for span in launches]
 
@@ -72,9 +72,9 @@ def _marks(step: Step, label: str) -> list[float]:
 
 
 def _finished(steps: Steps, count: int) -> list[list[float] | None]:
-    """Return when each bucket was finished on each rank; None for a rank without that information.
+    """Return when each bucket was finished, by rank; None for a rank whose finish times are unknown.
 
-    In shared memory every rank reduces its share, in the order of launch, and the bucket is finished with the last.
+    In shared memory every rank reduces its share, in launch order, and a bucket is finished when its last share is.
     """
     shares = [[span.end for span in step.spans if span.label == REDUCE][:count] for step in steps]
     if all(len(ends) == count for ends in shares):
@@ -85,10 +85,10 @@ def _finished(steps: Steps, count: int) -> list[list[float] | None]:
 
 
 def reduced_and_hidden(steps: Steps, buckets: Sequence[BucketTimes]) -> list[tuple[float, float] | None]:
-    """Return, by rank, the seconds of all-reduces in one step, and the part hidden by computing.
+    """Return, by rank, how many seconds all-reduces took in one step, and how many of those computing hid.
 
-    None for a rank that does not know when its all-reduces ended. Copying into buckets and reducing a share in shared
-    memory count as communication, not as computing.
+    None for a rank whose all-reduces have unknown ends. Copying into buckets and reducing a share in shared memory
+    count as communication, not as computing.
     """
     zero = min(step.start for step in steps)
     found: list[tuple[float, float] | None] = []
@@ -101,9 +101,9 @@ def reduced_and_hidden(steps: Steps, buckets: Sequence[BucketTimes]) -> list[tup
 
 
 def all_reduces(buckets: Sequence[BucketTimes], ends: Sequence[float | None]) -> list[Interval]:
-    """Return when the all-reduce of each bucket ran, given its end; empty if any end is unknown.
+    """Return the interval in which each bucket's all-reduce ran, given its end; empty if any end is unknown.
 
-    It begins when the last rank has launched it and the previous one has finished.
+    An all-reduce begins once all ranks have launched it and the previous one has finished.
     """
     found, before = list[Interval](), 0.0
     for bucket, end in zip(buckets, ends, strict=True):
@@ -116,8 +116,8 @@ def all_reduces(buckets: Sequence[BucketTimes], ends: Sequence[float | None]) ->
 
 
 def gradient_times(step: Step) -> list[tuple[int, float]]:
-    """Return each parameter with the arrival of its gradient, in seconds since the step's first one, in that order."""
+    """Return parameters with the arrival times of their gradients, in seconds since the first one, in arrival order."""
     marks = [(span.bucket or 0, span.start) for span in step.spans if span.label == GRADIENT]
-    last = dict(marks)  # of several arrivals the last counts
+    last = dict(marks)  # if a gradient arrived several times, the last one counts
     first = min((when for _, when in marks), default=0.0)
     return sorted(((index, when - first) for index, when in last.items()), key=lambda pair: pair[1])

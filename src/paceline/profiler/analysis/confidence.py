@@ -17,34 +17,35 @@ from statistics import fmean, median
 from paceline.profiler.report.report import ENOUGH
 
 NOTABLE, WORTH = 0.1, 0.05
-"""Smallest share of the time for naming a cause, and smallest saving for giving advice."""
+"""Smallest share of the time at which a cause is named, and smallest saving at which advice is given."""
 ONE_CAUSE, OTHER_TRAINING = 2.0, 0.5
-"""Weights in the order of advice: of a change that removes a cause, and of one that changes the training."""
+"""Weights for ordering advice: of a change that removes a cause, and of one that changes the training."""
 SLOWDOWN = 1.15
-"""Smallest ratio of a slow rank to the others. Healthy ranks of one host differ by less, because a rank that sleeps in
-a collective wakes late, and cores and caches differ."""
+"""Smallest ratio at which a rank counts as slower than the others. Healthy ranks on one host differ by less: a rank
+that sleeps in a collective wakes late, and cores and caches differ."""
 LATE, STEADY = 1.075, 1.4
-"""Smallest ratio of a late stretch, and the ratio that is beyond doubt if nine in ten steps reach it."""
+"""Smallest ratio at which a stretch is late, and the ratio that is beyond doubt if nine in ten steps reach it."""
 MOSTLY = 0.9
 """Share of steps that counts as all steps."""
 STRETCH_S, STRETCHES = 1.0, 13
-"""Seconds of the shortest stretch, and the largest number of stretches. A long profile has longer stretches, because it
-may include other work that lasts longer."""
+"""Minimum length of a stretch in seconds, and maximum number of stretches. A long profile has longer stretches, because
+other programs may slow it for longer."""
 CHANCE = 0.004
-"""Largest p-value of the sign test. It needs at least 8 late stretches of 8, or 12 of 13."""
+"""Largest p-value of the sign test. To pass, at least 8 of 8 or 12 of 13 stretches must be late."""
 SEEN = 1 / 3
-"""Smallest share of the time lost in a rank's own code that stack samples must show. Under load, samples come late."""
+"""Smallest share of the time lost in a rank's own code that stack samples must account for. Samples are late on a busy
+host."""
 FEWEST = 3
-"""Fewest steps or samples for a conclusion."""
+"""Minimum number of steps or samples for a conclusion."""
 WAKE_S = 0.001
-"""Seconds that ranks of one host need to wake each other. No rank is blamed for less."""
+"""Seconds that it takes ranks on one host to wake each other. No rank is blamed for less."""
 
 
 def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: int) -> bool:
-    """Return whether `rank` was late throughout these steps, and not only for a while.
+    """Return whether `rank` was late throughout these steps, not just for a while.
 
-    Compares the rank with the median of the others. It is late throughout if it was far slower in nearly all steps of
-    at least one stretch, or if a sign test on the total time of each stretch rules out chance.
+    Compares the rank with the median of the others. It was late throughout if it was far slower in nearly all of the
+    steps, which must fill a stretch, or if a sign test on the total time of each stretch rules out chance.
 
     Args:
         busy: seconds of computing in each step on each rank; NaN if missing.
@@ -72,32 +73,32 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
 
 
 def was_seen(sampled: Sequence[float], rank: int, lost: Sequence[float]) -> bool:
-    """Return whether stack samples show that `rank`, and no other rank, lost this time in its own code.
+    """Return whether stack samples show that only `rank` lost this time in its own code.
 
     Args:
         sampled: sampled seconds of each rank in its own code.
         rank: the rank in question.
         lost: seconds that it lost in each step.
     """
-    # Two steps may be chance, even if they are long.
+    # Two steps may be due to chance, even if they are long.
     if sum(seconds > fmean(lost) for seconds in lost) < FEWEST:
         return False
     return sampled[rank] - max(others_of(sampled, rank)) >= SEEN * math.fsum(lost)
 
 
 def steps_to_profile(length: float) -> int:
-    """Return how many steps of `length` seconds to profile: at least :data:`ENOUGH`, and at least a whole stretch."""
+    """Return how many steps of `length` seconds to profile: at least :data:`ENOUGH`, and at least one full stretch."""
     return max(ENOUGH, 10 * math.ceil(STRETCH_S / length / 10))
 
 
 def late_since(differences: Sequence[float]) -> int | None:
-    """Return the index of the step in which a rank became late, or None if it did not.
+    """Return the index of the step in which a rank became late; None if it did not.
 
-    From that step on, at least :data:`MOSTLY` of the steps are late; before it, at least as large a share is not.
-    The rule uses seconds, because ratios of short steps are noisy and would date the change too early.
+    A share of at least :data:`MOSTLY` of the steps from there on is late, and at least the same share of the steps
+    before is not. Seconds are compared, because ratios of short steps are noisy and would put the change too early.
 
     Args:
-        differences: how many seconds longer the rank took for each step than the others.
+        differences: how many seconds longer than the others the rank took for each step.
     """
     # A step is late if its difference exceeds half of the median over the last eighth of the steps.
     border = median(differences[-(len(differences) // 8 + 1) :]) / 2 if differences else 0.0
@@ -115,5 +116,5 @@ def late_since(differences: Sequence[float]) -> int | None:
 
 
 def others_of(row: Sequence[float], rank: int) -> list[float]:
-    """Return the values of all ranks except `rank`, without missing ones."""
+    """Return the values of all ranks except `rank`, skipping missing values."""
     return [time for place, time in enumerate(row) if place != rank and not math.isnan(time)]

@@ -1,4 +1,4 @@
-"""The figures of a run that advice is based on, from the records of all ranks."""
+"""The figures of a run on which advice is based, computed from the records of all ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from paceline.profiler.report.report import ENOUGH, BucketTimes, SlowRank
 from paceline.profiler.stragglers import Straggler, find_stragglers
 
 LEAST_OWN = 0.1
-"""Smallest share of a rank's time that is left without delays. With less, the delays fell into its waiting."""
+"""Smallest share of a rank's own time that must remain after subtracting delays. If less remains, the rank was delayed
+while it waited."""
 
 NOT_COMPUTING = tuple(part for part in step_parts.ALL if part not in step_parts.COMPUTE)
 _BUSY = tuple(part for part in step_parts.ALL if part not in step_parts.WAITING)
 
 
 def differences(table: Sequence[Sequence[float]], rank: int) -> dict[int, float]:
-    """Return the difference of `rank` from the median of the others, by row, without rows with missing values."""
+    """Return how far `rank` is above the median of the others, by row, skipping rows with missing values."""
     return {
         index: row[rank] - median(others)
         for index, row in enumerate(table)
@@ -61,16 +62,16 @@ class Facts:
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """Share of each part in the steps' time; zeros without steps."""
+        """Share of the step time that each part takes; zeros without steps."""
         return {part: self.accounts.mean(part) / self.length if self.length else 0.0 for part in step_parts.ALL}
 
     @property
     def waiting(self) -> float:
-        """Share of communication and bubbles together."""
+        """Share of the step time that communication and bubbles take together."""
         return math.fsum(self.shares[part] for part in step_parts.WAITING)
 
     def mean(self, name: str) -> float:
-        """Return the mean of a figure of the measured steps, such as its ``batches``; 0 without steps."""
+        """Return the mean of a figure over the measured steps, such as ``batches``; 0 without steps."""
         return mean_of(self.accounts.figures(name))
 
     @cached_property
@@ -80,7 +81,7 @@ class Facts:
 
     @cached_property
     def rows(self) -> float | None:
-        """Mean number of rows in a step, all ranks together."""
+        """Mean number of rows in a step, summed over all ranks."""
         sums = [math.fsum(row for row in rows if not math.isnan(row)) for rows in self.accounts.figures("rows")]
         return fmean(sums) if any(sums) else None
 
@@ -96,14 +97,14 @@ class Facts:
 
     @cached_property
     def reductions(self) -> list[list[tuple[float, float] | None]]:
-        """Seconds of all-reduces and of their part hidden by computing, by detailed step and rank."""
+        """Seconds that all-reduces took, and how many of them computing hid, by detailed step and rank."""
         return [reduced_and_hidden(steps, times) for steps, times in zip(self.detailed, self.buckets, strict=True)]
 
     @cached_property
     def overlap(self) -> dict[int, float]:
-        """Share of the all-reduces' time that overlaps with computing, by rank, if known.
+        """Share of all-reduce time that overlaps with computing, by rank, where known.
 
-        On a GPU it is computed from kernels.
+        On a GPU it is computed from the kernels.
         """
         if self.operators.overlap:
             return dict(self.operators.overlap)
@@ -116,9 +117,9 @@ class Facts:
 
     @cached_property
     def all_reduce(self) -> float:
-        """Seconds of all-reduces in a step, but at least the seconds that they add to it."""
+        """Seconds that all-reduces take in a step: at least the seconds that they add to it."""
         shown = self.accounts.mean(step_parts.COMMUNICATION)
-        # In shared memory, ranks reduce on the cores that compute, so the parts include the whole cost.
+        # In shared memory, ranks reduce on the cores that also compute, so the parts of a step include the whole cost.
         shares_the_core = any(record.wrapper == "paceline" and record.backend == "paceline" for record in self.records)
         ran = [[pair[0] for pair in ranks if pair is not None] for ranks in self.reductions]
         if shares_the_core or not any(ran):
@@ -126,7 +127,7 @@ class Facts:
         return max(shown, median(fmean(busy) for busy in ran if busy))
 
     def all_reduce_share(self, times: float = 1.0) -> float:
-        """Return all-reduce's share of the work, with `times` as many batches accumulated between all-reduces.
+        """Return all-reduce's share of the work if `times` as many batches were accumulated between all-reduces.
 
         Work is forward, backward, optimizer and all-reduce, without waiting for other ranks and for data.
         """
@@ -139,37 +140,37 @@ class Facts:
         """The load on the cores of the most delayed rank; None if unknown."""
         if not self.accounts.steps or not self.length:
             return None
-        # A rank may lack a core while it waits for others, and clocks differ, so the sum may exceed the steps.
+        # A rank may lack a core while it waits for others, and the clocks differ, so the delay may exceed the step.
         delays = [min(1.0, self.accounts.delay_of(rank) / self.length) for rank in range(len(self.records))]
         return load_of(self.records, delays)
 
     @property
     def is_loaded(self) -> bool:
-        """Whether other programs, or too many ranks, kept a rank from its core."""
+        """Whether a rank lacked a core because of other programs or too many ranks."""
         return self.load is not None and (self.load.is_by_others or self.load.is_by_ranks)
 
     def is_explained_by_load(self, parts: Sequence[str] = NOT_COMPUTING) -> bool:
-        """Return whether a lack of cores explains the length of each of `parts`."""
+        """Return whether a lack of cores explains how long each of `parts` takes."""
         if self.load is None or not self.is_loaded:
             return False
-        # One rank without a core makes all others wait, so waiting is longer than the delay of one rank.
+        # One rank without a core makes all others wait, so the waiting is longer than that rank's delay.
         limits = [self.shares[part] / (2 if part in step_parts.WAITING else 1) for part in parts]
         return self.load.share >= max(limits)
 
     def longer(self, rank: int, part: str) -> dict[int, float]:
-        """Return by how much `part` is longer on `rank` than on the others, by row of the accounts."""
+        """Return how much longer `part` takes on `rank` than on the others, by row of the accounts."""
         return differences(self.accounts.parts[part], rank)
 
     def delays(self, rank: int) -> dict[int, float]:
-        """Return by how much longer `rank` lacked a core than the others, by row; empty without other load."""
+        """Return how much longer `rank` lacked a core than the others, by row; empty on a host without other load."""
         return differences(self.accounts.delayed, rank) if self.is_loaded else {}
 
     @cached_property
     def own_times(self) -> list[list[float]]:
-        """Seconds of each step on each rank, without waiting and without the time that others used its cores.
+        """Seconds that each rank spent on each step, excluding waiting and the time when others used its cores.
 
-        On a host without other load, a rank that lacks a core was given too few, so its delay counts. NaN if delays
-        leave hardly any time.
+        On a host without other load, a rank that lacks a core was given too few, so its delay is included. NaN if
+        hardly any time remains after subtracting delays.
         """
         busy = self.accounts.busy()
         if not self.is_loaded:
@@ -181,7 +182,7 @@ class Facts:
 
     @cached_property
     def stragglers(self) -> list[SlowRank]:
-        """Ranks that computed longer than the others and made them wait, not by chance."""
+        """Ranks that computed longer than the others and made them wait, beyond what chance explains."""
         if len(self.records) < 2 or not self.is_firm:
             return []
         slow = map(self._describe, find_stragglers(self.own_times, min_slowdown=SLOWDOWN))
@@ -195,7 +196,7 @@ class Facts:
         return is_worth_it and is_lasting(self.own_times[rows], lengths, slow.rank)
 
     def _describe(self, straggler: Straggler) -> SlowRank:
-        """Describe when it was late, using the part of the step that lost most: it has less noise than the sum."""
+        """Describe when it was late, judged by the part that lost most, because the sum is noisier."""
         rank, accounts = straggler.rank, self.accounts
         first, last, kind = straggler.first_step, straggler.last_step, straggler.kind
         longer = {part: self.longer(rank, part) for part in _BUSY}
@@ -205,7 +206,7 @@ class Facts:
             return fmean(seconds) if seconds else 0.0
 
         phase = max(_BUSY, key=lost)
-        # Ratios of short steps date the beginning too early.
+        # Ratios of short steps would put the beginning too early.
         begin = late_since(list(longer[phase].values()))
         if begin is not None:
             rows = list(longer[phase])[begin:]

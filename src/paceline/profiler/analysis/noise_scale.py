@@ -1,13 +1,13 @@
-"""The gradient noise scale: the batch size beyond which larger batches, and so more ranks, stop paying.
+"""The gradient noise scale: the batch size beyond which larger batches, and thus more ranks, no longer pay off.
 
 After McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model of Large-Batch Training" (2018),
 appendix A.1. A rank's gradient over b samples and the average over B = N·b samples have expected squared norms
 
     |G|² + S / b        and        |G|² + S / B
 
-so both together give unbiased estimates of |G|², the true gradient's squared norm, and of S, the variance of one
+so together they give unbiased estimates of |G|², the true gradient's squared norm, and of S, the variance of one
 sample's gradient. The noise scale S / |G|² is the critical batch size: a step over B samples makes 1 / (1 + S/|G|²/B)
-of the progress that a step with the true gradient makes. Both are averaged over steps before they are divided.
+of the progress that a step with the true gradient makes. S and |G|² are averaged over steps before they are divided.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.report.report import NoiseScale
 
 FEWEST = 5
-"""Fewest steps of an estimate."""
+"""Minimum number of steps for an estimate."""
 CURVE = 13
-"""Points of the curve."""
+"""Number of points on the curve."""
 Norms = tuple[float, float, float, int]
-"""Of a step: mean squared norm on a rank, that of the average, samples in all, and ranks."""
+"""One step: mean squared norm of the ranks' gradients, squared norm of their average, total samples, number of
+ranks."""
 
 
 def noise_scale(records: Sequence[RankRecord]) -> NoiseScale | None:
@@ -43,7 +44,7 @@ def noise_scale(records: Sequence[RankRecord]) -> NoiseScale | None:
 
 
 def estimate(steps: Sequence[Norms]) -> NoiseScale | None:
-    """Return the noise scale with its verdict and curve; None for too few steps of two ranks or more."""
+    """Return the noise scale with its verdict and curve; None if too few steps had two or more ranks."""
     gradients, variances = [], []
     for local, averaged, samples, ranks in steps:
         if ranks > 1 and samples > 0:

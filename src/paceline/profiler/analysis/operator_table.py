@@ -1,4 +1,4 @@
-"""Time by operator and kernel, from the traces that torch's profiler wrote on each rank."""
+"""Time per operator and kernel, from the traces that torch's profiler wrote on each rank."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from paceline.profiler.report.report import Operator
 
 MOST = 30
 SHORT_OPERATOR = 15e-6
-"""Seconds of an operator below which the call costs more than the computation."""
+"""Length of an operator, in seconds, below which the call costs more than the computation."""
 TENSOR_CORE_KERNELS = ("gemm", "cutlass", "xmma", "wgmma", "hmma", "cudnn")
-"""Parts of the names of kernels that may use tensor cores, except names with `_NOT_ON_THEM`."""
+"""Parts of the names of kernels that may use tensor cores, unless the name also contains a part in `_NOT_ON_THEM`."""
 _NOT_ON_THEM = ("sgemm", "simt", "f32f32f32")
 NCCL_KERNEL = re.compile("nccl.*Kernel")
 
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """Operators of all ranks' traced steps, and figures of the GPU from its kernels."""
+    """Operators in the traced steps of all ranks, and GPU figures computed from its kernels."""
 
     operators: list[Operator] = field(default_factory=list)
     calls: float = 0.0
-    """Calls of ATen's operators in forward and backward, or of kernels, in a step of a rank."""
+    """Calls of ATen operators in forward and backward, or of kernels, per step and rank."""
     seconds: float = 0.0
     """Seconds of these calls."""
     device_figures: dict[str, float] = field(default_factory=dict)
     overlap: dict[int, float] = field(default_factory=dict)
-    """Share of the time of NCCL's kernels that overlaps with other kernels, by rank; empty without NCCL."""
+    """Share of the time in NCCL kernels that overlaps with other kernels, by rank; empty without NCCL."""
 
     @property
     def computing(self) -> float:
-        """Share of the calls' seconds that grows with the batch; the rest is the cost of the calls."""
-        # From the mean, because many short operators also have much Python code between them.
+        """Share of the operators' time that grows with the batch; the rest is the cost of calling them."""
+        # Use the mean length, because many short operators also have much Python code between them.
         return min(1.0, self.seconds / self.calls / SHORT_OPERATOR) if self.calls else 1.0
 
 
 def operators_in(traces: Sequence[dict[str, Any]], records: Sequence[RankRecord]) -> OperatorTable:
-    """Return the operators in torch's `traces` of the ranks; a missing trace is empty."""
+    """Return the operators in the `traces` that torch wrote on the ranks; a missing trace is empty."""
     found: list[tuple[list[Event], int]] = []
     overlap = {}
     for trace, record in zip(traces, records, strict=True):
@@ -60,7 +60,7 @@ def operators_in(traces: Sequence[dict[str, Any]], records: Sequence[RankRecord]
 
 
 def overlap_of_kernels(events: Sequence[Event]) -> float | None:
-    """Return the share of the time of NCCL's kernels that overlaps with other kernels; None without NCCL.
+    """Return the share of the time in NCCL kernels that overlaps with other kernels; None without NCCL.
 
     Holistic Trace Analysis defines overlap in the same way.
     """
@@ -72,7 +72,7 @@ def overlap_of_kernels(events: Sequence[Event]) -> float | None:
 
 
 def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
-    """Add up the events of each rank's trace; `traces` has their numbers of steps."""
+    """Average the events over ranks and steps; `traces` pairs each rank's events with its number of steps."""
     if not traces:
         return OperatorTable()
     seconds: dict[str, float] = defaultdict(float)
@@ -85,9 +85,10 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
         for name, microseconds in timed:
             seconds[name] += microseconds / 1e6 * weight
             calls[name] += weight
-        # Kernels run later than the call of the model that launched them, so all kernels count.
+        # Kernels run after the call that launched them has returned, so count all of them, not only those inside the
+        # model.
         own = timed if kernels else own_times(inside_of_model(events))
-        # Autograd's nodes are not operators, but have the same category on a CPU.
+        # Autograd nodes are not operators, but have the same category on a CPU.
         in_model += [(us / 1e6, weight) for name, us in own if kernels or name.startswith("aten::")]
     names = sorted(seconds, key=lambda name: -seconds[name])
     whole = sum(seconds.values())
@@ -98,9 +99,9 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
 
 
 def inside_of_model(events: Sequence[Event]) -> list[Event]:
-    """Return the operators between the beginning of a forward and the end of its backward; all without such marks.
+    """Return the operators from the start of a forward to the end of its backward; all operators without such marks.
 
-    A data set in this process may call far more and far shorter operators than the model.
+    A dataset in this process may call far more, and far shorter, operators than the model does.
     """
     annotations = [event for event in events if event.get("cat") == "user_annotation"]
     marks = sorted((*interval(event), event["name"]) for event in annotations if event["name"] in (FORWARD, BACKWARD))
@@ -121,16 +122,16 @@ def inside_of_model(events: Sequence[Event]) -> list[Event]:
 
 
 def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
-    """Return the microseconds of each operator, without the operators that it called in its thread."""
+    """Return the microseconds of each operator, excluding the operators that it called in its thread."""
     threads: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":
             threads[event.get("tid")].append(event)
     times: list[tuple[str, float]] = []
     for thread in threads.values():
-        # The open operators of a thread form a stack. An entry is the end, and the place in `times`.
+        # The open operators of a thread form a stack. An entry holds the operator's end and its index in `times`.
         stack: list[tuple[float, int]] = []
-        # Of operators that begin together, the longest called the others.
+        # If operators begin at the same time, the longest one called the others.
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
             while stack and stack[-1][0] <= event["ts"]:
                 stack.pop()
@@ -143,7 +144,7 @@ def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
 
 
 def figures_of_kernels(traces: Sequence[Sequence[Event]]) -> dict[str, float]:
-    """Return figures of the GPU from its kernels, between 0 and 1; empty without kernels.
+    """Return GPU figures computed from its kernels, between 0 and 1; empty without kernels.
 
     Occupancy and blocks are Kineto's estimates for each launch.
     """

@@ -1,8 +1,8 @@
-"""The accounting of a profile: the steps of all ranks side by side, with bubbles separate from communication.
+"""The accounting of a profile: the steps of all ranks side by side, with bubbles and communication separated.
 
 A collective ends when its last rank has arrived and the data have been sent. Waiting before the last rank arrives is a
-bubble, which that rank causes; waiting afterwards is communication. The distinction needs the records of all ranks on
-one clock. Decision 0028 has the reasons.
+bubble caused by that rank; waiting afterwards is communication. Telling them apart requires the records of all ranks on
+one clock. Decision 0028 gives the reasons.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Accounts:
     parts: dict[str, list[Seconds]]
     """Seconds by part, in the order of :data:`~paceline.profiler.report.step_parts.ALL`."""
     waited_for: list[list[float]]
-    """Seconds in a step that a rank (row) spent in bubbles that another (column) caused."""
+    """Seconds per step that a rank (row) spent in bubbles caused by another (column)."""
 
     def figures(self, name: str) -> list[Seconds]:
-        """Return a figure of each step, such as its ``rows``."""
+        """Return a figure of every step on every rank, such as ``rows``."""
         return [[float(getattr(step, name)) if step else math.nan for step in ranks] for ranks in self.taken]
 
     @cached_property
@@ -47,7 +47,7 @@ class Accounts:
         return self.figures("delayed")
 
     def busy(self) -> list[Seconds]:
-        """Return the time of each step without waiting."""
+        """Return the time of each step, excluding waiting."""
         waiting = [self.parts[part] for part in step_parts.WAITING]
         return [
             [length - sum(part[at][rank] for part in waiting) for rank, length in enumerate(lengths)]
@@ -55,15 +55,15 @@ class Accounts:
         ]
 
     def caused(self, rank: int) -> float:
-        """Return the mean seconds of a step that another rank spends in bubbles that `rank` causes."""
+        """Return the mean seconds per step that another rank spends in bubbles caused by `rank`."""
         return math.fsum(row[rank] for row in self.waited_for) / max(1, len(self.waited_for) - 1)
 
     def delay_of(self, rank: int) -> float:
-        """Return the mean seconds of a step that `rank` was ready to run but had no core."""
+        """Return the mean seconds per step during which `rank` was ready to run but had no core."""
         return mean_of([[row[rank]] for row in self.delayed])
 
     def mean(self, part: str) -> float:
-        """Return the mean seconds of `part` in a step of a rank."""
+        """Return the mean seconds per step that a rank spends in `part`."""
         return mean_of(self.parts[part])
 
 
@@ -95,7 +95,7 @@ def account(records: Sequence[RankRecord]) -> Accounts:
 
 
 def steps_by_number(records: Sequence[RankRecord]) -> dict[int, list[Step | None]]:
-    """Return every step's record on each rank; None if a rank did not take it."""
+    """Return every rank's record of each step; None if a rank did not take the step."""
     by_rank = [{step.number: step for step in record.steps} for record in records]
     numbers = sorted({number for steps in by_rank for number in steps})
     return {number: [steps.get(number) for steps in by_rank] for number in numbers}
@@ -113,27 +113,27 @@ def _cut_step(step: Step, bubbles: dict[int, float]) -> dict[str, float]:
 
 
 def find_bubbles(steps: Sequence[Step | None], records: Sequence[RankRecord]) -> list[dict[int, float]]:
-    """Return, for each rank, the seconds in a step that it waited for each rank that arrived last.
+    """Return, for each rank, how many seconds of a step it waited for each of the ranks that arrived last.
 
-    Meetings of a group are matched by their order. If its ranks have different numbers of meetings, the waiting counts
-    as communication.
+    A group's meetings are matched by order. If its ranks recorded different numbers of meetings, the waiting counts as
+    communication.
     """
     bubbles: list[dict[int, float]] = [{} for _ in records]
     for name in dict.fromkeys(meeting.group for step in steps if step for meeting in step.meetings):
-        # Groups are written at the end, which killed ranks do not reach.
+        # Groups are written at the end, so killed ranks lack them.
         ranks = next((record.groups[name] for record in records if record.groups.get(name)), range(len(records)))
         taken = [step for rank in ranks if (step := steps[rank]) is not None]
         meetings = [[meeting for meeting in step.meetings if meeting.group == name] for step in taken]
         if len(taken) < max(2, len(ranks)) or len(set(map(len, meetings))) > 1:
             continue
         for together in zip(*meetings, strict=True):
-            # Times of different hosts are compared on the clock of rank 0.
+            # Compare the times of different hosts on the clock of rank 0.
             offsets = [offset_at(met.came, records[rank].offsets) for rank, met in zip(ranks, together, strict=True)]
             came = [met.came - offset for met, offset in zip(together, offsets, strict=True)]
             last = max(came)
             cause = ranks[came.index(last)]
             for rank, met, begin, offset in zip(ranks, together, came, offsets, strict=True):
-                # A rank such as the root of a broadcast may leave before the last one arrives.
+                # A rank may leave before the last one arrives, for example the root of a broadcast.
                 waited = min(last, met.left - offset) - begin
                 if waited > 0:
                     bubbles[rank][cause] = bubbles[rank].get(cause, 0.0) + waited

@@ -10,7 +10,7 @@ from paceline.profiler.report.report import Advice
 from paceline.profiler.report.step_parts import COMMUNICATION, OPTIMIZER
 
 ACCUMULATED, TIMES = (2, 4, 8), 4
-"""Factors of accumulated batches with a predicted share of all-reduce, and the advised factor."""
+"""Accumulation factors for which all-reduce's share is predicted, and the factor that the advice names."""
 
 
 def accumulation(facts: Facts) -> Advice | None:
@@ -37,7 +37,7 @@ def accumulation(facts: Facts) -> Advice | None:
         f"Accumulate {many} batches between optimizer steps: paceline.accumulate(model, batches, steps)",
         f"communication costs {share:.0%} of a step; all-reduce is {facts.all_reduce_share():.0%} of the work, and "
         f"would be {then} times the batches",
-        # Communication and the optimizer run once, not four times.
+        # Communication and the optimizer run once instead of four times.
         (share + facts.shares[OPTIMIZER]) * (1 - 1 / TIMES),
         headline,
         OTHER_TRAINING,

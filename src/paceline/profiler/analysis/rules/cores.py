@@ -1,4 +1,4 @@
-"""Ranks that share their cores with other programs or each other, which may look like another fault."""
+"""Ranks that share their cores with other programs or with each other, which can be mistaken for another problem."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.profiler.report.step_parts import COMPUTE
 
 
 def host_load(facts: Facts) -> Advice | None:
-    """Detect other programs that keep cores from the ranks."""
+    """Detect other programs that take cores away from the ranks."""
     load = facts.load
     if load is None or not load.is_by_others:
         return None
@@ -28,10 +28,10 @@ def host_load(facts: Facts) -> Advice | None:
 
 
 def threads(facts: Facts) -> Advice | None:
-    """Detect ranks with more threads together than cores."""
+    """Detect ranks that together have more threads than cores."""
     crowded = [found for rank in range(len(facts.records)) if (found := neighbours(facts.records, rank)).is_crowded]
     load = facts.load if facts.load is not None and facts.load.is_by_ranks else None
-    # With GPUs, threads mostly sleep, so their number alone is not a fault.
+    # With GPUs, threads mostly sleep, so their number alone is not a problem.
     if not crowded or (facts.records[0].device != "cpu" and load is None):
         return None
     there = max(crowded, key=lambda found: found.threads / found.cores)
@@ -47,7 +47,7 @@ def threads(facts: Facts) -> Advice | None:
         if any(record.threads > 1 for record in there.records):
             text += ", and OMP_NUM_THREADS=1"
         idle = 0.0
-        if facts.load is not None:  # the same work on the same cores, without a rest
+        if facts.load is not None:  # the same work on the same cores, without idle time
             left = max(there.cores - facts.load.others, 1e-6)
             idle = max(0.0, 1 - math.fsum(record.own_cores for record in there.records) / left)
         return Advice("threads", text, reason, idle, weight=ONE_CAUSE)
@@ -55,14 +55,14 @@ def threads(facts: Facts) -> Advice | None:
         "threads",
         f"Give each rank fewer threads: OMP_NUM_THREADS={room // ranks}, which paceline run sets if you do not",
         reason,
-        # A cautious estimate: threads that take turns lose time at the barriers of every operator.
+        # A conservative estimate: threads that take turns on a core lose time at the barriers of every operator.
         (1 - there.cores / there.threads) * math.fsum(facts.shares[part] for part in COMPUTE) / 4,
         weight=ONE_CAUSE,
     )
 
 
 def lack_of_cores(load: Load) -> str:
-    """Return a sentence on the cause that keeps the most delayed rank from its cores."""
+    """Return a sentence that says why the most delayed rank lacked cores."""
     lacked = f"rank {load.rank} was ready to run and had no core for {load.share:.0%} of its time."
     others, crowd = "other programs hold the ranks up", load.neighbours.description()
     if not load.is_by_ranks:

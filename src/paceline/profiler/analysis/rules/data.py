@@ -38,7 +38,7 @@ def _advice(facts: Facts, text: str, reason: str, gain: float) -> Advice:
 
 
 def _cheaper(facts: Facts, reason: str, is_waiting: bool) -> Advice:
-    """Return advice on loading that more workers would not speed up."""
+    """Return advice for loading that more workers would not speed up."""
     text = "Make a batch cheaper: cache what loading computes, or do less work on a sample"
     if not is_waiting:
         there, others = neighbours(facts.records, 0), 0.0 if facts.load is None else facts.load.others
@@ -51,7 +51,7 @@ def _cheaper(facts: Facts, reason: str, is_waiting: bool) -> Advice:
 
 
 def _batch(facts: Facts) -> tuple[float, bool]:
-    """Return the seconds that a worker takes for a batch, and whether it mostly waits, which needs no core."""
+    """Return the seconds that a worker needs for a batch, and whether it mostly waits, which takes no core."""
     record = facts.records[0]
     if record.workers:  # they work all the time, because the loop waits for them
         wall = facts.length * record.workers
@@ -59,16 +59,16 @@ def _batch(facts: Facts) -> tuple[float, bool]:
         is_starved = (record.busy_cores or 0.0) > MOSTLY * neighbours(facts.records, 0).cores
     else:
         wall, cpu, is_starved = facts.accounts.mean(DATA), facts.mean("loading"), False
-    # Without the thread's time from the system, assume that it ran unless it was delayed.
+    # If the system does not report the thread's CPU time, assume that it ran whenever it was not delayed.
     delay = fmean(facts.accounts.delay_of(rank) for rank in range(len(facts.records))) / facts.length
     ran = fmean(one.loop_cores for one in facts.records) or 1 - delay
-    # Loading that computes lacks a core as often as the rest of the step.
+    # Loading that computes is delayed as much as the rest of the step.
     is_waiting = not is_starved and min(cpu, wall) * (1 + delay / max(ran, 1e-3)) < wall / 2
     return wall if is_waiting else cpu, is_waiting
 
 
 def _workers_and_step(facts: Facts, batch: float, is_waiting: bool) -> tuple[int, float]:
-    """Return the workers of a rank that keep up with the training, and the resulting seconds of a step."""
+    """Return how many workers per rank keep up with the training, and the resulting seconds per step."""
     there, busy = neighbours(facts.records, 0), facts.records[0].busy_cores or 0.0
     rest = max(facts.length - facts.accounts.mean(DATA), 1e-6)
     wanted = min(MOST_WORKERS, math.ceil(batch / rest) + 1)

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other: for a slow rank, for one rank's own code, or in turns."""
+"""Ranks that wait: for a slow rank, for one rank's own code, or for each other in turns."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from paceline.profiler.report.step_parts import BUBBLE, CHECKPOINT, COMPUTE, DAT
 
 @dataclass(frozen=True)
 class LateRank:
-    """Words on a rank that makes the others wait."""
+    """A rank that makes the others wait, described in words."""
 
     rank: int
     what: str
-    """Part of the step that is longer."""
+    """Part of the step that takes longer."""
     seconds: float
-    """Additional seconds in a step."""
+    """Additional seconds per step."""
     when: str
-    """Words on the affected steps; empty for all steps."""
+    """Description of the affected steps; empty for all steps."""
     function: str
     """Function with most of the additional time; empty if unknown."""
 
@@ -69,7 +69,7 @@ def straggler(facts: Facts) -> Advice | None:
 
 
 def own_code(facts: Facts) -> Advice | None:
-    """Detect one rank's own code that makes the others wait, such as a save by hand or an evaluation."""
+    """Detect one rank's own code that makes the others wait, such as a hand-written save or an evaluation."""
     late = late_by_own_code(facts)
     if late is None:
         return None
@@ -89,7 +89,7 @@ def own_code(facts: Facts) -> Advice | None:
 
 
 def late_by_own_code(facts: Facts) -> LateRank | None:
-    """Return the rank whose own code makes the others wait, in all steps or in a few, such as for saves."""
+    """Return the rank whose own code makes the others wait, in all steps or only in some, such as those with a save."""
     accounts = facts.accounts
     if facts.stragglers or len(facts.records) < 2 or not facts.is_firm:
         return None
@@ -105,7 +105,7 @@ def late_by_own_code(facts: Facts) -> LateRank | None:
         return None
     if not was_seen([record.sampled_s * sum(record.own_code.values()) for record in facts.records], rank, lost):
         return None
-    # Another reason, such as longer batches, costs more.
+    # Something else, such as longer batches, costs more.
     if any(fmean(facts.longer(rank, part).values()) > fmean(longer.values()) for part in (*COMPUTE, DATA, CHECKPOINT)):
         return None
     begin = late_since(list(longer.values()))
@@ -115,7 +115,7 @@ def late_by_own_code(facts: Facts) -> LateRank | None:
 
 
 def _saved_by_one_rank(facts: Facts, seconds: float) -> float:
-    """Return the share of all time saved if one rank needs `seconds` less and the others wait less."""
+    """Return the share of all ranks' time that is saved if one rank takes `seconds` less and the others wait less."""
     share, ranks = seconds / facts.length, len(facts.records)
     return share / ranks + min(share * (ranks - 1) / ranks, facts.shares[BUBBLE])
 
@@ -139,9 +139,9 @@ def balance(facts: Facts) -> Advice | None:
         )
     if facts.is_explained_by_load(WAITING):
         return None
-    # The delay of a rank makes the other one wait.
+    # A rank's delay makes the other ranks wait.
     share -= 0.0 if facts.load is None else 2 * facts.load.share
-    # Waiting for each other's loaders has separate advice.
+    # Ranks that wait for other ranks' data loading get separate advice.
     rows = [row for row in facts.accounts.parts[DATA] if not any(map(math.isnan, row))]
     share -= fmean(max(row) - fmean(row) for row in rows) / facts.length if rows else 0.0
     if share < NOTABLE or share * facts.length < WAKE_S:
@@ -161,15 +161,15 @@ def balance(facts: Facts) -> Advice | None:
 
 
 def _sizes_explain_times(facts: Facts) -> bool:
-    """Return whether a rank computes longer in steps with a larger batch than the other ranks."""
+    """Return whether a rank computes longer in steps in which its batch is larger than those of the other ranks."""
     accounts, sizes, times = facts.accounts, list[float](), list[float]()
     for at, cells in enumerate(accounts.figures("cells")):
-        # Delays by other programs are random, and would hide the influence of the sizes.
+        # Delays caused by other programs are random, and would hide the effect of the sizes.
         lost = accounts.delayed[at] if facts.is_loaded else [0.0] * len(cells)
         forward, backward = (accounts.parts[part][at] for part in COMPUTE)
         own = [one + other - late for one, other, late in zip(forward, backward, lost, strict=True)]
         if not any(map(math.isnan, own)):
-            # Minus the mean, because a step that is larger on all ranks makes no rank wait.
+            # Subtract the mean, because a step that is larger on all ranks makes no rank wait.
             sizes += [value - fmean(cells) for value in cells]
             times += [value - fmean(own) for value in own]
     return len(set(sizes)) > 1 and len(set(times)) > 1 and correlation(sizes, times) > 1 / 2

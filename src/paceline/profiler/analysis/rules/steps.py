@@ -1,4 +1,4 @@
-"""The size of a step, and its parts other than training: saves and the loop's own code."""
+"""Steps that are too small, idle tensor cores, and time outside of training: saves and the loop's own code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.profiler.report.report import Advice
 from paceline.profiler.report.step_parts import CHECKPOINT, COMMUNICATION, COMPUTE, DATA, OPTIMIZER, OTHER
 
 RARER = 10
-"""Advised factor of steps between two saves."""
+"""Factor by which the advice makes saves rarer."""
 IDLE = 0.5
-"""Share of the time that a GPU computes, below which it counts as idle."""
+"""A GPU that computes for less than this share of the time counts as idle."""
 COMPUTING = 0.7
-"""Largest share of computing in the operators' time for which their calls are worth advice."""
+"""If computing takes a larger share of the operators' time than this, their calls are not worth advice."""
 
 
 def larger_batch(facts: Facts) -> Advice | None:
@@ -26,7 +26,7 @@ def larger_batch(facts: Facts) -> Advice | None:
     if not table.calls or rows is None or table.computing > COMPUTING or host_bound(facts) is not None:
         return None
     per_rank = rows / facts.batches / len(facts.records)
-    # Only computation and data grow with the batch. Twice the rows share the rest.
+    # Only computation and data grow with the batch. With twice the rows, the rest costs half as much per row.
     growing = shares[DATA] + table.computing * math.fsum(shares[part] for part in COMPUTE)
     once = shares[COMMUNICATION] + shares[OPTIMIZER]
     small = f"communication and the optimizer take {once:.0%} of {facts.length * 1e3:.1f} ms"
@@ -76,7 +76,8 @@ def saves(facts: Facts) -> Advice | None:
     saving = {at for at, row in enumerate(rows) if any(value > 0 for value in row)}
     if not saving:
         return None
-    # The disk, caches and waiting ranks also slow the step after a save, so neither of the two is usual.
+    # A save also slows the next step (through the disk, caches and waiting ranks), so exclude both from the usual
+    # steps.
     others = [row for at, row in enumerate(lengths) if not saving & {at, at - 1}]
     usual = [value for row in others for value in row if not math.isnan(value)]
     share = facts.shares[CHECKPOINT]
@@ -95,7 +96,7 @@ def saves(facts: Facts) -> Advice | None:
 def loop(facts: Facts) -> Advice | None:
     """Detect time in the loop's own code on all ranks."""
     share, function = facts.shares[OTHER], function_of_own_code(facts)
-    # Under load, time without stack samples may be a delay.
+    # On a busy host, time without stack samples may be a delay.
     if share < NOTABLE or late_by_own_code(facts) or (facts.is_loaded and not function):
         return None
     return Advice(

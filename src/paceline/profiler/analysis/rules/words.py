@@ -1,4 +1,4 @@
-"""Words that several rules share: the verdict on a part of a step, and the function with most of its time."""
+"""Wording that several rules share: the verdict on a part of a step, and the function that takes most of its time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OWN_CODE = "own code in the loop"
 
 
 def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
-    """Return the function in most samples of own code, on `rank` or on all; empty for too few samples."""
+    """Return the function seen in most samples of own code, on `rank` or on all ranks; empty if samples are too few."""
     seen = Counter[str]()
     for record in facts.records:
         if rank is None or record.rank == rank:
@@ -22,11 +22,11 @@ def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
 
 
 def part_sentence(facts: Facts, part: str) -> str:
-    """Return a sentence on the share of a part of a step."""
+    """Return a sentence that gives a part's share of the step."""
     share, function = f"{facts.shares[part]:.0%}", function_of_own_code(facts)
     much = f", much in {function}" if function else ""
     if part == step_parts.COMMUNICATION and facts.shares[step_parts.BUBBLE]:
-        # Without a cause, small differences in arrival are part of the cost of communication.
+        # No cause was found, so count small differences in arrival as part of the cost of communication.
         return f"Communication takes {facts.waiting:.0%} of a step, waiting for each other included."
     return {
         step_parts.DATA: f"The loop waits for data for {share} of the time.",
