@@ -1,9 +1,9 @@
-"""The profiler: the parts of a step on every rank, waiting between ranks, and advice.
+"""The profiler: what each rank spends its steps on, which ranks wait for which, and advice.
 
     paceline profile --nproc 2 train.py         # an unchanged script
-    with paceline.profiler.profile("profile"):  # a part of one; every rank runs it
+    with paceline.profiler.profile("profile"):  # part of a script; every rank runs it
 
-:func:`find_stragglers` finds slow ranks in times from any source.
+:func:`find_stragglers` finds slow ranks in compute times from any source.
 """
 
 from paceline.profiler.profiling import profile as profile

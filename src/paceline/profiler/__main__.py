@@ -1,6 +1,6 @@
-"""A rank of ``paceline profile``: ``python -m paceline.profiler SETTINGS SCRIPT ARGUMENTS`` runs and records a script.
+"""Entry point of a profiled rank: ``python -m paceline.profiler SETTINGS SCRIPT ARGUMENTS`` runs and records a script.
 
-``-m MODULE`` in place of a script runs a module.
+``-m MODULE`` instead of a script runs a module.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ def _enough() -> NoReturn:
 
 
 def record(settings: dict[str, Any], program: list[str]) -> None:
-    """Run and record `program` until it ends or enough steps were measured."""
-    # By default SIGTERM ends Python immediately, without closing the record. A handler of the launcher stays.
+    """Run and record `program` until it ends or enough steps have been measured."""
+    # By default SIGTERM ends Python immediately, without closing the record. Keep a handler that the launcher
+    # installed.
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     session = Session(Path(settings.pop("folder")), on_enough=_enough, **settings)
     leave = os._exit
 
     def close_and_leave(status: int) -> NoReturn:
-        """End the record of a program that skips the interpreter's shutdown."""
+        """Close the record of a program that skips the interpreter's shutdown."""
         session.close(SystemExit(status) if status else None)
         leave(status)
 

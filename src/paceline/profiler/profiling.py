@@ -1,4 +1,4 @@
-"""The context manager that profiles a part of a program."""
+"""The context manager that profiles part of a program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.profiler.records.rank_file import FOLDER, is_open
 
 PATIENCE_S = 30.0
-"""Seconds that rank 0 waits for the records of the others."""
+"""Seconds that rank 0 waits for the records of the other ranks."""
 
 
 @contextmanager
@@ -21,13 +21,14 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
 
     Skips 3 warm-up steps and the 3 steps that torch's profiler records. A step ends when ``optimizer.step()`` returns.
     When the block ends, rank 0 writes ``report.html``, ``summary.json`` and ``trace.json`` (for Perfetto or
-    ``chrome://tracing``). The records of all ranks are in ``ranks/``: if hosts do not share a file system, copy them
-    into one folder, and run ``paceline profile report FOLDER``. After an error, the results cover the steps before it.
+    ``chrome://tracing``). The records of all ranks are in ``ranks/``. If hosts do not share a file system, copy the
+    records into one folder and run ``paceline profile report FOLDER``. After an error, the results cover the steps
+    before it.
 
     Args:
-        folder: folder of the results, created if missing.
-        steps: number of steps to measure; the block continues after them. By default all, up to 10,000 steps.
-        operators: whether torch's profiler records 3 steps for the table of operators and kernels.
+        folder: folder for the results, created if missing. steps: number of steps to measure; the block continues
+        unmeasured after them. By default all steps, up to 10,000.
+        operators: whether to record 3 steps with torch's profiler, for the table of operators and kernels.
     """
     from paceline.profiler.recording.recorder import Session
 
@@ -48,7 +49,7 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
 
 
 def _await_others(folder: Path) -> None:
-    """Wait for the ranks that are still in the block. Not collective, because the group may be destroyed already."""
+    """Wait for the ranks that are still in the block. Not collective, because the group may already be destroyed."""
     others = sorted((folder / FOLDER).glob("rank-*.jsonl"))
     deadline = time.monotonic() + PATIENCE_S
     while any(map(is_open, others)) and time.monotonic() < deadline:
@@ -62,7 +63,7 @@ def _write(folder: Path, rank: int) -> None:
         return
     try:
         report = write_results(folder)
-    except UsageError as error:  # a training does not end because no step was measured
+    except UsageError as error:  # training goes on even if no step was measured
         say(f"paceline: {error}")
     else:
         say(f"paceline: {report.headline} See {folder / 'report.html'}")

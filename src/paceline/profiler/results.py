@@ -1,4 +1,4 @@
-"""Results of a profile, next to the records of its ranks."""
+"""Writes the results of a profile, next to the records of its ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_results(folder: Path) -> Report:
         for name, text in texts.items():
             with new_file(folder / name) as file:
                 file.write(text + "\n")
-    # After writing the files, because the trace is useful even if no step was measured.
+    # Raise only after writing the files, because the trace is useful even if no step was measured.
     if not report.steps or not any(record.wrapper for record in facts.records):
         raise UsageError(_why_nothing(facts.records))
     return report
@@ -57,7 +57,7 @@ def _one_line(folder: Path) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
-        # Each record is valid, but they do not fit together, as after an edit.
+        # Each record is valid by itself, but they do not fit together, for example because one was edited.
         raise UsageError(f"the records in {folder} contradict each other ({shown(error)}); profile again") from error
 
 

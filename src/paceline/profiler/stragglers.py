@@ -1,6 +1,6 @@
-"""Straggler detection: ranks that computed longer than the others, in times from any source.
+"""Straggler detection: finds ranks that computed longer than the others, in times from any source.
 
-Tensors of times have the shape (ranks, steps), and NaN marks a missing time.
+Internal tensors of times have shape (ranks, steps). NaN marks a missing time.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from paceline.errors import UsageError
 SLOWDOWN = 1.1
 """Default of `min_slowdown`."""
 SHORTEST = 5
-"""Fewest slow steps. Fewer may be spikes."""
+"""Minimum number of slow steps. Fewer may be spikes."""
 THRESHOLD, FEW = 4.5, 15
-"""Largest score that chance explains, measured by ``benchmarks/straggler_detection.py``, and the length that shorter
-stretches count as."""
+"""Largest score that chance explains, measured by ``benchmarks/straggler_detection.py``, and minimum length of a
+stretch; shorter ones are scored as if they had this length."""
 CLIP = 3.5
-"""Largest evidence of one step, in standard deviations, so that a spike weighs no more than any slow step."""
+"""Maximum evidence of one step, in standard deviations, so that a spike counts no more than any other slow step."""
 BLOCKS = 40
-"""Number of blocks for estimating the noise. A block is longer than most noise lasts."""
+"""Number of blocks into which steps are divided to estimate the noise. Most noise lasts less than a block."""
 NEAR, FARTHEST, GAP = 1.5, 3.0, 0.75
-"""Natural differences between ranks, in multiples of the smallest slowdown: a difference below `NEAR` is natural. One
-below `FARTHEST` is natural if the ranks in between are no more than `GAP` apart."""
+"""Which differences between ranks are natural, in multiples of the smallest slowdown: those below `NEAR`, and those
+below `FARTHEST` if no gap between ranks up to there reaches `GAP`."""
 SOMETIMES, MOSTLY = 0.2, 0.7
-"""Smallest shares of slow steps in a stretch that is slow now and then, and in one that is slow throughout."""
+"""Minimum share of slow steps in a stretch that is slow now and then, and in one that is slow throughout."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that computed longer than the others for at least a part of the job."""
+    """A rank that computed longer than the others for at least part of the job."""
 
     rank: int
     name: str | None
-    """Its entry in `names`."""
+    """The rank's entry in `names`."""
     first_step: int
     last_step: int
     """Last slow step, inclusive."""
     slowdown: float
-    """Median over its slow steps of its time divided by the median time of the ranks that were not slow."""
+    """Median, over the slow steps, of its time divided by the median time of the ranks that were not slow."""
     kind: str
     """``"persistent"``: slow all the time. ``"emerging"``: slow from `first_step` to the end. ``"recovered"``: slow
-    until `last_step` and normal afterwards. ``"fluctuating"``: slow again and again, and normal in between."""
+    until `last_step` and normal afterwards. ``"fluctuating"``: slow repeatedly, and normal in between."""
     steps_slow: int
     """Number of slow steps. Smaller than the range from `first_step` to `last_step` if the rank fluctuates or times
     are missing."""
     seconds_lost: float
-    """Sum over its slow steps of its time minus the median of the others."""
+    """Sum, over the slow steps, of its time minus the median of the others."""
 
     def __str__(self) -> str:
-        """Return a sentence on the rank, the steps and the cost."""
+        """Return a sentence that names the rank, the steps and the cost."""
         who = f"rank {self.rank}" + (f" ({self.name})" if self.name else "")
         when = {
             "persistent": "in all steps",
@@ -72,19 +72,19 @@ class Straggler:
 def find_stragglers(
     seconds: Any, names: Sequence[str | None] | None = None, *, min_slowdown: float = SLOWDOWN
 ) -> list[Straggler]:
-    """Return the ranks that computed longer than the others, the most costly first.
+    """Return the ranks that computed longer than the others, costliest first.
 
     Pass compute times, not step times: ranks wait for each other, so a step takes equally long on all of them. A rank
-    is returned if the median of its slow steps is at least `min_slowdown` and chance does not explain it. More than a
-    quarter of the ranks have to be fast.
+    is returned if its median slowdown over its slow steps is at least `min_slowdown` and chance does not explain it.
+    More than a quarter of the ranks must be fast.
 
     A rank that becomes slow is compared with its own past. A rank that is slow from the start is compared with the
-    fastest quarter of the ranks; there, a ratio of up to 1.15 is a natural difference. docs/stragglers.md describes the
-    method and its accuracy.
+    fastest quarter of the ranks; for such a rank, a ratio of up to 1.15 counts as a natural difference.
+    docs/stragglers.md describes the method and its accuracy.
 
     Args:
-        seconds: compute time of each step and rank, shape (steps, ranks): a list, tensor, array or DataFrame.
-        names: a name for each rank, such as its host.
+        seconds: compute time of each step on each rank, shape (steps, ranks): a list, tensor, array or DataFrame.
+        names: a name for each rank, such as its host name.
         min_slowdown: smallest slowdown to report.
     """
     table = _as_table(seconds)
@@ -100,7 +100,8 @@ def find_stragglers(
     least = math.log(min_slowdown)
     slow = torch.zeros_like(times, dtype=torch.bool)
     of_all = _median_of_others(times, ~slow)
-    # Stragglers distort the usual times, so each pass excludes the previous result. The first finds clear ones.
+    # Stragglers distort the usual times, so each pass excludes those already found. The first pass finds the clear
+    # ones.
     for limit in (NEAR * least, least, least):
         differences, usual = _usual_differences(torch.where(slow, torch.nan, times)[:, begin:], least)
         reference = _reference(times, usual[:, None] & ~slow, of_all)
@@ -119,7 +120,7 @@ def find_stragglers(
 def _as_table(seconds: Any) -> Tensor:
     """Return `seconds` as float64, shape (steps, ranks), after checking every value."""
     try:
-        if hasattr(seconds, "to_numpy"):  # a DataFrame, whose sequence protocol yields column names
+        if hasattr(seconds, "to_numpy"):  # a DataFrame; iterating over it would yield column names
             seconds = seconds.to_numpy()
         if isinstance(seconds, (list, tuple)):  # JSON has no NaN, so a missing time may be None
             rows = [[math.nan if time is None else float(time) for time in row] for row in seconds]
@@ -127,7 +128,7 @@ def _as_table(seconds: Any) -> Tensor:
         elif isinstance(seconds, Tensor):
             table = seconds.detach().cpu()
         else:
-            # Through the array's own method, because torch may be installed without NumPy.
+            # Use the array's own method, because torch may be installed without NumPy.
             table = torch.as_tensor(seconds.__array__().astype("float64"))
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UsageError(
@@ -152,14 +153,14 @@ def _as_table(seconds: Any) -> Tensor:
 
 
 def _warm_up(times: Tensor) -> int:
-    """Return the number of leading steps with a median time far above the usual one."""
+    """Return the number of leading steps whose median time is far above the usual one."""
     typical = times.nanmedian(0).values
     begin = int((typical > 1.5 * typical.nanmedian()).int().cumprod(0).sum())
     return begin if begin <= len(typical) // 3 else 0
 
 
 def _reference(times: Tensor, peers: Tensor, of_all: Tensor) -> Tensor:
-    """Return the median of the other ranks, for each rank and step: of its `peers`, or `of_all` if there are none."""
+    """Return, for each rank and step, the median of its other `peers`, or `of_all` if there are none."""
     reference = _median_of_others(times, peers)
     # 0 is below the clock's resolution
     return torch.where(reference > 0, reference, torch.where(of_all > 0, of_all, torch.nan))
@@ -176,9 +177,9 @@ def _median_of_others(times: Tensor, peers: Tensor) -> Tensor:
         return ordered.gather(1, index.clamp(0, last))
 
     without, of_all = torch.zeros_like(rows), torch.zeros_like(rows)
-    # A median is the mean of two middle values, which are the same one if the count is odd.
+    # A median is the mean of two middle values, which are one and the same if the count is odd.
     for middle in ((count - 2) // 2, (count - 1) // 2):
-        # Without the rank itself, the values from its own on move up by one place.
+        # Leaving out a rank's own value moves the larger values down by one place.
         without += torch.where(rows <= at(middle), at(middle + 1), at(middle)) / 2
     for middle in ((count - 1) // 2, count // 2):
         of_all += at(middle) / 2
@@ -190,8 +191,8 @@ def _usual_differences(times: Tensor, least: float) -> tuple[Tensor, Tensor]:
     """Return each rank's natural difference from the fastest quarter, as a logarithm, and which ranks are usual.
 
     A rank's usual time is that of its fast parts, so a rank that becomes slow is compared with its own past. A rank
-    that is slow from the start has no such past, so its distance from the other ranks decides. It gets the difference 0
-    if it is not usual.
+    that is slow from the start has no such past, so whether it is usual depends on its distance from the other ranks.
+    If it is not, its natural difference is 0.
     """
     ranks, steps = times.shape
     fastest = _fewest_fast(torch.tensor(ranks)) - 1
@@ -212,22 +213,22 @@ def _usual_differences(times: Tensor, least: float) -> tuple[Tensor, Tensor]:
 
 
 def _fewest_fast(ranks: Tensor) -> Tensor:
-    """Return how many ranks must not be slow: more than a quarter."""
+    """Return the minimum number of ranks that must not be slow: more than a quarter."""
     return (ranks + 5) // 4
 
 
 def _find(log_ratio: Tensor, least: float) -> Tensor:
     """Return the slow steps of each rank, as booleans of shape (ranks, steps).
 
-    The evidence of a step is its distance from half of the smallest slowdown, in standard deviations. A rank is a
-    suspect if the stretch with the largest sum of evidence is too much for chance.
+    The evidence of a step is how far it exceeds half of the smallest slowdown, in standard deviations. A rank is a
+    suspect if chance does not explain its stretch with the largest sum of evidence.
     """
     known = ~log_ratio.isnan()
-    # A normal distribution's quantiles 0.1 and 0.3 are 0.757 deviations apart, and slow steps hardly move them.
+    # The 0.1 and 0.3 quantiles of a normal distribution are 0.757 deviations apart, and slow steps hardly move them.
     scale = (_quantile(log_ratio, 0.3) - _quantile(log_ratio, 0.1)).nan_to_num(0.0, 0.0, 0.0) / 0.757
     scale = scale.clamp(min=max(least / 2, float(scale.median())))[:, None]
     evidence = ((log_ratio - least / 2) / scale).clamp(-CLIP, CLIP).nan_to_num(0.0)
-    # Skewed noise has more long steps than short ones on every rank.
+    # Subtract the bias of skewed noise, which has more long steps than short ones on every rank.
     bias = (evidence.sum(1) / known.sum(1).clamp(min=1)).quantile(0.25).clamp(min=0.0)
     evidence = (evidence - bias) * known
     first, end, gain = _longest_stretch(evidence)
@@ -236,19 +237,19 @@ def _find(log_ratio: Tensor, least: float) -> Tensor:
     steps = log_ratio.shape[1]
     score = gain / (length.clamp(min=min(FEW, max(1, steps // 3))) * _variance(evidence)).sqrt()
     slow = torch.zeros_like(known)
-    # With few steps and ranks the noise is uncertain, so they need a higher score.
+    # With few steps and ranks the estimate of the noise is uncertain, so require a higher score.
     threshold = THRESHOLD + 10 / (steps * (len(score) - 1)) ** 0.5
     for rank in (score > threshold).nonzero().flatten().tolist():
         slow[rank] = _slow_steps(log_ratio[rank], int(first[rank]), int(end[rank]), least, float(scale[rank]))
-    # If nearly all ranks are slow in a step, that is usual, and the others are fast.
+    # If nearly all ranks are slow in a step, that is usual, and the remaining ranks are fast.
     return slow & (slow.sum(0) + _fewest_fast(known.sum(0)) <= known.sum(0))
 
 
 def _variance(evidence: Tensor) -> float:
-    """Return the variance per step of a sum of evidence, by chance: that of the median rank, but at least 1.
+    """Return the variance per step that a sum of evidence has by chance: that of the median rank, but at least 1.
 
-    It is larger than that of a single step if noise lasts, so it is estimated from sums over neighboring blocks. Slow
-    stretches leave their differences alone except at both ends.
+    Noise that lasts makes it larger than the variance of a single step, so it is estimated from differences between the
+    sums of neighboring blocks. A slow stretch affects these only at its two ends.
     """
     length = max(SHORTEST, evidence.shape[1] // BLOCKS)
     sums = torch.stack([block.sum(1) for block in evidence.split(length, dim=1)], dim=1)
@@ -259,7 +260,7 @@ def _variance(evidence: Tensor) -> float:
 
 
 def _longest_stretch(evidence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each rank's stretch with the largest sum of evidence: its first step, the step behind it, and the sum."""
+    """Return each rank's stretch with the largest sum of evidence: its first step, its end (exclusive), and the sum."""
     sums = torch.nn.functional.pad(evidence.double().cumsum(1), (1, 0))
     lowest, since = sums.cummin(1)
     gain, end = (sums - lowest).max(1)
@@ -267,7 +268,7 @@ def _longest_stretch(evidence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: float) -> Tensor:
-    """Return the slow steps of a rank, given the stretch from `first` to `end` that made it a suspect."""
+    """Return a rank's slow steps, given the stretch from `first` to `end` that made it a suspect."""
     known = ~log_ratio.isnan()
     slow = torch.zeros_like(known)
     inside = log_ratio[first:end][known[first:end]]
@@ -286,7 +287,7 @@ def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: fl
         return torch.zeros_like(slow)
     places = known.nonzero().flatten()
     marked = slow[places]
-    # A few steps at either end may be spikes, so a rank does not become slow or recover in them.
+    # The first and last few steps may be spikes, so do not let a rank become slow or recover in them.
     at = marked.nonzero().flatten()
     if int(at[0]) < SHORTEST:
         slow[places[: int(at[0])]] = True
@@ -296,7 +297,7 @@ def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: fl
 
 
 def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: int, name: str | None) -> Straggler:
-    """Describe the `slow` steps of `rank`; the steps before `begin` are its warm-up."""
+    """Describe the `slow` steps of `rank`; the steps before `begin` are warm-up."""
     known = (~(times / reference).isnan()).nonzero().flatten()
     judged = slow[known[known >= begin]]
     stretches = int(judged[0]) + int((judged.int().diff() == 1).sum())

@@ -1,4 +1,4 @@
-"""Data of the charts that the browser draws: the timeline, and every step."""
+"""Data for the charts that the browser draws: the timeline, and the times of every step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from paceline.profiler.report.formatting import notable_ranks
 from paceline.profiler.report.report import Report
 
 DEVIATIONS, LEAST_RATIO, ALWAYS = 6.0, 1.1, 2.0
-"""An outlier is this many scaled median absolute deviations, and this ratio, above the rank's median. The ratio is for
-runs without noise. Twice the median is an outlier in any noise."""
+"""A step is an outlier if it is this many scaled median absolute deviations above the rank's median and at least this
+multiple of it, which matters without noise. Twice the median is always an outlier, however noisy the run."""
 MOST_OUTLIERS = 400
-"""Most outliers to mark, which limits the size of the page."""
+"""Maximum number of marked outliers, to limit the size of the page."""
 MOST_POINTS = 60_000
-"""Most points of one figure over all ranks. More steps are binned, which limits the size of the page."""
+"""Maximum number of points per figure over all ranks. More steps are binned, to limit the size of the page."""
 NOTABLE = 8
-"""Number of ranks that the timeline shows first."""
+"""Number of ranks that the timeline shows initially."""
 MOST_DRAWN = 8
-"""Most ranks with a color each in the chart of steps (MOST_SINGLE in charts.js). With more, users choose one."""
+"""Maximum number of ranks drawn separately in the chart of steps (MOST_SINGLE in charts.js). With more, users pick
+one."""
 METRICS = {
     "step": ("whole step", ()),
     "compute": ("computing (forward and backward)", step_parts.COMPUTE),
@@ -34,10 +35,10 @@ Rows = Sequence[Sequence[float | None]]
 
 @dataclass(frozen=True)
 class Outlier:
-    """A step that took much longer than others, on its slowest rank."""
+    """A step that took much longer than usual, on its slowest rank."""
 
     index: int
-    """Index of the step among those of the report."""
+    """Index of the step in the report's list of steps."""
     rank: int
     seconds: float
     ratio: float
@@ -45,7 +46,7 @@ class Outlier:
 
 
 def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlier]:
-    """Return the outliers in the order of the steps; `step_seconds` has the shape (steps, ranks)."""
+    """Return the outliers in step order; `step_seconds` has shape (steps, ranks)."""
     found: dict[int, Outlier] = {}
     for rank in range(len(step_seconds[0]) if step_seconds else 0):
         values = [row[rank] for row in step_seconds]
@@ -53,7 +54,7 @@ def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlie
         if not there:
             continue
         typical = median(there)
-        # The standard deviation if noise is normal.
+        # An estimate of the standard deviation, if the noise is normal.
         spread = 1.4826 * median(abs(value - typical) for value in there)
         limit = min(max(typical + DEVIATIONS * spread, LEAST_RATIO * typical), ALWAYS * typical)
         for index, value in enumerate(values):
@@ -64,7 +65,7 @@ def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlie
 
 
 def timeline_chart(report: Report) -> dict[str, Any] | None:
-    """Return a typical step, rank by rank, in milliseconds; None if none was recorded in detail."""
+    """Return a typical step, rank by rank, in milliseconds; None if no step was recorded in detail."""
     step = report.timeline
     if step is None or not any(step.spans):
         return None
@@ -99,9 +100,9 @@ def timeline_chart(report: Report) -> dict[str, Any] | None:
 
 
 def step_chart(report: Report) -> dict[str, Any]:
-    """Return every step, in milliseconds with four digits, and the outliers that took longest."""
+    """Return the times of every step, in milliseconds with four digits, and the longest outliers."""
     outliers = find_outliers(report.step_seconds)
-    # The number of steps per point that keeps each figure within the limit.
+    # Steps per point, chosen to keep each figure within the limit.
     width = max(1, -(-len(report.steps) * len(report.ranks) // MOST_POINTS))
     metrics = {}
     for name, (_, parts) in METRICS.items():

@@ -1,4 +1,4 @@
-"""The documents: templates filled with the figures of a report, with the styles and scripts that they need."""
+"""The HTML documents: templates filled with the figures of a report, including the styles and scripts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.profiler.report.formatting import (
 )
 from paceline.profiler.report.report import ENOUGH, Report
 
-# In this order: as it loads, each uses what those before it declare.
+# The order matters: each script uses declarations of earlier ones as it loads.
 SCRIPTS = ("common.js", "lanes.js", "drawing.js", "pointers.js", "timeline.js", "charts.js")
 FILES = "paceline.profiler.page"
 
@@ -81,10 +81,10 @@ def _data_block(name: str, value: Any) -> Markup:
 
 
 def _document(template: str, title: str, **values: Any) -> str:
-    links: list[tuple[str, str]] = []  # of the sections, which add themselves
+    links: list[tuple[str, str]] = []  # filled by the sections as they render
     sections = Markup(_templates().get_template(template).render(links=links, **values))
     body = _templates().get_template("frame.html").render(links=links, sections=sections)
-    # uPlot's licence asks for its notice in every copy.
+    # uPlot's license requires its notice in every copy.
     plot = f"/* uPlot, {_static('uplot', 'LICENSE').strip()} */\n{_static('uplot', 'uPlot.iife.min.js')}"
     styles = _static("uplot", "uPlot.min.css") + _static("page.css")
     return html.document(title, body, styles, [plot, *map(_static, SCRIPTS)])
@@ -95,7 +95,7 @@ def _static(*path: str) -> str:
 
 
 def _longest(rows: Any) -> float:
-    """Return the seconds of the longest of several bars."""
+    """Return the length of the longest bar in seconds."""
     return max((sum(row.values()) for row in rows if row), default=0.0) or 1.0
 
 
@@ -110,7 +110,7 @@ def _circumstances(report: Report) -> str:
 
 
 def _tiles(report: Report) -> list[tuple[str, str | None, str]]:
-    """Return the main figures, with their names and notes; shares of too few steps say nothing."""
+    """Return the main figures, with names and notes. With too few steps, shares are not shown."""
     step, rate, overlap = typical_step(report), samples_per_second(report), report.overlap
 
     def shown(value: float) -> str:

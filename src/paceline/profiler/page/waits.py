@@ -1,4 +1,4 @@
-"""The picture of waiting, with a cell for each pair of ranks, and the ranks that cost others most."""
+"""The heat map of waiting, with a cell for each pair of ranks, and the ranks that cost the others most."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from paceline.profiler.report.report import Report
 
 SHADES = 8
 GUTTER = 44.0
-"""Space for the ranks' numbers, left and above."""
+"""Space for the rank numbers, at the left and at the top."""
 SPELLED_OUT = 10
-"""Most ranks for which a cell has room for its figure."""
+"""Maximum number of ranks at which a cell has room for its figure."""
 FIRST = 6
-"""Most ranks in the table, which has the costliest."""
+"""Maximum number of ranks in the table of the costliest ranks."""
 
 
 def picture(report: Report) -> dict[str, Any] | None:
-    """Return what the section shows; None if there is no one to wait for."""
+    """Return the contents of the section; None if no rank could wait for another."""
     rows = report.waited_for
     if len(report.ranks) < 2 or not rows:
         return None
     numbers = [one.rank for one in report.ranks]
     cell = min(72.0, max(8.0, 520 / len(rows)))
-    every = next(one for one in (1, 2, 4, 8, 16, 32, 64, 128, 10**9) if one * cell >= 22)  # numbers that can be read
+    every = next(one for one in (1, 2, 4, 8, 16, 32, 64, 128, 10**9) if one * cell >= 22)  # legible numbers
     middles = [GUTTER + cell * (at + 0.5) for at in range(len(rows))]
     figures = []
     if len(rows) <= SPELLED_OUT:
@@ -47,7 +47,7 @@ def picture(report: Report) -> dict[str, Any] | None:
 
 
 def _late_ranks(rows: Sequence[Sequence[float]], numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the ranks that others wait for, the costliest first, and the rank that waits longest for each."""
+    """Return the ranks that others wait for, costliest first, each with the rank that waits for it longest."""
     found = []
     for at, rank in enumerate(numbers):
         if caused := sum(row[at] for row in rows) / (len(rows) - 1):
@@ -57,7 +57,7 @@ def _late_ranks(rows: Sequence[Sequence[float]], numbers: Sequence[int]) -> list
 
 
 def _shades(rows: Sequence[Sequence[float]], cell: float) -> list[tuple[int, str]]:
-    """Return one path for all cells of a shade, because 512 ranks have 262,144 cells."""
+    """Return one SVG path per shade, because separate elements would be too many: 512 ranks have 262,144 cells."""
     most, shades = max(map(max, rows)), dict[int, list[str]]()
     for at, row in enumerate(rows):
         for other, seconds in enumerate(row):

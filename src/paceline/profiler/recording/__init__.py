@@ -1,1 +1,1 @@
-"""Recording on a rank: spans, device times, stacks, the host's load, torch's profiler."""
+"""Recording on a rank: spans, device times, stack samples, host load, torch's profiler."""

@@ -1,4 +1,4 @@
-"""The batches of a program: the sizes of its models' inputs."""
+"""Batch sizes, taken from the inputs of the program's models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.profiler.records.steps import Step
 
 
 class Forwards:
-    """The forwards of a step, by model. Several models of a program may see the same samples."""
+    """The forwards of a step, by model. Several models in a program may process the same samples."""
 
     def __init__(self) -> None:
         self._by_model: dict[int, tuple[int, int, int]] = {}
@@ -25,9 +25,9 @@ class Forwards:
         self._by_model[id(model)] = number + 1, rows + more, cells + cells_more
 
     def describe(self, step: Step) -> None:
-        """Set the batches of `step` from the model with most, and the number of backwards that averaged gradients."""
+        """Set the batches of `step` from the model that saw most, and count the backwards that averaged gradients."""
         step.batches, step.rows, step.cells = max(self._by_model.values(), default=(0, 0, 0))
-        # Averaging launches every bucket once. With torch's wrapper only the wait is visible.
+        # Averaging gradients launches every bucket once. With torch's wrapper only the wait is visible.
         first = sum(span.label == LAUNCH and span.bucket == 0 for span in step.spans)
         averages = first or sum(span.label == WAIT for span in step.spans)
         step.averages = min(step.batches, averages // max(1, len(self._by_model)))
@@ -39,7 +39,7 @@ class Forwards:
 
 def size_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
     """Return the rows and cells (rows times columns, including padding) of the first tensor among the inputs."""
-    first = args[0] if args else None  # most models' only input
+    first = args[0] if args else None  # the only input of most models
     if not (isinstance(first, torch.Tensor) and first.dim()):
         first = next((tensor for tensor in nested_tensors((args, kwargs)) if tensor.dim()), None)
     return (0, 0) if first is None else (len(first), math.prod(first.shape[:2]))

@@ -1,4 +1,4 @@
-"""Times when a GPU reached the begin and the end of each span. The host runs ahead of it."""
+"""The times at which a GPU reached the start and end of each span. The host runs ahead of the GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from paceline.core.telemetry.spans import Span
 from paceline.profiler.records.steps import Step
 
 LAG = 8
-"""Steps after which a step's events are read. By then the device has passed them, so reading does not wait."""
+"""Number of steps after which a step's events are read. By then the device has passed them, so reading does not
+wait."""
 
 
 class DeviceTimes:
-    """Replaces the host's times of steps by those of events on `device`, a few steps later.
+    """Replaces a step's host times with the times of events on `device`, a few steps later.
 
-    Times add up step by step from one synchronization at the beginning, because the difference of two events is a
-    float32 of milliseconds, which is inexact for long times.
+    Times add up step by step from one synchronization at the beginning, because the time between two events is a
+    float32 in milliseconds, which is imprecise for long times.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +31,7 @@ class DeviceTimes:
         torch.accelerator.synchronize(device)
         self._begin = self.event()
         self._now = time.perf_counter()
-        """Time on the host's clock when the device reached the event ``_before``."""
+        """Time on the host's clock at which the device reached the event ``_before``."""
         self._before = self._begin
 
     def event(self) -> Any:
@@ -44,18 +45,18 @@ class DeviceTimes:
         self._begin = self.event()
 
     def step_ends(self, step: Step) -> list[Step]:
-        """Take `step`, whose last span has ended; return steps whose events the device has passed."""
+        """Queue `step`, whose last span has ended, and return the steps whose events the device has passed."""
         self._pending.append((step, self._begin, self.event()))
         return [self._read() for _ in range(len(self._pending) - LAG)]
 
     def rest(self) -> list[Step]:
-        """Return all remaining steps; waits for the device."""
+        """Wait for the device, and return all remaining steps."""
         torch.accelerator.synchronize(self._device)
         return [self._read() for _ in range(len(self._pending))]
 
     def _read(self) -> Step:
         step, begin, end = self._pending.popleft()
-        end.synchronize()  # returns at once, unless the device is more than LAG steps behind
+        end.synchronize()  # returns immediately unless the device is more than LAG steps behind
         start: float = self._now + self._before.elapsed_time(begin) / 1000
         self._now, self._before = start, begin
 
@@ -68,7 +69,7 @@ class DeviceTimes:
 
 
 def _by_device(span: Span, seconds: Any) -> Span:
-    """Return `span` with the device's times. Marks have no events and stay unchanged."""
+    """Return `span` with device times. Marks have no events and stay unchanged."""
     if span.events is None or None in span.events:
         return span
     return span._replace(start=seconds(span.events[0]), end=seconds(span.events[1]), events=None)

@@ -1,4 +1,4 @@
-"""Facts for the record of a rank: its machine and the model that it trains."""
+"""Facts for a rank's record: its machine, and the model that it trains."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from paceline.profiler.records.rank_file import KILLED, RankRecord
 
 
 def place() -> tuple[int, int]:
-    """Return the rank and the world size, from the launcher's variables if there is no process group yet."""
+    """Return the rank and the world size, from environment variables if there is no process group yet."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_world(record: RankRecord) -> None:
-    """Raise an error if the process group was created after the recording began and this rank changed."""
+    """Raise an error if the process group was created after recording began and gave this process another rank."""
     seen = place()
     if (record.rank, record.size) != seen:
         raise UsageError(
@@ -40,7 +40,7 @@ def check_world(record: RankRecord) -> None:
 
 
 def describe_rank(title: str = "") -> RankRecord:
-    """Return a record of this rank without steps. The default title is the command line."""
+    """Return a record of this rank, still without steps. The title defaults to the command line."""
     rank, size = place()
     return RankRecord(
         rank=rank,
@@ -57,7 +57,7 @@ def describe_rank(title: str = "") -> RankRecord:
 
 
 def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Add the wrapper and the memory of the optimizers to `record`; `wrapper` may be None."""
+    """Add facts about the wrapper, which may be None, and the memory of the optimizers to `record`."""
     record.memory["peak"] = peak_memory()
     record.threads, record.cores = torch.get_num_threads(), cores()  # the program may have set them
     if wrapper is None:
@@ -71,11 +71,11 @@ def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.
     if isinstance(wrapper, DistributedDataParallel):
         record.virtual_ranks = wrapper.virtual_ranks or 0
         layout = wrapper.bucket_layout()
-        # Parameters of a bucket may have been frozen later.
+        # Some parameters of a bucket may have been frozen since.
         record.buckets = [sum(trained.get(name, 0) for name in names) for names in layout]
     record.memory["parameters"] = sum(parameter.nbytes for _, parameter in named)
     record.memory["gradients"] = sum(trained.values())
-    # The maximum, because the optimizers of a script no longer exist after its end.
+    # Keep the maximum, because a script's optimizers no longer exist after it ends.
     record.memory["optimizer"] = max(record.memory.get("optimizer", 0), *map(_state_bytes, optimizers), 0)
     if torch.cuda.is_initialized():
         record.device = torch.cuda.get_device_name()
@@ -91,7 +91,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def peak_memory() -> int:
-    """Return the peak memory in bytes, of the GPU if one is used, else of the process."""
+    """Return the peak memory in bytes: of the GPU if one is used, otherwise of the process."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -101,7 +101,7 @@ def peak_memory() -> int:
 def time_of_day() -> int:
     """Return the time of day at second 0 of ``time.perf_counter``, in nanoseconds.
 
-    A process may be interrupted between reading two clocks, so the closest of several pairs counts.
+    The process may be interrupted between the readings of the two clocks, so use the closest of several pairs.
     """
     looks = []
     for _ in range(5):

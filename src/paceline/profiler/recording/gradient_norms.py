@@ -1,4 +1,4 @@
-"""Norms of a step's gradients on one rank, for the gradient noise scale."""
+"""Gradient norms of one rank, for the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import torch
 from torch import Tensor
 
 EVERY, SEEN = (4, 16), 48
-"""Steps between two measurements in the first ``SEEN`` steps, and later. Each costs two passes over the gradients."""
+"""Steps between two measurements, in the first ``SEEN`` steps and later. Each costs two passes over the gradients."""
 
 
 def are_due(step: int) -> bool:
-    """Return whether a step has a measurement."""
+    """Return whether to measure a step."""
     return step % EVERY[step >= SEEN] == 0
 
 
 class GradientNorms:
-    """Norms of the buckets of a step. They stay tensors, because a device may compute them later."""
+    """Norms of the buckets of a step. They are kept as tensors, because a device computes asynchronously."""
 
     def __init__(self) -> None:
         self._local: list[tuple[Tensor, float]] = []
         self._averaged: list[Tensor] = []
 
     def launched(self, flat: Tensor, factor: float) -> None:
-        """Compute the norm of a bucket with `factor` times the mean over this rank's samples."""
+        """Compute the norm of a bucket that holds `factor` times the mean gradient over this rank's samples."""
         if factor:  # 0 on a rank without samples
             self._local.append((torch.linalg.vector_norm(flat), factor))
 
     def averaged(self, flat: Tensor) -> None:
-        """Compute the norm of a bucket of averages."""
+        """Compute the norm of a bucket of averaged gradients."""
         self._averaged.append(torch.linalg.vector_norm(flat))
 
     def squared(self) -> tuple[float, float] | None:

@@ -1,4 +1,4 @@
-"""Delays of a rank's thread: other programs use its core, or the garbage collector runs."""
+"""Delays of a rank's thread, because other programs use its core or the garbage collector runs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from paceline.profiler.records.rank_file import RankRecord
 
 PROC = Path("/proc")
 MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Mount point of control groups, and the file with the groups of this process."""
+"""Mount point of the control groups, and the file that names the groups of this process."""
 
 
 class HostLoad:
-    """Linux's scheduler statistics of the thread that creates it. Zeros on other systems."""
+    """Linux scheduler statistics of the thread that creates the object. All zeros on other systems."""
 
     def __init__(self) -> None:
         self._schedstat: int | None = None
-        """Open file with nanoseconds that this thread ran, and waited for a core."""
-        # thread-self is the thread that opens it. Another thread may close the record, so the file stays open.
+        """Open file that contains how many nanoseconds this thread ran and how many it waited for a core."""
+        # thread-self refers to the thread that opens it. Another thread may close the record, so keep the file open.
         with suppress(OSError):
             self._schedstat = os.open(PROC / "thread-self" / "schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._ran, self._delayed = self._times()
@@ -32,19 +32,19 @@ class HostLoad:
         self._began, self._busy, self._own = time.perf_counter(), busy_seconds(), own_seconds()
 
     def delay(self) -> float:
-        """Return the seconds since the last call that this thread was ready to run but had no core."""
+        """Return how many seconds since the last call this thread was ready to run but had no core."""
         before = self._delayed
         self._ran, self._delayed = self._times()
         return self._delayed - before
 
     def close(self, record: RankRecord) -> None:
-        """Add the use of the cores since the beginning to `record`."""
+        """Add the core use since the start to `record`."""
         wall = max(1e-9, time.perf_counter() - self._began)
         if self._busy is not None and (busy := busy_seconds()) is not None:
             record.busy_cores = (busy - self._busy) / wall
         record.own_cores = (own_seconds() - self._own) / wall
-        # Up to the last step, because another thread than the loop's may close the record. At most one core, because
-        # the kernel updates the times of a thread only every few milliseconds.
+        # Only up to the last step, because a thread other than the loop's may close the record. Capped at one core,
+        # because the kernel updates a thread's times only every few milliseconds.
         record.loop_cores = min(1.0, (self._ran - self._at_start) / wall)
         record.core_numbers, record.quota = core_numbers(), quota()
         self.abandon()
@@ -56,7 +56,7 @@ class HostLoad:
             self._schedstat = None
 
     def _times(self) -> tuple[float, float]:
-        """Return the seconds that this thread ran, and that it waited for a core."""
+        """Return how many seconds this thread ran, and how many it waited for a core."""
         if self._schedstat is None:
             return 0.0, 0.0
         try:
@@ -67,9 +67,9 @@ class HostLoad:
 
 
 class CollectorPauses:
-    """A context manager that adds up the pauses of Python's garbage collector, when no thread runs Python code.
+    """A context manager that adds up the pauses of Python's garbage collector, during which no thread runs Python code.
 
-    Measured in core seconds, which do not depend on other load of the host.
+    Pauses are measured in core seconds, which do not depend on other load on the host.
     """
 
     def __init__(self) -> None:
@@ -103,14 +103,15 @@ def core_numbers() -> list[int]:
 
 
 def quota(mount: Path = MOUNT, own: Path = OWN) -> float | None:
-    """Return the limit of control groups (version 2) in cores; None without a limit."""
+    """Return the limit that control groups (version 2) set, in cores; None without a limit."""
     limits = []
     with suppress(OSError):
         for line in own.read_text().splitlines():
             if line.startswith("0::"):
-                # A container often sees its group at the mount point but reads the host's path, which need not exist.
+                # A container often sees its group at the mount point but reads the path on the host, which may not
+                # exist here.
                 group = mount / line.removeprefix("0::").lstrip("/")
-                # A group is also limited by the groups around it.
+                # The limits of its parent groups also apply to a group.
                 limits += [_limit(around) for around in (group, *group.parents) if around.is_relative_to(mount)]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -124,14 +125,14 @@ def _limit(group: Path) -> float | None:
 
 
 def busy_seconds() -> float | None:
-    """Return the seconds that the cores of this process have worked for any process; None if unknown."""
+    """Return the seconds that this process's cores have been busy, for any process; None if unknown."""
     try:
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         lines = [line.split() for line in (PROC / "stat").read_text().splitlines()]
-        # The first three of proc(5): user, nice and system time. Idle time, and waiting for a disk, follow.
+        # The first three fields, see proc(5), are user, nice and system time. Idle time and I/O wait follow.
         ticks = sum(sum(map(int, line[1:4])) for line in lines if line and line[0] in cores)
         return ticks / os.sysconf("SC_CLK_TCK")
-    # The last one where os has no sched_getaffinity, as on macOS.
+    # AttributeError if os has no sched_getaffinity, as on macOS.
     except (OSError, ValueError, AttributeError):
         return None
 
@@ -142,9 +143,9 @@ def own_seconds() -> float:
         usage.ru_utime + usage.ru_stime
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     )
-    # RUSAGE_CHILDREN has only children that have ended, but workers of a loader still run.
+    # RUSAGE_CHILDREN counts only children that have ended, but a loader's workers are still running.
     running = 0.0
-    # A child belongs to the thread that started it. Kernels may be built without these lists (CONFIG_PROC_CHILDREN).
+    # Children are listed under the thread that started them. Kernels may lack these lists (CONFIG_PROC_CHILDREN).
     for children in (PROC / "self" / "task").glob("*/children"):
         # The thread may have ended in the meantime.
         with suppress(OSError):

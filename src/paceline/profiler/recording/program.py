@@ -8,20 +8,20 @@ import sys
 
 
 class Enough(SystemExit):
-    """Ends the program after the last requested step."""
+    """Raised to end the program after the last requested step."""
 
 
 def run_program(program: list[str]) -> None:
-    """Run a script, or ``-m`` and a module, with its arguments."""
+    """Run a script, or a module after ``-m``, with its arguments."""
     if program[0] == "-m":
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = program
     script = os.path.abspath(program[0])
-    # Python would put the script's folder first, but ``python -m`` puts the current one.
+    # For a script, Python puts the script's folder first; ``python -m`` puts the current folder there.
     if sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
-    # Python resolves links here: modules are next to the target of a link.
+    # Like Python, resolve links: modules are next to the link's target.
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     runpy.run_path(script, run_name="__main__")

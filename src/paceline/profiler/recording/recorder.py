@@ -1,4 +1,4 @@
-"""The recording on one rank: enables spans, detects the ends of steps, and writes them to the rank's file."""
+"""Recording on one rank: enables spans, detects where steps end, and writes them to the rank's file."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from paceline.profiler.records.clock_offsets import are_apart, measure_offset
 from paceline.profiler.records.steps import DETAILED, MEASURED, MOST, TRACED, WARM_UP, Step, kind_of
 
 CROWD = 50_000
-"""Largest number of spans in a step, which bounds memory. Figures exclude steps with more."""
+"""Maximum number of spans in a step, to limit memory. Figures exclude steps with more spans."""
 
 MOST_LETTERS = 500
-"""Largest length of an error's message in the record."""
+"""Maximum length of an error message in the record."""
 
 
 @class_never_compiled
@@ -54,8 +54,8 @@ class Session:
         folder: folder of the profile.
         steps: number of steps to measure; None for all.
         operators: whether torch's profiler records a few steps.
-        on_enough: called after `steps` measured steps.
-        title: title of the program; by default its command line.
+        on_enough: called once `steps` steps have been measured.
+        title: name of the program; by default its command line.
     """
 
     def __init__(
@@ -81,24 +81,25 @@ class Session:
         self._device_times: DeviceTimes | None = None
         """Created by the first forward on a GPU."""
         self._number = self._measured = 0
-        """Numbers of steps and of measured steps."""
+        """Number of steps so far, and number of measured steps."""
         self._kind = ""
         """Kind of the current step."""
         self._forwards = Forwards()
         """Forwards of the current step."""
         self._loading = 0.0
-        """Core seconds that the loop's own thread took to load its batches."""
+        """Core seconds that the loop's own thread spent loading batches in the current step."""
         self._depth = self.backwards = 0
-        """Numbers of running and of ended backwards."""
+        """Number of running backwards, and number of ended backwards."""
         self._is_due = self._stepped_inside = False
-        """Whether a backward has ended since the last step did; whether an optimizer stepped inside one."""
+        """Whether a backward has ended since the last step; whether an optimizer stepped during a backward."""
         self.group_of_torch: Any = None
-        """Group of the last forward's wrapper, if that is torch's: a backward waits for its ranks at the end."""
+        """Process group of the last forward's wrapper, if it is torch's. At its end, a backward waits for the group's
+        ranks."""
         self._wrapper: Any = None
-        """The wrapper with most parameters."""
+        """The wrapper with the most parameters."""
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._is_crowded = self._has_loader = False
-        """Whether spans of the current step were dropped; whether a DataLoader gave a batch."""
+        """Whether spans of the current step were dropped; whether a DataLoader has returned a batch."""
         self._is_closed = self._is_over = False
         self._load = HostLoad()
         self._stacks = StackSampler()
@@ -121,7 +122,7 @@ class Session:
     # -- calls of torch_spans -------------------------------------------------------------------------------------
 
     def forward_begins(self, model: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the forward and its rows."""
+        """Count a forward and its rows."""
         if self._is_over or not (model.training and torch.is_grad_enabled()):
             return
         if self._wrapper is None:
@@ -138,11 +139,11 @@ class Session:
             recorder.make_event = self._device_times.event
 
     def backward_begins(self) -> None:
-        """Count a backward that begins."""
+        """Count a backward as running."""
         self._depth += 1
 
     def backward_ends(self) -> None:
-        """Note that an optimizer may end the step now."""
+        """Note that a backward has ended, so an optimizer may now end the step."""
         self._depth -= 1
         self.backwards += 1
         self._is_due = self._is_due or self._is_shared()
@@ -153,7 +154,7 @@ class Session:
                 self._end_step()
 
     def batch_came(self, iterator: Any, seconds: float) -> None:
-        """Note that a DataLoader gave a batch, which took the loop `seconds` of a core."""
+        """Note that a DataLoader returned a batch, which took the loop `seconds` of core time."""
         self._loading += seconds
         if not self._has_loader:
             self._has_loader = True
@@ -161,22 +162,22 @@ class Session:
         self._thin_out()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:
-        """End the step, unless the optimizer runs inside another one, or no wrapper took part in the step."""
+        """End the step, unless the optimizer runs inside another one or no wrapper took part in the step."""
         self._optimizers.add(optimizer)
         if self._depth:
             self._stepped_inside = True
         elif self._is_due and not is_inner:
             self._end_step()
-        else:  # a model that only this rank trains, whose steps other ranks do not have
+        else:  # perhaps a model that only this rank trains; other ranks do not have such steps
             self._thin_out()
 
     def _is_shared(self) -> bool:
         """Return whether a wrapper has taken part in the step."""
-        # torch.compile may hide the wrapper's forward, but the end of its backward is always a span.
+        # torch.compile may hide the wrapper's forward, but the wait at the end of its backward is always a span.
         return len(self._forwards) > 0 or any(span.label == WAIT for span in recorder.spans)
 
     def _thin_out(self) -> None:
-        """Drop the spans of a step that does not end, such as a long evaluation or a training without a wrapper."""
+        """Drop the spans of a step that does not end, as in a long evaluation or in training without a wrapper."""
         if len(recorder.spans) > CROWD:
             recorder.spans.clear()
             self._is_crowded = True
@@ -195,18 +196,18 @@ class Session:
             return
         recorder.detailed = kind == "detailed"
         if kind == "traced":
-            # Again, because torch's profiler uses the time of day, which may have been adjusted.
+            # Measure again, because torch's profiler uses the time of day, which may have been adjusted.
             self._record.started_ns = time_of_day()
         self._operators.follow(is_wanted=kind == "traced")
-        # Collective, so early in the run. Later, ranks may take different numbers of steps.
+        # Collective, and therefore early in the run: later, ranks may have taken different numbers of steps.
         if self._number in (0, WARM_UP) and not self._record.offsets and are_apart():
             self._record.offsets.append(measure_offset())
 
     def _end_step(self) -> None:
-        """End the step, and write steps if it is time."""
+        """End the step, and write steps if a write is due."""
         if self._is_over:
             return
-        # First, because the time from here on belongs to the next step.
+        # Read the clock first, because the time from here on belongs to the next step.
         end = time.perf_counter()
         spans, recorder.spans = recorder.spans, []
         kind = "crowded" if self._is_crowded else self._kind
@@ -222,7 +223,7 @@ class Session:
         if self._steps.is_due(end):
             self._flush()
         if self._number == WARM_UP + DETAILED:
-            self._write_facts(rank_file.KILLED)  # replaced at a normal end
+            self._write_facts(rank_file.KILLED)  # replaced if the rank ends normally
         if self._measured in (MOST, self._wanted):
             self._stop()
             if self._measured == self._wanted:
@@ -250,7 +251,8 @@ class Session:
         """Stop recording."""
         if self._is_over:
             return
-        # Hooks stay installed, because this may run inside one of them while torch iterates over its list.
+        # Leave the hooks installed, because this may run inside one of them, while torch iterates over its list of
+        # hooks.
         self._is_over = True
         self._stacks.stop()
         recorder.on = recorder.detailed = False
@@ -267,7 +269,7 @@ class Session:
         self._hooks.close()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the recording and the file. Harmless if already closed. Collective unless there is an `error`."""
+        """End the recording, and close the file unless it is closed. Collective unless there is an `error`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -275,7 +277,7 @@ class Session:
         self._hooks.close()
         if self._device_times is not None:
             self._steps.add(self._device_times.rest())
-        # Collective, and after an error other ranks may not get here.
+        # Collective, so skip it after an error, when other ranks may not get here.
         if error is None and are_apart():
             self._record.offsets.append(measure_offset())
         self._record.profiles_itself = self._operators.has_given_way
@@ -302,7 +304,7 @@ def _count(model: torch.nn.Module) -> int:
 
 
 _recording: WeakSet[Session] = WeakSet()
-"""The session of this process, if any."""
+"""The session that is recording in this process, if any."""
 
 
 def _abandon() -> None:

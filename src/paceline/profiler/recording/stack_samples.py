@@ -1,4 +1,4 @@
-"""Samples of the main thread's stack, which name the functions of the loop's own code."""
+"""Samples the main thread's stack, to name the functions that the loop's own code runs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from paceline.profiler.recording.host_load import CollectorPauses
 from paceline.profiler.report import step_parts
 
 INTERVAL_S = 0.025
-"""Shortest time between two samples. A sample costs 0.1 ms of a core, mostly to wake the thread, and 0.4 ms on a busy
+"""Minimum time between two samples. A sample takes 0.1 ms of a core, mostly to wake the thread; 0.4 ms on a busy
 host."""
 MOST_SHARE = 0.005
-"""Largest share of a core for sampling."""
+"""Maximum share of a core that sampling may use."""
 MOST = 20_000
-"""Largest number of samples until steps are written. The oldest are dropped first."""
+"""Maximum number of samples kept until steps are written. The oldest are dropped first."""
 _RECIPES = str(Path(__file__).parents[2] / "tools" / "recipes")
 Sample = tuple[float, str]
-"""Moment of ``time.perf_counter``, and the function that ran."""
+"""Time by ``time.perf_counter``, and the function that was running."""
 
 
 class StackSampler:
     """A thread that samples the main thread every :data:`INTERVAL_S`, or less often if samples are expensive.
 
-    It ends with :meth:`stop`.
+    Call :meth:`stop` to end it.
     """
 
     def __init__(self) -> None:
@@ -40,10 +40,11 @@ class StackSampler:
         self.interval = INTERVAL_S
         """Mean seconds between two samples."""
         self._watched = threading.get_ident()
-        self._is_over = threading.Lock()  # held until the end; an Event's lock may be held during a fork
+        self._is_over = threading.Lock()  # held until the end; not an Event, whose lock may be held during a fork
         self._is_over.acquire()
         self._process = os.getpid()
-        # A daemon, because atexit ends this thread, and Python waits for other threads before that.
+        # A daemon, because atexit ends this thread, but Python waits for non-daemon threads before it calls atexit
+        # functions.
         self._thread = threading.Thread(target=self._run, name="paceline-stack-samples", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
@@ -77,22 +78,23 @@ class StackSampler:
                 self.samples.append((now, name))
 
     def _look(self) -> str:
-        # A separate function, because a frame keeps its variables alive. Held until the next sample, the variables of a
-        # function that has returned would be freed late and by this thread. At the end of a rank these may be the whole
-        # training, and a destructor that releases the interpreter's lock cannot get it back and aborts.
+        # A separate function, to release the sampled frame at once, because a frame keeps its variables alive.
+        # Otherwise this thread would free the variables of a function that has returned, at the next sample. At the end
+        # of a rank these may be the whole training, and a destructor that releases the GIL then cannot reacquire it and
+        # aborts.
         with readable_stacks():
             return function_of(sys._current_frames().get(self._watched))
 
 
 def function_of(frame: FrameType | None) -> str:
-    """Return the innermost function of the program on a stack, and the called one: ``save() (train.py:8, …)``.
+    """Return the program's innermost function on a stack, and what it called: ``save() (train.py:8, in …)``.
 
     Empty for a stack without a function of the program.
     """
     called = ""
-    # Recipes count as programs.
+    # Recipes count as the user's program.
     while frame is not None and not (is_users(file := frame.f_code.co_filename) or file.startswith(_RECIPES)):
-        if (module := frame.f_globals.get("__name__", "")) != CollectorPauses.__module__:  # called in any line
+        if (module := frame.f_globals.get("__name__", "")) != CollectorPauses.__module__:  # called at any line
             called = f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
     if frame is None:
@@ -103,6 +105,6 @@ def function_of(frame: FrameType | None) -> str:
 
 
 def between_spans(samples: Iterable[Sample], stretches: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Return the functions of the samples in the loop's own code, given the parts of a step."""
+    """Return the functions sampled in the loop's own code, given the stretches of a step."""
     own = [(begin, end) for part, begin, end in stretches if part == step_parts.OTHER]
     return [name for moment, name in samples if any(begin <= moment < end for begin, end in own)]

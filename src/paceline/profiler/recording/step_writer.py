@@ -1,4 +1,4 @@
-"""Writes a rank's steps, cut into parts, to its file in batches."""
+"""Cuts a rank's steps into parts, and writes them to its file in batches."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from paceline.profiler.records.steps import (
 )
 
 FLUSH_SPANS = 100_000
-"""Spans that cause a write before :data:`FLUSH_S` is over."""
+"""Number of spans that triggers a write before :data:`FLUSH_S` seconds have passed."""
 
 
 class StepWriter:
-    """The steps of `record` that are not in the file yet."""
+    """Holds the steps of `record` that are not in the file yet."""
 
     def __init__(self, file: TextIO, record: RankRecord, stacks: StackSampler) -> None:
         self.steps: list[Step] = []
         self.norms: dict[int, GradientNorms] = {}
-        """Norms of gradients by step, until the step is written."""
+        """Gradient norms by step, until the step is written."""
         self._file, self._record, self._stacks = file, record, stacks
         self._spans = 0
-        """Spans of the steps here."""
+        """Number of spans in these steps."""
         self._flushed = time.perf_counter()
 
     def add(self, steps: list[Step]) -> None:
-        """Take `steps` over."""
+        """Add `steps` to be written."""
         self.steps += steps
         self._spans += sum(len(step.spans) for step in steps)
 
     def is_due(self, now: float) -> bool:
         """Return whether it is time to write."""
-        # Write warm-up steps at once, so that a job stopped early knows their number.
+        # Write warm-up steps immediately, so that the record of a job that is stopped early shows how many there were.
         is_warm_up = bool(self.steps) and self.steps[-1].number < WARM_UP
         return is_warm_up or now - self._flushed > FLUSH_S or self._spans > FLUSH_SPANS
 
     def flush(self) -> None:
-        """Write the steps, and drop them even after an ``OSError``."""
+        """Write the steps and forget them, even if writing raises ``OSError``."""
         steps, self.steps, self._spans, self._flushed = self.steps, [], 0, time.perf_counter()
         rank_file.write_steps(self._file, map(self._cut, steps))
 
     def _cut(self, step: Step) -> Step:
-        """Return `step` with its parts, without its spans if enough steps have kept theirs."""
+        """Return `step` cut into parts, without spans once enough steps have kept theirs."""
         stretches, step.meetings = cut_into_stretches(step.spans, step.start, step.end)
         step.seconds = seconds_by_part(stretches)
-        # For every step, because the samples would stay in the queue.
+        # Take the samples of every step, because unused ones would stay in the queue.
         samples = self._stacks.of(step.start, step.end)
         if step.is_measured():
             for name in between_spans(samples, stretches):

@@ -1,4 +1,4 @@
-"""torch's profiler over a few steps of one rank."""
+"""Runs torch's profiler for a few steps of one rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.core.torch_internals.profiler import is_profiling
 
 
 class OperatorTrace:
-    """Runs torch's profiler on request, and then writes its trace to `file`.
+    """Runs torch's profiler on request, and writes its trace to `file`.
 
-    Two profilers in one process cause a segmentation fault, so the program's own has precedence.
+    Two profilers in one process cause a segmentation fault, so this one yields to the program's own.
     """
 
     def __init__(self, file: Path) -> None:
@@ -25,7 +25,7 @@ class OperatorTrace:
         self._is_starting = False
         """Whether this profiler is starting."""
         self.has_given_way = False
-        """Whether the program used a profiler of torch itself."""
+        """Whether the program itself used a torch profiler."""
 
     def follow(self, *, is_wanted: bool) -> None:
         """Start or stop as requested."""
@@ -38,7 +38,7 @@ class OperatorTrace:
             profiler.export_chrome_trace(str(self._file))
 
     def give_way(self) -> None:
-        """End this profiler without a trace, because another profiler of torch starts."""
+        """End this profiler without a trace, because another torch profiler is starting."""
         if self._is_starting:
             return
         self.has_given_way = True
@@ -46,7 +46,7 @@ class OperatorTrace:
             self._stop()
 
     def drop(self) -> None:
-        """Drop a profiler that runs in the parent of this process."""
+        """Forget a profiler that runs in this process's parent."""
         self._profiler = None
 
     def _start(self) -> None:
@@ -59,7 +59,7 @@ class OperatorTrace:
         self._is_starting = True
         try:
             with warnings.catch_warnings():
-                # Torch 2.11 warns that a profiler forgets earlier cycles. This one has a single cycle.
+                # Torch 2.11 warns that a profiler drops earlier cycles. This one has only one cycle.
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events")
                 profiler.start()
         finally:

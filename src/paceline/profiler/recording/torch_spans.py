@@ -1,7 +1,8 @@
-"""Spans of torch's functions: backwards, collectives, batches, steps of optimizers.
+"""Records spans of torch's functions: backwards, collectives, batches, optimizer steps.
 
-Replaces a few functions of torch by wrappers that record a span, so scripts need no change. torch's own wrapper waits
-for its all-reduces in callbacks at the end of backward; a callback queued before them marks the start of waiting.
+Replaces a few torch functions with wrappers that record a span, so scripts need no change. torch's own
+DistributedDataParallel waits for its all-reduces in callbacks at the end of backward; a callback queued before them
+marks the start of the wait.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ from paceline.core.torch_internals.compile import compiled_below
 from paceline.core.torch_internals.data import BatchIterator
 
 BUFFERS_TRAVEL = "_distributed_broadcast_coalesced"
-"""Method of torch's wrapper that waits for the buffers of rank 0 in a forward."""
+"""Method of torch's wrapper that waits for rank 0's buffers during a forward."""
 
 
 class StepEvents(Protocol):
-    """Receives events in torch, and detects steps."""
+    """Receives events from torch, and detects steps."""
 
     backwards: int
-    """Backwards that have ended."""
+    """Number of backwards that have ended."""
     group_of_torch: Any
-    """Group of the last forward's wrapper, if that is torch's: a backward waits for its ranks at the end."""
+    """Process group of the last forward's wrapper, if it is torch's. At its end, a backward waits for the group's
+    ranks."""
 
     def batch_came(self, iterator: Any, seconds: float) -> None:
-        """Note that a DataLoader gave a batch, which took the loop `seconds` of a core."""
+        """Note that a DataLoader returned a batch, which took the loop `seconds` of core time."""
 
     def forward_begins(self, model: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a forward begins."""
@@ -66,7 +68,7 @@ def torch_spans(recorder: Recorder, session: StepEvents) -> Iterator[None]:
     """Record spans of torch's functions in the block, and report events to `session`."""
     with ExitStack() as stack:
         for name in COLLECTIVES:
-            if hasattr(dist, name):  # torch has deprecated some of them
+            if hasattr(dist, name):  # torch may remove the deprecated ones
                 stack.enter_context(_replaced(dist, name, functools.partial(_collective, recorder)))
         stack.enter_context(_replaced(torch.autograd, "backward", functools.partial(_backward, recorder, session)))
         stack.enter_context(_replaced(BatchIterator, "__next__", functools.partial(_next_batch, recorder, session)))
@@ -79,13 +81,13 @@ def torch_spans(recorder: Recorder, session: StepEvents) -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace ``owner.name`` in the block by ``make(original)``."""
+    """Replace ``owner.name`` with ``make(original)`` in the block."""
     original, was_own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, make(original))
     try:
         yield
     finally:
-        # TorchDDP inherits __call__. Setting it there would hide later changes to nn.Module.__call__.
+        # TorchDDP inherits __call__. Leaving a copy on it would hide later changes to nn.Module.__call__.
         if was_own:
             setattr(owner, name, original)
         else:
@@ -97,7 +99,7 @@ def _next_batch(recorder: Recorder, session: StepEvents, original: Callable[...,
 
     @functools.wraps(original)
     def next_batch(iterator: Any) -> Any:
-        if threading.current_thread() is not loop:  # a prefetching thread, which the loop does not wait for
+        if threading.current_thread() is not loop:  # called by a prefetching thread, which the loop does not wait for
             return original(iterator)
         began = time.thread_time()
         with recorder.span(DATA_WAIT):
@@ -130,7 +132,7 @@ def _backward(recorder: Recorder, session: StepEvents, original: Callable[..., A
 
 
 def _watch_end(recorder: Recorder, group: str | None, roots: Any, at_end: ExitStack) -> None:
-    """Record a wait of `group` from the last gradient of a backward of `roots` until `at_end` closes."""
+    """Record a wait for `group`, from the last gradient of a backward from `roots` until `at_end` closes."""
     is_queued = False
 
     def queue(*_: Any) -> None:
@@ -147,7 +149,7 @@ def _watch_end(recorder: Recorder, group: str | None, roots: Any, at_end: ExitSt
 
 
 def _forward(recorder: Recorder, session: StepEvents, original: Callable[..., Any]) -> Callable[..., Any]:
-    @compiled_below  # so that a compiled wrapper calls it
+    @compiled_below  # so that a compiled wrapper also calls it
     @functools.wraps(original)
     def forward(model: TorchDDP, *args: Any, **kwargs: Any) -> Any:
         session.forward_begins(model, args, kwargs)
@@ -166,9 +168,9 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
             return original(*args, **kwargs)
         try:
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # torch reports wrong arguments
+        except TypeError:  # let torch report the wrong arguments
             return original(*args, **kwargs)
-        # With async_op, the wait counts instead.
+        # With async_op, the later wait is what counts.
         if given.get("async_op"):
             return original(*args, **kwargs)
         # The first argument of BUFFERS_TRAVEL is a wrapper.
@@ -180,7 +182,7 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
 
 
 def _name_of(recorder: Recorder, group: Any) -> str | None:
-    """Return the name of `group`, and note its ranks in the recorder; None without a group."""
+    """Return the name of `group`, and note its ranks in the recorder. None if there is no group."""
     if not dist.is_initialized():
         return None
     group = dist.group.WORLD if group is None else group
@@ -192,21 +194,21 @@ def _name_of(recorder: Recorder, group: Any) -> str | None:
 
 def _optimizer_hooks(recorder: Recorder, session: StepEvents) -> list[Any]:
     running: list[tuple[int, int, Callable[[], object]]] = []
-    """Optimizers with running steps, the innermost last: the id, the session's backwards at the start, and the function
-    that ends its span."""
+    """Running optimizer steps, innermost last: the optimizer's id, the session's backwards at the start, and the
+    function that ends the span."""
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         running.append((id(optimizer), session.backwards, recorder.open(OPTIMIZER)))
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Entries of steps that raised are still above this one.
+        # Entries of steps that raised are still on top of this one.
         while running:
             number, _backwards, end = running.pop()
             if number == id(optimizer):
                 end()
                 break
-        # Another optimizer steps inside a ShardedOptimizer, which gathers the parameters afterwards. Steps from before
-        # the last backward do not count, because they may have raised.
+        # A ShardedOptimizer steps another optimizer inside its own step, and gathers the parameters afterwards. Ignore
+        # steps that began before the last backward, because they may have raised.
         is_inner = any(backwards == session.backwards for _number, backwards, _end in running)
         session.optimizer_stepped(optimizer, is_inner)
 

@@ -1,1 +1,1 @@
-"""The records of the ranks: steps and their times, and the files that hold them."""
+"""The ranks' records: steps and their times, and the files that hold them."""

@@ -1,8 +1,8 @@
-"""The offsets of the ranks' clocks on different hosts from rank 0's clock.
+"""Offsets of the ranks' clocks from rank 0's clock, because different hosts have different clocks.
 
-No rank leaves an all-gather before all ranks have entered it. So rank 0's begin precedes this rank's end and vice
-versa: every exchange bounds the offset from both sides, and the tightest bounds of several exchanges are combined
-(after Duda, Harrus, Haddad and Bernard, "Estimating global time in distributed systems", ICDCS 1987).
+No rank leaves an all-gather before all ranks have entered it. So rank 0 enters before this rank leaves, and vice versa:
+every exchange bounds the offset from both sides, and the tightest bounds of several exchanges are combined (after Duda,
+Harrus, Haddad and Bernard, "Estimating global time in distributed systems", ICDCS 1987).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ EXCHANGES = 12
 
 
 def are_apart() -> bool:
-    """Return whether ranks may run on several hosts, which have different clocks. The same on all ranks."""
+    """Return whether ranks may run on several hosts, and so have different clocks. All ranks get the same answer."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     local = os.environ.get("LOCAL_WORLD_SIZE")
-    # SPLIT makes a host count as several in tests.
+    # In tests, SPLIT makes one host count as several.
     return SPLIT in os.environ or local is None or int(local) < dist.get_world_size()
 
 
@@ -31,7 +31,7 @@ def measure_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[floa
     """Compare this rank's clock with rank 0's. Collective.
 
     Returns:
-        The time of the measurement on this rank's clock, the seconds that it is ahead, and the largest error.
+        The time of the measurement on this rank's clock, how many seconds the clock is ahead, and the maximum error.
     """
     mine: list[tuple[float, float]] = []
     for _ in range(EXCHANGES):
@@ -45,7 +45,7 @@ def measure_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[floa
 
 
 def bound_offset(mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the offset of this clock from another, and the largest error, from begins and ends of exchanges."""
+    """Return this clock's offset from another and the maximum error, given the starts and ends of exchanges."""
     low = max(begin - end for (begin, _), (_, end) in zip(mine, theirs, strict=True))
     high = min(end - begin for (_, end), (begin, _) in zip(mine, theirs, strict=True))
     # If clocks drift during the exchanges, the bounds may cross.
@@ -53,7 +53,7 @@ def bound_offset(mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[flo
 
 
 def offset_at(when: float, measured: Sequence[tuple[float, float, float]]) -> float:
-    """Return the offset at `when`: on the line through the first and the last measurement; 0 without any."""
+    """Return the offset at `when`, on the line through the first and last measurements; 0 without any."""
     if not measured:
         return 0.0
     (first, begin, _), (last, end, _) = measured[0], measured[-1]

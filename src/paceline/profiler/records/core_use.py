@@ -1,4 +1,4 @@
-"""The cores of a host, and the load on them while a rank was ready to run but had none."""
+"""The cores of a host, and the load on them when a rank was ready to run but had no core."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from paceline.core.output.wording import counted
 from paceline.profiler.records.rank_file import RankRecord
 
 DELAYED, OTHERS = 0.1, 0.2
-"""Smallest share of a rank's time without a core, and cores busy with other programs, that make load a cause."""
+"""Minimum share of a rank's time without a core, and minimum number of cores busy with other programs, for load to be
+named as a cause."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Neighbours:
 
     records: Sequence[RankRecord]
     cores: float
-    """Cores that they have together, limited by the quota of a control group."""
+    """Number of cores that they share, limited by the quota of a control group."""
 
     @property
     def threads(self) -> int:
@@ -45,29 +46,29 @@ class Load:
     """The load on the cores of the most delayed rank."""
 
     share: float
-    """Share of its time that the rank was ready to run but had no core."""
+    """Share of its time during which the rank was ready to run but had no core."""
     rank: int
     others: float
-    """Cores of the rank that programs other than the ranks and their workers kept busy."""
+    """How many of the rank's cores were busy with programs other than the ranks and their workers."""
     rivals: float
-    """Cores that other threads of the ranks and their workers kept busy."""
+    """How many of them were busy with other threads of the ranks and their workers."""
     neighbours: Neighbours
 
     @property
     def of_ranks(self) -> float:
-        """Share of the time without a core because the ranks have more threads than cores."""
+        """Share of its time without a core because the ranks have more threads than cores."""
         if not (self.neighbours.is_crowded and self.rivals):
             return 0.0
         return self.share * self.rivals / (self.rivals + self.others)
 
     @property
     def of_others(self) -> float:
-        """Share of the time without a core because of other programs."""
+        """Share of its time without a core because of other programs."""
         return self.share - self.of_ranks
 
     @property
     def is_by_others(self) -> bool:
-        """Whether other programs slow the run down."""
+        """Whether other programs slow down the run."""
         return self.of_others >= DELAYED and self.others >= OTHERS
 
     @property
@@ -77,13 +78,13 @@ class Load:
 
 
 def neighbours(records: Sequence[RankRecord], rank: int) -> Neighbours:
-    """Return the ranks that share cores with `rank`, including itself, and these cores."""
+    """Return the ranks that share cores with `rank`, including `rank` itself, and those cores."""
     own = records[rank]
     sharing = [
         record
         for record in records
         if record.host == own.host
-        # If their cores are unknown, assume that ranks of one host share all of them.
+        # If their cores are unknown, assume that all ranks on a host share all of its cores.
         and (not record.core_numbers or not own.core_numbers or set(record.core_numbers) & set(own.core_numbers))
     ]
     numbers = {number for record in sharing for number in record.core_numbers}
@@ -96,13 +97,13 @@ def load_of(records: Sequence[RankRecord], delays: Sequence[float]) -> Load | No
 
     Args:
         records: records of all ranks.
-        delays: share of its time that each rank was ready to run but had no core.
+        delays: for each rank, the share of its time during which it was ready to run but had no core.
     """
     rank = max(range(len(records)), key=lambda place: delays[place])
     record, there = records[rank], neighbours(records, rank)
     if record.busy_cores is None:
         return None
     own = math.fsum(one.own_cores for one in there.records)
-    # The loop's thread does not compete with itself, but threads of its operators do.
+    # The loop's thread does not compete with itself, but the threads of its operators compete with it.
     rivals = max(0.0, own - record.loop_cores)
     return Load(delays[rank], rank, max(0.0, record.busy_cores - own), rivals, there)

@@ -1,4 +1,4 @@
-"""Lengths of sets of time intervals, which are pairs of begin and end."""
+"""Lengths of sets of time intervals. An interval is a pair of start and end."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def total(intervals: Iterable[Interval]) -> float:
 def shared(first: Iterable[Interval], second: Iterable[Interval]) -> float:
     """Return the length of the intersection of both sets."""
     one, other = merged(first), merged(second)
-    # Not below 0 by rounding.
+    # Rounding could make it negative.
     return max(0.0, total(one) + total(other) - total([*one, *other]))

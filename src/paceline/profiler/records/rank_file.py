@@ -1,7 +1,7 @@
-"""The file of one rank's record: a line of JSON about the rank, one for each step, and one for its end.
+"""The file with a rank's record: a line of JSON about the rank, one for each step, and one at its end.
 
-It grows while the rank runs, so a killed rank leaves the steps before its end. Times are seconds of that rank's
-``time.perf_counter``. Inside a step they are integer ticks since its start, which are fast to write.
+The file grows while the rank runs, so a rank that is killed leaves the steps written so far. Times are seconds of the
+rank's ``time.perf_counter``. Within a step they are integer ticks since the step's start, which are fast to write.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paceline.profiler.records.steps import Meeting, Step
 from paceline.profiler.records.untrusted_files import WrongValue, instance_of, new_file, parse, read_text
 
 FOLDER = "ranks"
-"""Folder with the files of all ranks, in the profile's folder."""
+"""Folder for the files of all ranks, inside the profile's folder."""
 VERSION = 4
 MOST_RANKS = 2048
-"""Largest world with a report, which has a figure for each pair of ranks."""
+"""Largest world that can be reported, because a report has a figure for each pair of ranks."""
 TICKS = 10_000_000
-"""Ticks in a second; a tick is the smallest time in the file."""
+"""Ticks per second; a tick is the smallest time in the file."""
 AS_THEY_ARE = ("number", "kind", "start", "end", "rows", "batches", "cells", "averages", "norms")
 IN_TICKS = ("delayed", "loading", "collecting")
-"""Fields of a step that its line has unchanged, and in ticks."""
+"""Fields of a step that its line stores unchanged, and those that it stores in ticks."""
 KILLED = "killed"
-"""Value of ``ended`` for a record without an end."""
+"""Value of ``ended`` in a record that was never closed."""
 STOPPED = ("SystemExit: 143", "KeyboardInterrupt")
 """Values of ``ended`` after SIGTERM or Ctrl-C."""
 MISSING = "missing"
@@ -42,7 +42,7 @@ class RankRecord:
 
     rank: int
     size: int
-    """Ranks in the world."""
+    """World size."""
     title: str
     """Name of the program."""
     host: str
@@ -58,9 +58,9 @@ class RankRecord:
     virtual_ranks: int = 0
     """Number of virtual ranks; 0 without them."""
     groups: dict[str, list[int]] = field(default_factory=dict)
-    """Ranks of the groups in meetings, by name."""
+    """Ranks of each process group that occurs in meetings, by the group's name."""
     offsets: list[tuple[float, float, float]] = field(default_factory=list)
-    """Comparisons of this rank's clock with rank 0's: time, seconds that it is ahead, error."""
+    """Comparisons of this rank's clock with rank 0's: time, seconds that this clock is ahead, error."""
     buckets: list[int] = field(default_factory=list)
     """Bytes of each bucket in launch order."""
     parameters: list[tuple[str, int]] = field(default_factory=list)
@@ -68,51 +68,51 @@ class RankRecord:
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of ``parameters``, ``gradients``, ``optimizer`` and ``peak``."""
     workers: int = 0
-    """Workers of the DataLoader that gave the first batch."""
+    """Number of workers of the DataLoader that returned the first batch."""
     own_code: dict[str, int] = field(default_factory=dict)
     """Number of stack samples in the loop's own code, by function."""
     sampled_s: float = 0.01
     """Mean seconds between two stack samples."""
     busy_cores: float | None = None
-    """Mean number of busy cores among the cores of the rank; None if unknown."""
+    """Mean number of the rank's cores that are busy; None if unknown."""
     own_cores: float = 0.0
-    """Mean number of cores busy with this rank and its children."""
+    """Mean number of cores that this rank and its children keep busy."""
     loop_cores: float = 0.0
-    """Mean share of a core for the loop's own thread."""
+    """Mean share of a core that the loop's own thread uses."""
     core_numbers: list[int] = field(default_factory=list)
     """Numbers of the cores that the rank may use; empty if unknown."""
     quota: float | None = None
-    """Limit of control groups in cores; None without a limit."""
+    """Limit that control groups set, in cores; None without a limit."""
     ended: str = ""
     """Error that ended the rank, :data:`KILLED` or :data:`MISSING`; empty after success."""
     began_ns: int = 0
-    """Time of day when the recording began, in nanoseconds."""
+    """Time of day at which recording began, in nanoseconds."""
     ended_ns: int = 0
-    """Time of day when it ended; 0 without an end."""
+    """Time of day at which recording ended, in nanoseconds; 0 if it was not closed."""
     profiles_itself: bool = False
-    """Whether the program used torch's profiler itself."""
+    """Whether the program itself used torch's profiler."""
 
 
 def path_of(folder: Path, rank: int) -> Path:
     """Return the file of `rank`."""
-    # Five digits, so that sorted names are in the order of the ranks.
+    # Five digits, so that sorting the names sorts the ranks.
     return folder / FOLDER / f"rank-{rank:05d}.jsonl"
 
 
 def trace_of(folder: Path, rank: int) -> Path:
-    """Return the file of torch's profiler on `rank`."""
+    """Return the file for the trace of torch's profiler on `rank`."""
     return path_of(folder, rank).with_suffix(".torch.json")
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder of the ranks' files. A link is refused, because it may lead to files of another user."""
+    """Create the folder for the ranks' files. Refuse a link, because it may lead to another user's files."""
     if (folder / FOLDER).is_symlink():
         raise OSError(0, f"{FOLDER} in it is a link")
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
 
 
 def remove_ranks(folder: Path, size: int) -> None:
-    """Remove files that an earlier run with more than `size` ranks left."""
+    """Remove files left behind by an earlier run with more than `size` ranks."""
     for path in (folder / FOLDER).glob("rank-*"):
         number = path.name.removeprefix("rank-").partition(".")[0]
         if number.isdecimal() and int(number) >= size:
@@ -120,7 +120,7 @@ def remove_ranks(folder: Path, size: int) -> None:
 
 
 def open_file(folder: Path, rank: int) -> TextIO:
-    """Open an empty file for `rank`, and remove its trace of an earlier run."""
+    """Open an empty file for `rank`, and remove its trace from an earlier run."""
     try:
         make_folder(folder)
         trace_of(folder, rank).unlink(missing_ok=True)
@@ -168,7 +168,7 @@ def write_steps(file: TextIO, steps: Iterable[Step]) -> None:
 
 
 def write_facts(file: TextIO, record: RankRecord) -> None:
-    """Write a line with what is known about the rank. The last such line counts, and begins the file, too."""
+    """Write a line with what is known about the rank. The file begins with such a line; the last one counts."""
     kind = "open" if record.ended == KILLED else "closed"
     file.write(json.dumps({"version": VERSION, kind: asdict(replace(record, steps=[]))}) + "\n")
     file.flush()
@@ -176,15 +176,15 @@ def write_facts(file: TextIO, record: RankRecord) -> None:
 
 def is_open(path: Path) -> bool:
     """Return whether the record in the file `path` is not closed yet."""
-    # At the start of a line, because a message or a name may contain the same words.
+    # Match only the start of a line, because a message or a name may contain the same text.
     return f'\n{{"version": {VERSION}, "closed"' not in path.read_text("utf-8")
 
 
 def read_ranks(folder: Path) -> list[RankRecord]:
     """Return the records of all ranks of the profile in `folder`, by rank.
 
-    Skips files of an earlier run, which ended before another began or have ranks outside the world. A rank without a
-    file gets a record without steps.
+    Skips files of an earlier run: those that ended before the newest record began, or whose rank is outside the world.
+    A rank without a file gets a record without steps.
     """
     paths = sorted((folder / FOLDER).glob("rank-*.jsonl"))
     if not paths:

@@ -1,7 +1,7 @@
 """Steps of one rank: their parts, and their meetings with other ranks.
 
-A step ends when ``optimizer.step()`` returns. Another optimizer after the same backward does not end a step. The time
-between two steps belongs to the later one.
+A step ends when ``optimizer.step()`` returns. Another optimizer that steps after the same backward does not end a step.
+The time between two steps belongs to the later one.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from paceline.core.telemetry.spans import Span
 from paceline.profiler.report import step_parts
 
 WARM_UP, DETAILED, TRACED = 3, 5, 3
-"""Numbers of the first steps: warm-up, with marks of every gradient, and under torch's profiler. The first and the last
-are not measured."""
+"""How many steps at the start are warm-up, then mark every gradient, then run under torch's profiler. Warm-up and
+profiler steps are not measured."""
 KEPT = 100
-"""Number of measured steps that keep their spans."""
+"""Number of further steps that keep their spans."""
 FLUSH_S = 5.0
-"""Seconds between two writes. Writing steps one by one costs three times as much."""
+"""Seconds between two writes. Writing each step separately costs three times as much."""
 MEASURED = ("detailed", "plain")
-"""Kinds of steps that count in figures."""
+"""Kinds of steps that the figures include."""
 MOST = 10_000
-"""Largest number of measured steps of a run."""
+"""Maximum number of measured steps in a run."""
 MEETING = "meeting"
-"""Name of the time in collectives, before it is split into bubbles and communication."""
+"""Name of the part for time in collectives, before it is split into bubbles and communication."""
 _PARTS = {
     spans.DATA_WAIT: step_parts.DATA,
     spans.FORWARD: step_parts.FORWARD,
@@ -46,7 +46,7 @@ _WHOLE = (MEETING, step_parts.CHECKPOINT)
 
 
 class Meeting(NamedTuple):
-    """A collective that this rank waited in: it `came` when it began to wait, and `left` at the end."""
+    """A collective in which this rank waited, from `came` to `left`."""
 
     group: str
     came: float
@@ -66,14 +66,15 @@ class Step:
     start: float
     end: float
     seconds: dict[str, float]
-    """Seconds by part, which add up to the length. :data:`MEETING` includes bubbles and waiting for communication."""
+    """Seconds by part, which add up to the length. :data:`MEETING` includes both bubbles and waiting for
+    communication."""
     meetings: list[Meeting]
     rows: int = 0
     """Rows of the model's first input."""
     batches: int = 1
-    """Number of forwards of a model: more than one if gradients are accumulated."""
+    """Number of forwards: more than one if gradients are accumulated."""
     norms: tuple[float, float] | None = None
-    """Squared norms of this rank's gradient and of the average, if measured."""
+    """Squared norms of this rank's gradient and of the averaged gradient, if measured."""
     spans: list[Span] = field(default_factory=list)
     """Spans, kept for some steps only."""
     cells: int = 0
@@ -81,11 +82,11 @@ class Step:
     delayed: float = 0.0
     """Seconds that the rank's thread was ready to run but had no core."""
     loading: float = 0.0
-    """Core seconds that the loop's own thread took to load batches."""
+    """Core seconds that the loop's own thread spent loading batches."""
     averages: int = 1
-    """Number of backwards that averaged gradients: more than one if no_sync is missing."""
+    """Number of backwards that averaged gradients: more than one if accumulation lacks no_sync."""
     collecting: float = 0.0
-    """Core seconds of Python's garbage collector."""
+    """Core seconds spent in Python's garbage collector."""
 
     @property
     def length(self) -> float:
@@ -93,19 +94,19 @@ class Step:
         return self.end - self.start
 
     def is_measured(self) -> bool:
-        """Return whether the step counts in figures."""
+        """Return whether figures include the step."""
         return self.kind in MEASURED
 
 
 def kind_of(number: int, traced: int) -> str:
-    """Return the kind of step `number`; `traced` steps run under torch's profiler."""
-    # torch's profiler writes its trace in the step after the traced ones.
+    """Return the kind of step `number`, if `traced` steps run under torch's profiler."""
+    # torch's profiler writes its trace during the step after the traced ones.
     ends = [WARM_UP, WARM_UP + DETAILED, WARM_UP + DETAILED + traced, WARM_UP + DETAILED + traced + bool(traced)]
     return ("warm-up", "detailed", "traced", "warm-up", "plain")[bisect_right(ends, number)]
 
 
 def seconds_by_part(stretches: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Return the seconds of each part in `stretches` of part, begin and end."""
+    """Return the seconds of each part, given `stretches`: tuples of part, start and end."""
     seconds: dict[str, float] = {}
     for part, begin, stop in stretches:
         seconds[part] = seconds.get(part, 0.0) + (stop - begin)
@@ -118,14 +119,14 @@ def cut_into_stretches(
     """Cut the time from `start` to `end` at every change of the innermost span.
 
     Returns:
-        Consecutive parts with their begin and end, and the outermost meetings in their order.
+        Consecutive parts with their starts and ends, and the outermost meetings in order.
     """
     stretches: list[tuple[str, float, float]] = []
     meetings: list[Meeting] = []
-    stack: list[tuple[float, str]] = []  # end and part of the spans that are open, the outermost first
-    # The moment that the cut has come to, and the innermost span there.
+    stack: list[tuple[float, str]] = []  # end and part of the open spans, outermost first
+    # The time up to which stretches are cut, and the innermost span there.
     now, outer, outer_end = start, step_parts.OTHER, end
-    # Of spans that start together, the longest is around the others.
+    # If spans start at the same time, the longest one contains the others.
     for label, begin, stop, _, group, _ in sorted(spans, key=lambda span: (span.start, -span.end)):
         part = _PARTS.get(label)
         if part is None or stop <= start or begin >= end:

@@ -1,4 +1,4 @@
-"""The traces that torch's profiler wrote, in Google's Trace Event Format."""
+"""Reads the traces that torch's profiler wrote, in Google's Trace Event Format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Event = dict[str, Any]
 
 
 def read_traces(folder: Path, records: Sequence[RankRecord]) -> list[dict[str, Any]]:
-    """Return the traces of torch's profiler by rank; empty if a trace is missing or truncated."""
+    """Return the trace of torch's profiler for each rank; empty if it is missing or truncated."""
     return [_read(trace_of(folder, record.rank)) for record in records]
 
 
@@ -26,5 +26,5 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def complete_events(trace: dict[str, Any]) -> list[Event]:
-    """Return the events of `trace` with a duration."""
+    """Return the events of `trace` that have a duration."""
     return [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]

@@ -1,4 +1,4 @@
-"""Files of untrusted origin in a profile's folder: of bounded size, regular, and validated against a dataclass."""
+"""Reads untrusted files in a profile's folder: regular files of limited size, validated against a dataclass."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from paceline.core.strict_json import shown, unique
 
 MOST_BYTES = 512 * 2**20
 LARGEST = 1e20
-"""Largest valid number. Sums and squares of such numbers are still finite."""
+"""Largest valid number. Sums and squares of valid numbers stay finite."""
 _PLAIN: dict[Any, Any] = {str: str, int: int, bool: bool, float: int | float, type(None): type(None)}
 
 
 class WrongValue(ValueError):
-    """An invalid value. The message names its place and the fault."""
+    """An invalid value. The message says where it is and what is wrong with it."""
 
 
 def new_file(path: Path) -> TextIO:
-    """Open an empty file for writing. A link in its place is replaced, not followed."""
+    """Open an empty file for writing. An existing link is replaced, not followed."""
     path.unlink(missing_ok=True)
     return path.open("x", encoding="utf-8")
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a regular file of bounded size."""
+    """Return the text of a file, which must be regular and of limited size."""
     if path.exists() and not path.is_file():
         raise WrongValue("it is not a regular file")
     if (size := path.stat().st_size) > MOST_BYTES:
@@ -36,7 +36,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str) -> Any:
-    """Return the value of a JSON text; NaN, repeated keys and deep nesting are refused."""
+    """Return the value of a JSON text. Refuses NaN, repeated keys and deep nesting."""
     try:
         return json.loads(text, object_pairs_hook=unique, parse_constant=_refuse)
     except RecursionError:
@@ -48,14 +48,14 @@ def _refuse(constant: str) -> Any:
 
 
 def instance_of(kind: Any, values: dict[str, Any]) -> Any:
-    """Return the dataclass `kind` with `values`, without unknown keys."""
+    """Return an instance of the dataclass `kind` with `values`, ignoring unknown keys."""
     hints = get_type_hints(kind)
     known = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: _checked(hints[name], value, name) for name, value in values.items() if name in known})
 
 
 def _checked(kind: Any, value: Any, where: str) -> Any:
-    """Return a `value` from JSON as the type `kind`."""
+    """Return a `value` from JSON as type `kind`."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin is types.UnionType:
         return None if value is None else _checked(inside[0], value, where)

@@ -1,1 +1,1 @@
-"""The report of a profile as values and words."""
+"""The report of a profile: its values, and how they are put into words."""

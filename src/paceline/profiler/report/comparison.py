@@ -18,14 +18,14 @@ from paceline.profiler.report.formatting import (
 from paceline.profiler.report.report import ENOUGH, Report
 
 EQUAL = 0.02
-"""Relative difference up to which times count as equal."""
+"""Maximum relative difference at which times count as equal."""
 SAMPLES = 1000
-"""Samples that times refer to if the runs have different numbers of samples per step."""
+"""Number of samples to which times refer if the runs have different numbers of samples per step."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One figure in both runs; None if a run does not have it."""
+    """One figure of both runs; None for a run that does not have it."""
 
     name: str
     a: float | None
@@ -33,16 +33,16 @@ class Pair:
     unit: str
     """``s``, ``share``, ``bytes`` or empty."""
     better: str = ""
-    """The better direction, ``less`` or ``more``; empty without one."""
+    """Which direction is better, ``less`` or ``more``; empty if neither."""
 
     @property
     def ratio(self) -> float | None:
-        """Figure of the second run divided by the first."""
+        """The second run's figure divided by the first run's."""
         return self.b / self.a if self.a and self.b is not None else None
 
     @property
     def verdict(self) -> str:
-        """``better`` or ``worse`` for the second run; empty if both are equal or not comparable."""
+        """Whether the second run is ``better`` or ``worse``; empty if the runs are equal or not comparable."""
         if self.a is None or self.b is None or not self.better:
             return ""
         change = self.b - self.a
@@ -51,7 +51,7 @@ class Pair:
         return "better" if (change < 0) == (self.better == "less") else "worse"
 
     def shown(self) -> tuple[str, str, str]:
-        """Return both figures and their ratio, or for shares their difference, as texts."""
+        """Return both figures and their ratio (for shares, their difference) as text."""
         change = "–" if self.ratio is None else f"× {self.ratio:.2f}"
         if self.unit == "share":
             change = "–" if self.a is None or self.b is None else f"{100 * (self.b - self.a):+.1f} points"
@@ -75,19 +75,19 @@ class Comparison:
     headline: str
     """The verdict in one sentence."""
     detail: str
-    """Main cause of the difference; empty without one."""
+    """Main cause of the difference; empty if there is none."""
     pairs: tuple[Pair, ...]
     parts: tuple[Mapping[str, float], Mapping[str, float]]
-    """Mean seconds of each part over the ranks, in ``basis``."""
+    """Seconds of each part for ``basis``, averaged over ranks."""
     basis: str
-    """Basis of the parts' times: ``a step``, or ``1,000 samples``."""
+    """What the parts' times refer to: ``a step`` or ``1,000 samples``."""
 
 
 def compare(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> Comparison:
     """Compare two runs; `names` stand for them in sentences and headings."""
     parts, basis = (mean_parts(a), mean_parts(b)), "a step"
     if a.samples_per_step and b.samples_per_step and a.samples_per_step != b.samples_per_step:
-        # Times per sample would be microseconds, which are hard to compare with the length of a step.
+        # Times per sample would be microseconds, which are hard to compare with step times.
         basis = f"{SAMPLES:,} samples"
         for part, scale in zip(parts, (SAMPLES / a.samples_per_step, SAMPLES / b.samples_per_step), strict=True):
             part.update({name: scale * seconds for name, seconds in part.items()})
@@ -103,12 +103,12 @@ def compare(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> Compar
 
 
 def _figures(run: Report, parts: Mapping[str, float], basis: str) -> Iterator[tuple[str, float | None, str, str]]:
-    """Yield name, value, unit and better direction of each figure."""
+    """Yield the name, value, unit and better direction of each figure."""
     peak = max((one.peak_memory for one in run.ranks if one.peak_memory is not None), default=None)
     yield "ranks", len(run.ranks), "", ""
     yield "samples per step", run.samples_per_step, "", ""
     yield "samples per second", samples_per_second(run), "", "more"
-    # If steps have different numbers of samples, neither length of a step is better.
+    # If steps have different numbers of samples, neither step time is better.
     yield "step, median", typical_step(run), "s", "less" if basis == "a step" else ""
     for part in step_parts.ALL:
         yield f"{step_parts.NAMES[part]}, {basis}", parts[part], "s", "less"

@@ -1,4 +1,4 @@
-"""Figures of a report, and times and shares as texts."""
+"""Figures derived from a report, and times and shares as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.profiler.report.report import Report
 
 
 def ms(seconds: float) -> str:
-    """Return a time with three significant digits: ``12.3 ms``, ``12.3 s`` from ten seconds on."""
+    """Return a time as text, with three digits: ``12.3 ms``; from ten seconds on, ``12.3 s``."""
     value = 1e3 * seconds
     if value == 0 or abs(value) >= 10_000:
         return "0 ms" if value == 0 else f"{seconds:,.1f} s"
@@ -17,50 +17,50 @@ def ms(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share: ``27%``; with a digit more below ten percent."""
-    # From 0.0995 on it rounds to 10 %.
+    """Return a share as text: ``27%``; below ten percent with one more digit."""
+    # From 0.0995 on, a share rounds to 10%.
     return f"{100 * share:.0f}%" if abs(share) >= 0.0995 else f"{100 * share:.1f}%"
 
 
 def sentence(words: str) -> str:
-    """Return `words` with a period, and with a capital unless a name of code comes first."""
+    """Return `words` with a period, and capitalized unless they start with an identifier."""
     first = words.split(" ", 1)[0]
-    # A name of code, such as bucket_cap_mb=5, is wrong with a capital.
+    # Do not capitalize an identifier such as bucket_cap_mb=5.
     if first.isalpha() and first.islower():
         words = words[:1].upper() + words[1:]
     return words if words.endswith((".", "!", "?", ":")) or not words else f"{words}."
 
 
 def mean_parts(report: Report) -> dict[str, float]:
-    """Return the mean seconds of each part over the ranks that took steps."""
+    """Return the mean seconds of each part, over all ranks that took steps."""
     rows = [parts for parts in report.rank_parts if parts is not None]
     return {part: fmean(row[part] for row in rows) if rows else 0.0 for part in step_parts.ALL}
 
 
 def typical_step(report: Report) -> float | None:
-    """Return the median length of a step over all ranks and steps; None without steps."""
+    """Return the median step time over all ranks and steps; None without steps."""
     there = [one for row in report.step_seconds for one in row if one is not None]
     return median(there) if there else None
 
 
 def samples_per_second(report: Report) -> float | None:
-    """Return the samples per second of all ranks together; None if unknown."""
+    """Return the samples per second of all ranks combined; None if unknown."""
     step = typical_step(report)
     return report.samples_per_step / step if report.samples_per_step and step else None
 
 
 def share(report: Report, *parts: str) -> float:
-    """Return the combined share of `parts` in the step's time."""
+    """Return the share of the step time that `parts` take together."""
     return sum(report.shares.get(part, 0.0) for part in parts)
 
 
 def kind_name(kind: str) -> str:
-    """Return a piece of advice's kind as a heading: ``data-loading`` as ``Data loading``."""
+    """Return the kind of a piece of advice as a heading: ``Data loading`` for ``data-loading``."""
     return kind.replace("-", " ").capitalize()
 
 
 def notable_ranks(report: Report, most: int) -> list[int]:
-    """Return up to `most` ranks: stragglers, other ranks that caused waiting, the busiest, a middle one, the idlest."""
+    """Return up to `most` ranks: stragglers, other causes of waiting, the busiest, one in the middle, the idlest."""
     count = len(report.ranks)
     if count <= most:
         return list(range(count))

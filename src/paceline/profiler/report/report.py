@@ -11,13 +11,14 @@ from paceline.core.telemetry.spans import Span
 from paceline.profiler.report import step_parts
 
 ENOUGH = 20
-"""Fewest measured steps for a verdict, advice and shares of the time. In windows of healthy runs, 13 % of 3 steps and
-4 % of 10 steps had a cause that the whole run did not have, and none of 15 or more."""
+"""Minimum number of measured steps for a verdict, advice and shares of the time. In excerpts of healthy runs, a cause
+was named that the whole run did not have: in 13% of the excerpts of 3 steps, in 4% of those of 10 steps, and in none of
+15 or more."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A rank, and its host and device."""
+    """A rank with its host and device."""
 
     rank: int
     host: str
@@ -28,19 +29,19 @@ class RankInfo:
     cores: int
     """Cores that the process may use."""
     peak_memory: int | None
-    """Peak memory in bytes, of the GPU if one was used, else of the process."""
+    """Peak memory in bytes: of the GPU if one was used, otherwise of the process."""
 
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """Times of one bucket of gradients in the step of the timeline, by rank, in seconds since the step began."""
+    """Times of one gradient bucket in the timeline's step, by rank, in seconds since the step began."""
 
     bucket: int
     nbytes: int
     launched: Sequence[float]
-    """When each rank handed the full bucket to communication."""
+    """When each rank handed over the full bucket for communication."""
     finished: Sequence[float | None]
-    """When its all-reduce finished; None if unknown."""
+    """When the bucket's all-reduce finished on each rank; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -49,41 +50,41 @@ class Timeline:
 
     step: int
     spans: Sequence[Sequence[Span]]
-    """Spans of each rank, which may nest, in seconds since the first rank began the step."""
+    """Spans of each rank, possibly nested, in seconds since the first rank began the step."""
     buckets: Sequence[BucketTimes]
 
 
 @dataclass(frozen=True)
 class Operator:
-    """Time of an operator, averaged over ranks and steps of torch's profiler."""
+    """Time of an operator, averaged over ranks and over the steps that torch's profiler recorded."""
 
     name: str
     calls: float
-    """Calls in a step of a rank."""
+    """Calls per step and rank."""
     seconds: float
-    """Seconds in a step of a rank, without the operators that it called; on a GPU, device time."""
+    """Seconds per step and rank, excluding the operators that it called; on a GPU, device time."""
     share: float
     """Share of the time of all operators."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A cause that costs time, with the change that removes it."""
+    """A cause of lost time, with the change that removes it."""
 
     kind: str
     """Kind of advice, such as ``straggler``, ``accumulation``, ``data-loading``."""
     text: str
-    """The change, in one sentence."""
+    """The change to make, in one sentence."""
     reason: str
     """The measurement behind it."""
     gain: float
-    """Predicted share of the time for a sample that the change saves, between 0 and 1."""
+    """Share of the time per sample that the change is predicted to save, between 0 and 1."""
     headline: str = ""
-    """Verdict if this costs most."""
+    """Verdict to give if this is the largest cost."""
     weight: float = 1.0
-    """Factor of the gain in the order of advice."""
+    """Factor by which the gain is multiplied to order advice."""
     predictions: Mapping[str, float] = field(default_factory=dict)
-    """Predicted share of all-reduce, by the factor of accumulated batches."""
+    """Predicted share of all-reduce, by accumulation factor."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,12 @@ class SlowRank:
     first_step: int
     last_step: int
     slowdown: float
-    """Its computing time divided by the median of the other ranks'."""
+    """Its computing time divided by the median of the other ranks."""
     kind: str
     phase: str
-    """Part of the step that lost most."""
+    """Part of the step that lost the most time."""
     seconds: float
-    """Seconds that it lost in a step."""
+    """Seconds that this part lost per step."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,11 @@ class NoiseScale:
     text: str
     """Verdict in words."""
     batch_size: float
-    """Samples in a step, all ranks together."""
+    """Samples in a step, summed over all ranks."""
     value: float | None = None
     """Critical batch size; None if noise hides the gradient."""
     curve: Sequence[tuple[float, float]] = ()
-    """Pairs of batch size and the predicted share of the best possible progress per step."""
+    """Pairs of batch size and predicted progress per step, as a share of the best possible progress."""
 
 
 @dataclass(frozen=True)
@@ -125,39 +126,39 @@ class Report:
     backend: str
     ranks: Sequence[RankInfo]
     steps: Sequence[int]
-    """Numbers of the measured steps, without warm-up and steps of torch's profiler."""
+    """Numbers of the measured steps, which exclude warm-up and the steps that torch's profiler recorded."""
     step_seconds: Sequence[Sequence[float | None]]
-    """Length of each step on each rank, shape (steps, ranks); None if a rank did not take it."""
+    """Length of each step on each rank, shape (steps, ranks); None if a rank did not take the step."""
     parts: Mapping[str, Sequence[Sequence[float | None]]]
-    """Seconds of each of :data:`~paceline.profiler.report.step_parts.ALL`: shape (steps, ranks)."""
+    """Seconds of each part in :data:`~paceline.profiler.report.step_parts.ALL`, shape (steps, ranks)."""
     waited_for: Sequence[Sequence[float]]
-    """Seconds in a step that a rank (row) spent in bubbles that another one (column) caused by arriving last."""
+    """Seconds per step that a rank (row) spent in bubbles that another one (column) caused by arriving last."""
     headline: str
     """Verdict in one sentence."""
     advice: Sequence[Advice]
-    """Advice, the best first."""
+    """Advice, most valuable first."""
     stragglers: Sequence[SlowRank]
-    """Stragglers, the costliest first."""
+    """Stragglers, costliest first."""
     shares: Mapping[str, float]
-    """Mean share of each of :data:`~paceline.profiler.report.step_parts.ALL` in a step, and ``allreduce``: the share of
-    all-reduces in the time of forward, backward, optimizer and all-reduces."""
+    """Mean share of a step that each part in :data:`~paceline.profiler.report.step_parts.ALL` takes, and ``allreduce``:
+    the share of all-reduces in the time of forward, backward, optimizer and all-reduces."""
     timeline: Timeline | None
     overlap_by_rank: Mapping[str, float] = field(default_factory=dict)
-    """Share of the all-reduces' time that overlaps with computing, by rank, if known."""
+    """Share of all-reduce time that overlaps with computing, by rank, where known."""
     operators: Sequence[Operator] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes on rank 0: parameters, gradients, optimizer state, peak."""
     device_figures: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the GPU from its kernels, between 0 and 1: utilization, sm_efficiency, occupancy, tensor_cores. Empty
-    on CPUs."""
+    """GPU figures computed from its kernels, between 0 and 1: utilization, sm_efficiency, occupancy, tensor_cores.
+    Empty on CPUs."""
     noise_scale: NoiseScale | None = None
     """Gradient noise scale; None if it was not measured."""
     missing: Sequence[str] = ()
-    """Sentences on missing data with the reasons."""
+    """A sentence for each kind of missing data, with the reason."""
     samples_per_step: float | None = None
-    """Rows of the model's first input in a step, all ranks together."""
+    """Rows of the model's first input in a step, summed over all ranks."""
     collecting: Sequence[float] = ()
-    """Seconds of a step in Python's garbage collector, by rank."""
+    """Seconds per step spent in Python's garbage collector, by rank."""
 
     @cached_property
     def rank_parts(self) -> list[dict[str, float] | None]:
@@ -173,7 +174,7 @@ class Report:
 
     @property
     def overlap(self) -> float | None:
-        """Mean overlap of the ranks; None if unknown."""
+        """Mean overlap over the ranks; None if unknown."""
         return fmean(self.overlap_by_rank.values()) if self.overlap_by_rank else None
 
     @property

@@ -4,13 +4,13 @@
     forward        the model's forward
     backward       backward, without the other parts
     communication  copying, launching and reducing buckets in backward, and waiting for a collective after the last
-                   rank has arrived: a free network would save it
-    bubble         waiting in a collective before the last rank has arrived: equally fast ranks would save it
+                   rank has arrived: an infinitely fast network would save it
+    bubble         waiting in a collective until the last rank has arrived: equally fast ranks would save it
     optimizer      optimizer steps
     checkpoint     saves
     other          everything else in the loop: metrics, logging, schedulers
 
-:mod:`paceline.core.telemetry.spans` has the labels of spans.
+:mod:`paceline.core.telemetry.spans` defines the labels of spans.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMPUTE = (FORWARD, BACKWARD)
 WAITING = (COMMUNICATION, BUBBLE)
 
 NAMES = {part: part for part in ALL} | {COMMUNICATION: "exposed communication"}
-"""Names of the parts in a column or a legend."""
+"""Names of the parts in columns and legends."""
 MEANINGS = {
     DATA: "the loop waits for a batch",
     FORWARD: "the model's forward",
@@ -33,4 +33,4 @@ MEANINGS = {
     CHECKPOINT: "saves",
     OTHER: "everything else in the loop: metrics, logging, schedulers",
 }
-"""One line about each part."""
+"""A one-line description of each part."""

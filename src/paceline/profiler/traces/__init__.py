@@ -1,1 +1,1 @@
-"""One trace of all ranks for Perfetto."""
+"""One trace of all ranks, for Perfetto."""

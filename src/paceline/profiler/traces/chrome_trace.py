@@ -1,6 +1,6 @@
 """One trace for Perfetto and ``chrome://tracing``: a process for each rank, with its spans, buckets and operators.
 
-The format is Google's Trace Event Format; times are microseconds since the first rank began.
+The format is Google's Trace Event Format. Times are in microseconds since the first rank began.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from paceline.profiler.records.trace_file import Event
 from paceline.profiler.records.untrusted_files import new_file
 
 SPANS = 10_000_000
-"""Thread number of a rank's spans. torch's threads and streams have smaller numbers."""
+"""Thread number for a rank's spans. torch's threads and streams have smaller numbers."""
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _NS = 3
-"""Decimals of microseconds. With fewer, rounding could move an event out of the surrounding one."""
+"""Decimal places of microseconds. With fewer, rounding could move an event out of the surrounding one."""
 
 
 def write_trace(folder: Path, facts: Facts) -> None:
@@ -59,11 +59,11 @@ def _spans(record: RankRecord, zero: float) -> Iterator[Event]:
 
 
 def _nested(step: Step) -> Iterator[tuple[Span, float, float]]:
-    """Yield the spans of `step` with nested begins and ends: a span ends with the surrounding one at the latest.
+    """Yield the spans of `step`, properly nested: no span ends later than the one around it.
 
     :func:`~paceline.profiler.records.steps.cut_into_stretches` treats them in the same way.
     """
-    ends: list[float] = []  # ends of the open spans, the outermost first
+    ends: list[float] = []  # ends of the open spans, outermost first
     for span in sorted(step.spans, key=lambda span: (span.start, -span.end)):
         start = min(max(span.start, step.start), step.end)
         while ends and ends[-1] <= start:
@@ -74,7 +74,7 @@ def _nested(step: Step) -> Iterator[tuple[Span, float, float]]:
 
 
 def _buckets(facts: Facts, zero: float) -> Iterator[Event]:
-    """Yield each bucket of detailed steps from launch to finish, as asynchronous events, which may overlap."""
+    """Yield each bucket of the detailed steps, from launch to finish, as asynchronous events, which may overlap."""
     number = 0
     for steps, buckets in zip(facts.detailed, facts.buckets, strict=True):
         begin = min(step.start for step in steps) - zero
@@ -90,16 +90,16 @@ def _buckets(facts: Facts, zero: float) -> Iterator[Event]:
 
 
 def _operators(record: RankRecord, trace: dict[str, Any], zero: float) -> Iterator[Event]:
-    """Yield torch's events, whose times count from the time of day."""
+    """Yield torch's events, whose times are relative to a time of day."""
     begin = next((step.start for step in record.steps if step.kind == "traced"), zero)
     shift = (trace.get("baseTimeNanoseconds", 0) - record.started_ns) / 1e3
     shift = round(shift - (zero + offset_at(begin, record.offsets)) * 1e6, _NS)
     named: set[Any] = set()  # torch's threads and streams
     for event in trace.get("traceEvents", ()):
-        # Without torch's metadata ("M"), because processes and lanes have other names here.
+        # Skip torch's metadata ("M"), because processes and lanes have different names here.
         if event.get("ph") in ("X", "i", "s", "f") and "ts" in event and not _is_known(event):
             moved = event | {"ts": round(event["ts"] + shift, _NS), "pid": record.rank}
-            if "id" in event:  # the same number in another rank's trace is another arrow
+            if "id" in event:  # another rank's trace may use the same number for another arrow
                 moved["id"] = event["id"] * record.size + record.rank
             if event["ph"] == "X" and moved["tid"] not in named:
                 named.add(moved["tid"])
@@ -109,9 +109,9 @@ def _operators(record: RankRecord, trace: dict[str, Any], zero: float) -> Iterat
 
 
 def _is_known(event: Event) -> bool:
-    """Return whether to skip torch's `event`: the profiler's own window, or a span that the record has.
+    """Return whether to skip torch's `event`: the profiler's own window, or a span that the record already has.
 
-    Paceline's spans begin in one hook and end in another, so they do not nest with autograd's events in between.
+    Such spans begin in one hook and end in another, so they would not nest with autograd's events in between.
     """
     if event.get("cat") == "user_annotation":
         return str(event["name"]).rstrip("0123456789 ") in LABELS
