@@ -1,8 +1,8 @@
-"""Starts the ranks of a job on this host, watches them, and restarts them if that may help.
+"""Starts the ranks of a job on this host, watches them, and restarts them if a restart may help.
 
 torchelastic opens the processes and redirects their output. This module decides which rank failed first, whether ranks
-restart, and how they end. Every start has new stores, which listen on loopback only. Signals are handled between two
-polls of the ranks, never during a start. Decision 0005 has the reasons.
+restart, and how they end. Every start uses new stores, which listen on loopback only. Signals are handled between two
+polls of the ranks, never during a start. Decision 0005 explains why.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from paceline.launch.watching.rank_processes import RankProcesses
 from paceline.launch.watching.signals import SPARE, Caught, Stopped
 from paceline.launch.watching.termination import Ending
 
-INTERRUPT_GRACE_S = 1.0  # after Ctrl-C every process must be gone within 2 s
-FAILURE_GRACE_S = 3.0  # after a failure the other ranks must be gone within 5 s
+INTERRUPT_GRACE_S = 1.0  # after Ctrl-C every process must end within 2 s
+FAILURE_GRACE_S = 3.0  # after a failure the other ranks must end within 5 s
 _STARTING = threading.Lock()  # os.environ is shared by all threads, and jobs may start concurrently
 
 
@@ -113,8 +113,8 @@ class Agent:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin with a start whose ranks are not running yet."""
-        self._makes_room = False  # ranks were signalled to save a step and end, so that more of them can start
+        """Reset the state for a start whose ranks are not running yet."""
+        self._makes_room = False  # whether ranks were signalled to save a step and end so that more ranks can start
         self._moments = LastMoments(self._boxes)
         self._watch_processes({})
         self._hangs = HangWatch(None if self._boxes is None else self._boxes.path, self.hang_timeout)
@@ -147,7 +147,7 @@ class Agent:
         program, ranks, size = self._program, range(self._restarts.size), self._restarts.size
         of_start = {
             **self._restarts.environment(program.environment),
-            FOLDER: "" if self._boxes is None else str(self._boxes.path),  # not that of an enclosing job
+            FOLDER: "" if self._boxes is None else str(self._boxes.path),  # not the folder of an enclosing job
             STORE: stores.private,
         }
         prefixes: dict[int, str] | None = None
@@ -188,20 +188,20 @@ class Agent:
             self._make_room()
 
     def _decide(self) -> bool:
-        """Find out why a rank failed, and end the others; return whether to start all ranks again."""
+        """Find out why a rank failed, and end the other ranks; return whether to start all ranks again."""
         ranks = self._ranks
         ranks.await_cause(lambda: bool(self._caught.received))
         self._obey()  # a SIGTERM to the launcher may also have reached the ranks
         self._restarts.wait_for_rescue(ranks.running, ranks.poll, self._report_failure)
         self._obey()
-        # Before the ranks end: a rank that kept the others waiting can still report its stacks.
+        # Before ending the ranks, because a rank that kept the others waiting can still report its stacks.
         self._hangs.request_absent([*ranks.reported_ends(), *ranks.ends_of_running()], ranks.pids())
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         self._obey()
-        ends = self.outcome()  # not before, because ranks write their records while they end
+        ends = self.outcome()  # only now, because ranks write their records while they end
         self._report.note_progress(*self._restarts.progress())
         self._report.failed(ends)
-        # A user's mistake would recur.
+        # A usage error would recur.
         restart = None if root_cause.usage(ends) is not None else self._restarts.decide(root_cause.cause(ends))
         if self._restarts.refusal is not None:
             self._say(self._restarts.refusal)
@@ -214,7 +214,7 @@ class Agent:
         self._report.restarted(self._restarts.change)
 
     def outcome(self) -> list[End]:
-        """Return how each rank that has ended did so, with its record."""
+        """Return how each ended rank ended, with its record."""
         return self._hangs.with_hangs(self._moments.with_diagnosis(self._ranks.reported_ends()))
 
     # end
@@ -230,7 +230,7 @@ class Agent:
         self._ranks.close()
 
     def _obey(self) -> None:
-        """Once the launcher has received a signal: end the ranks, after a saved step if possible, and raise."""
+        """If the launcher has received a signal, end the ranks, if possible after they have saved a step, and raise."""
         if not self._caught.received:
             return
         number = self._caught.received[0]
@@ -254,7 +254,7 @@ class Agent:
         raise Stopped(number, None if saved is None else saved[1])
 
     def _make_room(self) -> None:
-        """If more ranks can start than are running, signal these to save a step and end."""
+        """If more ranks can start than are running, signal the running ones to save a step and end."""
         pids = self._ranks.pids().values()
         if not self._makes_room and self._restarts.can_grow() and self._preemption.are_ready(pids):
             self._makes_room = True
@@ -263,7 +263,7 @@ class Agent:
     def _has_made_room(self) -> bool:
         """If all ranks have saved a step after a signal, wait until they end, and then end the launcher.
 
-        Returns whether the signal was the launcher's own, after which the ranks start again.
+        Returns True if the launcher itself sent the signal; the ranks then start again.
         """
         saved = self._preemption.saved()
         if saved is None:
@@ -284,6 +284,6 @@ class Agent:
         self._ending.end(number, grace, heedless, quiet)
 
     def _report_failure(self) -> None:
-        """Signal ranks that mark their steps, so that they check whether another rank is gone."""
+        """Signal ranks that mark their steps, so that they check whether another rank has ended."""
         self._ranks.signalled.update(self._ranks.running())
         self._preemption.request_stop(signal.SIGTERM, self._ranks.pids().values())

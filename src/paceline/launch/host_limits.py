@@ -1,4 +1,4 @@
-"""Limits of the host, compared with the needs of the ranks before any is started."""
+"""Compares the limits of the host with the needs of the ranks before any rank starts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from paceline.comm.shm.arena import available_memory
 from paceline.errors import UsageError
 
 RANK_BYTES = 12 << 20
-"""Least private memory of a rank: that of a forked one after ``init()``. A rank that trains needs 20 times as much."""
+"""Minimum private memory of a rank, as used by a forked rank after ``init()``. Training needs 20 times as much."""
 
 FILES, RANK_FILES = 24, 10
-"""Files that the launcher opens: in total, and in addition for each rank. A rank opens fewer."""
+"""Files that the launcher opens: a fixed number, and more for each rank. A rank opens fewer."""
 
 FILE_BYTES = 2**20
-"""Largest file that launcher and ranks write, apart from checkpoints. The C++ code of the store would otherwise retry
-forever."""
+"""Largest file that the launcher and the ranks write, apart from checkpoints. At a lower limit, the store's C++ code
+would retry forever."""
 
 
 def cores() -> int:
@@ -25,7 +25,7 @@ def cores() -> int:
 
 
 def check_room(count: int) -> None:
-    """Refuse a number of ranks that the available memory cannot hold."""
+    """Reject a number of ranks that does not fit in the available memory."""
     try:
         available = available_memory()
     except OSError:  # not Linux
@@ -38,7 +38,7 @@ def check_room(count: int) -> None:
 
 
 def check_files(count: int) -> None:
-    """Refuse limits on the number or size of files that are too low for the launcher of `count` ranks."""
+    """Raise an error if the limits on the number or size of files are too low for the launcher of `count` ranks."""
     longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if longest != resource.RLIM_INFINITY and longest < FILE_BYTES:
         raise UsageError(

@@ -48,20 +48,20 @@ class Job:
     Args:
         command: program and arguments of each rank.
         nproc: number of ranks.
-        max_restarts: maximum number of restarts in a row without progress; None for the default of
+        max_restarts: maximum number of consecutive restarts without progress; None for the default of
             :mod:`paceline.launch.restart_policy`.
         env: variables added to the ranks' environment. torchrun's variables (``RANK``, …) take precedence.
-        grace: seconds that ranks have to end after a signal to the launcher.
+        grace: how many seconds ranks have to end after a signal to the launcher.
         interval: seconds between two polls of the ranks, if the kernel cannot report their end.
         run_id: ``TORCHELASTIC_RUN_ID`` of the ranks; random by default.
         logs: destinations of the ranks' output; the launcher's streams by default.
         signals: signals to the launcher that end the job.
         role: ``ROLE_NAME`` of the ranks.
         virtual_local_rank: whether each rank sees only its own GPU, as local rank 0.
-        start_options: more arguments of torchelastic's ``start_processes``.
+        start_options: more arguments for torchelastic's ``start_processes``.
         report: file for the report of :mod:`paceline.launch.failures.job_report`.
         supervision: further settings of the launcher.
-        modules: modules to import, besides torch, before ranks are forked.
+        modules: modules, in addition to torch, to import before ranks are forked.
     """
 
     command: Sequence[str]
@@ -99,9 +99,9 @@ def launch(job: Job) -> int:
     """Start the ranks and wait for them. Restarts and failures are reported on stderr.
 
     Returns:
-        0 if every rank succeeded. 2 after a :class:`UsageError`, or a script's own error before the first step. 130
-        after Ctrl-C and 128 + n after another signal n, or ``requeue_exit_code`` if the last step was saved. Otherwise
-        1.
+        0 if every rank succeeded. 2 after a :class:`UsageError` or an error that the script raised before the first
+        step. 130 after Ctrl-C and 128 + n after another signal n, or ``requeue_exit_code`` if the last step was saved.
+        Otherwise 1.
     """
     if is_command_line():  # other programs were warned when they imported paceline
         warn_if_untested()
@@ -118,7 +118,7 @@ def launch(job: Job) -> int:
 
 
 def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
-    """Do the work of :func:`launch` in any thread; the caller catches signals and ends the report."""
+    """Do the work of :func:`launch`, in any thread; the caller catches signals and ends the report."""
     report = report or JobReport(None, say)
     if sys.platform != "linux":
         say(f"note: on {sys.platform} ranks outlive a launcher that is killed with SIGKILL; on Linux they end")
@@ -157,7 +157,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         if not has_succeeded:
             restarts.keep_rescued(printed.say)
         lost = restarts.unsaved()
-        printed.end_start()  # the ranks' last output precedes the messages below
+        printed.end_start()  # print the ranks' last output before the messages below
         if has_succeeded:
             if lost is not None:
                 printed.say(f"error: the job ended, but no step is saved in {lost}; its first warning has the cause")
@@ -170,7 +170,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
 def fork_server(job: Job, say: Callable[[str], None] = messages.say) -> ForkServer:
     """Return the fork server of the job, not started yet."""
     environment = rank_environment(job)
-    # With --numa-binding another program starts the rank.
+    # With --numa-binding, another program starts the rank.
     preloading = Preloading() if job.start_options.get("numa_options") is not None else decide(job.command)
     if preloading.note:
         say(preloading.note)
@@ -200,7 +200,7 @@ def title_of(command: Sequence[str]) -> str:
         words = words[1:]
         while words and words[0] == "-u":
             words = words[1:]
-    # Modules of this package get their settings as JSON, so the typed command is shown.
+    # Modules of this package receive their settings as JSON, so show the command that the user typed.
     if is_command_line() and words[:1] == ["-m"] and words[1].startswith("paceline."):
         words = ["paceline", *sys.argv[1:]]
     return shorten(" ".join(words), TITLE, placeholder=" …")
@@ -214,7 +214,7 @@ def farewell(number: signal.Signals, saved: int | None = None) -> int:
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """Return arguments for this Python to run `command` in a process that ends together with this one."""
+    """Return arguments for this Python to run `command` in a process that ends when this one does."""
     return ["-I", "-S", str(RANK / "child.py"), str(os.getpid()), *command]
 
 
@@ -224,10 +224,10 @@ def escaped(arguments: Sequence[str]) -> list[str]:
 
 
 def rank_environment(job: Job) -> dict[str, str]:
-    """Return the variables of ranks on one host besides torchrun's. The user's own settings take precedence."""
+    """Return the ranks' variables on one host, apart from torchrun's. The user's own settings take precedence."""
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores() // job.nproc)),
-        # By default both listen on the interface of the host's name, which other hosts can reach.
+        # By default Gloo and NCCL listen on the interface of the host's name, which other hosts can reach.
         **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }
     environment = {name: value for name, value in defaults.items() if name not in os.environ}
@@ -238,7 +238,7 @@ def rank_environment(job: Job) -> dict[str, str]:
 
 
 def timeout_environment(timeout: str | None) -> dict[str, str]:
-    """Return the timeout of collectives as a variable: `timeout`, or the user's environment, or ten minutes."""
+    """Return the timeout of collectives as a variable: `timeout`, else the user's variable, else ten minutes."""
     name, value = ("--timeout", timeout) if timeout is not None else (TIMEOUT, os.environ.get(TIMEOUT, str(TIMEOUT_S)))
     try:
         number = float(value)
@@ -252,7 +252,7 @@ def timeout_environment(timeout: str | None) -> dict[str, str]:
 
 
 def hooked(path: str) -> str:
-    """Prepend to `path` the folder of the ``sitecustomize`` that records uncaught exceptions."""
+    """Return `path`, preceded by the folder of the ``sitecustomize`` that records uncaught exceptions."""
     return os.pathsep.join([str(RANK / "hook"), *([path] if path else [])])
 
 
@@ -260,7 +260,8 @@ def resolve_nproc(wanted: str | int) -> tuple[int, str | None]:
     """Return the number of ranks, and optionally a note for the user.
 
     Args:
-        wanted: a number; ``"gpu"``; ``"cpu"`` for one rank per core; or ``"auto"``: GPUs if there are any, else cores.
+        wanted: a number; ``"gpu"`` for one rank per GPU; ``"cpu"`` for one per core; or ``"auto"``: GPUs if there are
+        any, else cores.
     """
     gpus, available = torch.cuda.device_count(), cores()
     named = {"auto": gpus or available, "gpu": gpus, "cpu": available}

@@ -1,7 +1,6 @@
-"""Stores for the ranks of one host, which listen on loopback only.
+"""Stores for the ranks of one host. They listen only on loopback.
 
-``TCPStore("127.0.0.1", …)`` listens on every interface, without authentication. A listening socket that is passed to it
-keeps its address.
+``TCPStore("127.0.0.1", …)`` listens on every interface, without authentication, unless it is given a listening socket.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def loopback_listener() -> socket.socket:
 
 
 def loopback_store(timeout: timedelta = timedelta(minutes=5), listener: socket.socket | None = None) -> TCPStore:
-    """Serve a new store at `listener`, which the store takes over, or on a free port of loopback.
+    """Serve a new store on `listener`, which the store takes over, or on a free loopback port.
 
     The server lives as long as the returned object. Ranks are clients: they get ``MASTER_ADDR``, ``MASTER_PORT``
     (``store.port``) and ``TORCHELASTIC_USE_AGENT_STORE=True``.
@@ -49,10 +48,10 @@ def loopback_store(timeout: timedelta = timedelta(minutes=5), listener: socket.s
 
 
 class LoopbackStores:
-    """The stores of one start of the ranks. A shared store would have the addresses of dead ranks.
+    """The stores of one start of the ranks. A store from the previous start would hold the addresses of dead ranks.
 
-    There are two, because every user of the host can write to a TCPStore. :func:`paceline.init` uses the private one,
-    which is in ``PACELINE_STORE``. torch's functions use the public one, in ``MASTER_ADDR`` and ``MASTER_PORT``.
+    There are two stores, because every user of the host can write to a TCPStore. :func:`paceline.init` uses the private
+    one, which is in ``PACELINE_STORE``. torch's functions use the public one, in ``MASTER_ADDR`` and ``MASTER_PORT``.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ from paceline.launch.failures.verdict import LIMIT, Cause, Failure, Past, Reache
 from paceline.launch.watching.signals import sheltered
 
 RESCUE_S = 5.0
-"""Seconds, beyond two steps, for the remaining ranks to notice the failure and save their last step."""
+"""Seconds, in addition to two steps, for the remaining ranks to notice the failure and save their last step."""
 SIGNALLED_S = 5.0
 """Seconds for the same once the launcher has signalled them."""
 WRITING_S = 300.0
@@ -47,7 +47,7 @@ class Restarts:
 
     Args:
         folder: the job's folder; None if it has none.
-        limit: maximum number of restarts in a row without progress; None for :data:`LIMIT` if the ranks report their
+        limit: maximum number of consecutive restarts without progress; None for :data:`LIMIT` if the ranks report their
             steps, else 0.
         places: the places of the ranks; the next start may have fewer.
     """
@@ -56,9 +56,9 @@ class Restarts:
         self._folder, self._limit = folder, limit
         self._places = places or Places(1)
         self._virtual_ranks: int | None = None
-        """Number of virtual ranks, as last reported by the ranks; None before."""
+        """Number of virtual ranks, as last reported by the ranks; None before the first report."""
         self.change: Change | None = None
-        """Change of number or places from the last start to the next; None without one."""
+        """Change in the number or places of ranks from the last start to the next; None if there is no change."""
         self.count = 0
         """Number of restarts of all ranks."""
         self._began = time.monotonic()
@@ -70,18 +70,18 @@ class Restarts:
 
     @property
     def limit(self) -> int:
-        """Maximum number of restarts in a row without progress."""
+        """Maximum number of consecutive restarts without progress."""
         return LIMIT if self._limit is None else self._limit
 
     @property
     def size(self) -> int:
-        """Number of ranks of the next start."""
+        """Number of ranks in the next start."""
         return len(self._places.used)
 
     def environment(self, of_job: Mapping[str, str]) -> dict[str, str]:
         """Return the ranks' variables in addition to `of_job`."""
         variables = {"TORCHELASTIC_RESTART_COUNT": str(self.count), RESTARTS: str(self.limit)}
-        if not self._places.are_the_first:  # each local rank takes the GPU of its number
+        if not self._places.are_the_first:  # each local rank uses the visible GPU with its number
             variables[GPUS] = ",".join(self._places.select(_visible_gpus(of_job)))
         return variables
 
@@ -107,7 +107,7 @@ class Restarts:
         with suppress(OSError):
             previous.mkdir(exist_ok=True)
             for path in (self._folder / STEPS).iterdir():
-                # Reuse the pages of older records: if memory is full, the ranks get no others.
+                # Reuse the pages of older records, because when memory is full, ranks cannot get new ones.
                 _set_aside(previous / path.name)
                 shutil.rmtree(previous / path.name, ignore_errors=True)
                 path.rename(previous / path.name)
@@ -116,18 +116,18 @@ class Restarts:
 
     @property
     def refusal(self) -> str | None:
-        """The message if a restart would be allowed but is useless; otherwise None."""
+        """The message to print if a restart would be allowed but useless; otherwise None."""
         if self.verdict not in (Verdict.MISTAKE, Verdict.REPEATED):
             return None
         could_be = self.limit and (self._limit is not None or bool(self._past.best))
         return f"{self.verdict.value}: the ranks are not started again" if could_be else None
 
     def decide(self, cause: Cause) -> str | None:
-        """Decide on a restart after a failure; return its message, or None for no restart."""
+        """Decide whether to restart after a failure; return the message for the restart, or None for no restart."""
         now = time.monotonic()
         failure = Failure(cause, self.reached(), now - self._began)
         if self._places.failed(cause.rank, failure.seconds, now) and cause.may_pass:
-            self._past = replace(self._past, error=None)  # an error of a device may not recur in other places
+            self._past = replace(self._past, error=None)  # a device error may not recur in other places
         self.verdict = verdict(failure, self._past, self._limit)
         self._past = self._past.with_one_more(failure)
         if self.verdict is not Verdict.RESTART:
@@ -165,7 +165,7 @@ class Restarts:
         return f"starting {ranks} {how}{where} ({number}): {change.why}"
 
     def _learn_virtual_ranks(self, reached: Sequence[Reached]) -> None:
-        if any(each.has_begun for each in reached):  # then everything was registered
+        if any(each.has_begun for each in reached):  # everything has been registered by then
             self._virtual_ranks = max(each.virtual_ranks for each in reached)
 
     def wait_for_rescue(
@@ -176,12 +176,13 @@ class Restarts:
         Args:
             running: returns the running ranks.
             poll: waits up to the given seconds for a rank to end.
-            signal_ranks: signals the ranks, which may not meet, and notice the failure, for a long time.
+            signal_ranks: signals the ranks, which otherwise may not synchronize, and notice the failure, for a long
+            time.
         """
         reached = self.reached()
         if not self.limit or all(each.is_alone for each in reached):
             return
-        patience = RESCUE_S + 2 * max(each.pace for each in reached)  # ranks meet in every step
+        patience = RESCUE_S + 2 * max(each.pace for each in reached)  # ranks synchronize in every step
         began, is_signalled = time.monotonic(), False
         while running():
             # A start that completed no step needs no rescue.
@@ -196,7 +197,7 @@ class Restarts:
             poll(0.02)
 
     def unsaved(self) -> Path | None:
-        """Return a checkpoint folder that lacks the steps that the job should have saved; None without one."""
+        """Return a checkpoint folder that lacks steps that the job should have saved; None if there is none."""
         present = [] if self._folder is None else present_records(self._folder).values()
         return next((record.folder for records in present for record in records if record.is_unsaved), None)
 
@@ -249,7 +250,7 @@ def _visible_gpus(of_job: Mapping[str, str]) -> list[str]:
 
 
 def _set_aside(records: Path) -> None:
-    """Keep unneeded pages of `records` for ranks that have used up their spare pages."""
+    """Keep the pages of `records` that are no longer needed, for ranks that have used up their spare pages."""
     for path in list(records.glob("rank-*")):
         spare = spare_page(path)
         if not path.suffix and not spare.exists():

@@ -1,4 +1,4 @@
-"""The last activity of ranks that have ended, from their black boxes."""
+"""What ranks were last doing before they ended, according to their black boxes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LastMoments:
     def __init__(self, boxes: JobFolder | None) -> None:
         self._boxes = boxes
         self._seen: dict[int, Snapshot | None] = {}
-        """Boxes of all ranks at the first failure, by rank; empty before."""
+        """Boxes of all ranks at the first failure, by rank; empty before that failure."""
         self._seen_at = 0.0
         """Time of the first failure, on ``time.monotonic``."""
 
@@ -30,7 +30,7 @@ class LastMoments:
             self._seen = {rank: box for rank in ranks for box in self._read(rank)}
 
     def with_diagnosis(self, ends: Sequence[End]) -> list[End]:
-        """Return `ends` with the ranks' states, after the ranks have ended."""
+        """Return `ends` with the ranks' states. Call it after the ranks have ended."""
         return [replace(end, state=self._state(end)) for end in ends]
 
     def _state(self, end: End) -> State | None:
@@ -46,7 +46,7 @@ class LastMoments:
         return None
 
     def _read(self, rank: int) -> list[Snapshot | None]:
-        """Return the rank's box in a list, which is empty if the box is damaged or missing."""
+        """Return a list containing the rank's box, or an empty list if the box is damaged or missing."""
         assert self._boxes is not None
         try:
             return [read_box(path_of(self._boxes.path, rank))]

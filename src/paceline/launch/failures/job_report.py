@@ -1,18 +1,19 @@
-"""The report of a job as JSON, for ``paceline run --report FILE``: how it ended, and each failure on the way.
+"""The report of a job as JSON, for ``paceline run --report FILE``: how it ended, and each failure along the way.
 
-    ok          true or false; null while the job runs, and forever if the launcher is killed
+    ok          true or false; null while the job runs, and permanently if the launcher was killed
     exit_code   of the launcher; null like ``ok``
-    restarts    how often all ranks were started again so far
+    restarts    how often all ranks have been restarted so far
     steps_redone
                 completed optimizer steps that had to be computed again after failures, as Checkpointers count them
     rescued_from
-                source of the last restart's state: "memory" or "disk"; null for the beginning, and without restarts
-    changes     changes of the ranks, in order:
+                source of the last restart's state: "memory" or "disk"; null for a start from scratch, or without
+                restarts
+    changes     changes to the ranks, in order:
         time        time of the decision, in seconds since the epoch
         from, to    numbers of ranks; equal if ranks moved to other places
         why         the reason, as the launcher prints it
         steps_redone
-                    completed steps that the next start computed again; null until it has ended
+                    completed steps that the next start computed again; null until that start has ended
     failures    failed starts of the ranks, in order:
         attempt     0 for the first start
         time        time of the first failure, in seconds since the epoch
@@ -78,7 +79,7 @@ class JobReport:
         self._steps_redone, self._rescued_from = steps_redone, rescued_from
 
     def restarted(self, change: Change | None = None) -> None:
-        """Count that all ranks are started again, and note how they change."""
+        """Count a restart of all ranks, and record what changes about them."""
         self._restarts += 1
         if change is not None:
             numbers = {"from": change.before, "to": change.after}
@@ -86,7 +87,7 @@ class JobReport:
         self._write_late(None)
 
     def end(self, exit_code: int) -> int:
-        """Write how the job ended; return the exit code, which is 2 instead of 0 if that cannot be written."""
+        """Write how the job ended; return the exit code, or 2 instead of 0 if the report cannot be written."""
         return exit_code if self._write_late(exit_code) else exit_code or 2
 
     def _write_late(self, exit_code: int | None) -> bool:
@@ -111,7 +112,7 @@ class JobReport:
 
 
 def failure_of(ends: Sequence[End], host: str) -> dict[str, Any]:
-    """Return the report entry for a failed start of ranks on `host`."""
+    """Return the report entry for a failed start of the ranks on `host`."""
     failed, early = failures(ends), missed(ends)
     first = next(iter(early or failed), None)
     entries = {end.rank: _entry(end, _kind(end, first, early), host) for end in ends}

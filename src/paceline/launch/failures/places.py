@@ -1,7 +1,8 @@
 """The places of a job's ranks on this host, and the places that are left out after failures.
 
-A place is a number in the whole job and, on a host with GPUs, the GPU of that number. If the rank of a place caused two
-early failures, the place is left out for a while, and the job goes on with fewer ranks. Decision 0057 has the reasons.
+A place is a number in the whole job and, on a host with GPUs, the GPU with that number. If the rank of a place caused
+two early failures, the place is left out for a while and the job runs with fewer ranks. Decision 0057 explains
+why.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Places:
         self._failures = Counter[int]()
         """Number of early failures that each place caused."""
         self._until: dict[int, float] = {}
-        """When each left-out place is tried again."""
+        """The time at which each left-out place is tried again."""
 
     @property
     def lacks_some(self) -> bool:
@@ -53,7 +54,7 @@ class Places:
         """Count a failed start that lasted `seconds`; return whether a place is left out because of it.
 
         Args:
-            rank: the rank whose place may be the cause; None if none is.
+            rank: the rank whose place may be the cause; None if no place is.
         """
         if seconds > WELL_S:
             self._failures.clear()
@@ -69,21 +70,21 @@ class Places:
         """Return the places of the next start: all that are not left out, or all if too few remain.
 
         Args:
-            virtual_ranks: number of virtual ranks, which the number of ranks must divide; 0 for none; None if unknown,
-                so that only a power of two is sure to divide it.
+            virtual_ranks: number of virtual ranks, which must be divisible by the number of ranks; 0 for none; None if
+                unknown, in which case only powers of two are sure to divide it.
         """
         available = [place for place in range(self._count) if self._until.get(place, now) <= now]
         sizes = [size for size in range(self._least, len(available) + 1) if self._divides(size, virtual_ranks)]
         return tuple(available[: sizes[-1]]) if sizes else tuple(range(self._count))
 
     def _divides(self, size: int, virtual_ranks: int | None) -> bool:
-        # The user's number always fits. The number of virtual ranks and its divisors are powers of two.
+        # The requested number is always valid. The number of virtual ranks and its divisors are powers of two.
         if size == self._count or (virtual_ranks is None and not _is_power_of_two(self._count)):
             return True
         return _is_power_of_two(size) if virtual_ranks is None else virtual_ranks % size == 0
 
     def move(self, virtual_ranks: int | None, now: float) -> Change | None:
-        """Take the places of the next start; return the change, or None without one."""
+        """Switch to the places of the next start; return the change, or None if nothing changes."""
         previous, self.used = self.used, self.next(virtual_ranks, now)
         if previous == self.used:
             return None
@@ -95,7 +96,7 @@ class Places:
 
     @property
     def are_the_first(self) -> bool:
-        """Whether the place of every rank has the rank's number."""
+        """Whether every rank's place has the same number as the rank."""
         return self.used == tuple(range(len(self.used)))
 
     def select(self, shares: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The state of a rank when a job failed, from its black box, and its description."""
+"""The state of a rank when a job failed, from its black box, and a description of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
 from paceline.core.telemetry.flight_record import Snapshot
 
 UNWINDING_S = 5.0
-"""Maximum time from an exception in a phase to the failure of the rank."""
+"""Maximum time between an exception in a phase and the rank's failure."""
 _DOING = {
     "loop": "in the script's own code",
     "data wait": "waiting for data",
@@ -55,7 +55,7 @@ class State:
 
     @property
     def doing(self) -> str:
-        """Description for the other ranks, equal for equal activities."""
+        """Description for the other ranks; the same for the same activity."""
         if self.phase is None:
             return "had not begun the first step"
         return f"{_DOING.get(self.phase, f'in {self.phase}')} in {self._step}"
@@ -70,7 +70,7 @@ def state_of(snapshot: Snapshot | None, moment: float, raised: bool = True) -> S
     Args:
         snapshot: the rank's box; None if it was never opened.
         moment: time of the failure or the check, on ``time.monotonic``.
-        raised: whether the rank may have raised an exception; then the state is that of the exception's phase.
+        raised: whether the rank may have raised an exception; if it did, its state is that of the exception's phase.
     """
     if snapshot is None:
         return NOT_BEGUN

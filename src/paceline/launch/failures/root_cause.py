@@ -15,27 +15,28 @@ from paceline.launch.rank.failure_record import CUT, Record
 MAYBE, LOST_A_PEER = 1, 2
 _FRAME = re.compile(r'\s*File ".*')
 _VARIES = re.compile(
-    r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\btmp\w{8}\b"  # names made at random
+    r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\btmp\w{8}\b"  # randomly generated names
     r"|[-+]?(?<!\w)\w*\d\w*(?:[.,:+-]+\w*\d\w*)*(?: ?(?:[KMGTP]i?B|B|bytes|[mnu]?s)\b)?"
 )
 """Parts of a message that may differ for the same error: addresses, ports, processes, times, sizes.
 
-A number is matched only from the start of a word, because a match from every letter takes quadratic time."""
-SETTLE_S = 0.3  # time for other ranks to fail independently
-CAUSE_S = 1.0  # the same, if all known failures are consequences
-LEAVE_S = 2.0  # the same, if a rank is about to leave, which may be the cause
+A number is matched only from the start of a word, because trying every letter takes quadratic time."""
+SETTLE_S = 0.3  # time to wait for other ranks to fail independently
+CAUSE_S = 1.0  # time to wait if all known failures are consequences
+LEAVE_S = 2.0  # time to wait if a rank is about to leave, which may be the cause
 NOTICE_S = 0.05  # delay until the launcher notices an end; ranks record theirs immediately
 
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended: its exit code, negative for a signal, and when that was noticed, in seconds since the epoch.
+    """How a rank ended: its exit code (negative for a signal) and when the launcher noticed, as seconds since the
+    epoch.
 
     Args:
         stopped: whether the launcher ended it because another rank had failed.
         leaving: when the rank reached the end of its script or called ``sys.exit``.
         state: its activity when it failed or, if it was stopped, when the first rank failed; None if unknown.
-        hang: how it hung, if the launcher killed it for that.
+        hang: how it hung, if the launcher killed it for hanging.
         stacks: stacks of its threads, if the launcher requested them.
     """
 
@@ -74,7 +75,7 @@ class End:
 
     @property
     def suspicion(self) -> int:
-        """How likely the failure is a consequence: a rank that lost a peer raises an error, or torch aborts it."""
+        """How likely the failure is a consequence: a rank that lost a peer raises an error or is aborted by torch."""
         if self.record:
             return 0 if self.record.blamed is None else LOST_A_PEER
         return MAYBE if self.code == -signal.SIGABRT else 0
@@ -92,15 +93,15 @@ class End:
 
 
 def failures(ends: Sequence[End]) -> list[End]:
-    """Return the ranks that failed by themselves, the cause first."""
+    """Return the ranks that failed by themselves, with the cause first."""
     failed = [end for end in ends if end.code != 0 and (not end.stopped or end.record is not None)]
     return sorted(failed, key=lambda end: (end.suspicion, end.when, end.rank))
 
 
 def missed(ends: Sequence[End]) -> list[End]:
-    """Return the ranks that caused the failures without raising an error, in the order in time.
+    """Return the ranks that caused the failures without raising an error, in order of time.
 
-    They left while the others needed them, or else kept the others waiting.
+    These are ranks that left while others needed them, or else ranks that kept the others waiting.
     """
     failed = failures(ends)
     complaints = [end.record for end in failed if end.suspicion == LOST_A_PEER and end.record]
@@ -116,7 +117,7 @@ def missed(ends: Sequence[End]) -> list[End]:
 
 
 def patience(ended: Sequence[End], running: Sequence[End]) -> float:
-    """Return the number of seconds to wait after a failure for its cause."""
+    """Return how many seconds to wait for the cause after a failure."""
     ends = [*ended, *running]
     if any(end.suspicion == 0 for end in failures(ends)):
         return SETTLE_S
@@ -139,7 +140,7 @@ def cause(ends: Sequence[End]) -> Cause:
     record = first.record
     step, is_kill = None if first.state is None else first.state.completed, first.code == -signal.SIGKILL
     if record is None or record.blamed is not None:
-        # The place of a rank that lost a peer is not to blame, but that of an absent rank may be.
+        # A rank that lost a peer does not incriminate its place, but an absent rank may.
         absent = next(iter(missed(ends)), None if first.suspicion == LOST_A_PEER else first)
         return Cause(is_kill=is_kill, step=step, rank=None if absent is None else absent.rank)
     rank = first.rank if record.may_pass and not record.is_one_of else None
@@ -147,22 +148,22 @@ def cause(ends: Sequence[End]) -> Cause:
 
 
 def identity(record: Record) -> str:
-    """Return a key of the error's class, place and message.
+    """Return a key built from the error's class, location and message.
 
-    It ignores numbers in the message, and the order of its words, because the order of sets differs by process.
+    It ignores numbers and word order in the message; word order, because the order of a set differs between processes.
     """
     lines = record.trace.partition(CUT)[0].splitlines()
     place = [line for line in lines if _FRAME.match(line)]
     message, is_cut, _ = record.message.partition(CUT)
     words = [message] if is_cut else [message, *(line for line in lines if not _FRAME.match(line))]
     fixed = _VARIES.sub(" ", "\n".join(words))
-    if is_cut:  # less than the remaining text, because a number with more digits moves the cut
+    if is_cut:  # only half of it, because a number with more digits moves the cut
         fixed = fixed[: len(message) // 2]
     return "\n".join([message.partition(":")[0], *place, " ".join(sorted(re.findall(r"\w+", fixed)))])
 
 
 def headline(ends: Sequence[End]) -> str:
-    """Return a sentence with the first rank to fail, and how it failed."""
+    """Return a sentence that names the first rank to fail and says how it failed."""
     failed = failures(ends)
     if not failed:
         return "a rank failed"
@@ -174,7 +175,7 @@ def headline(ends: Sequence[End]) -> str:
         if failed[0].state is not None:
             text += f" {failed[0].state.moment}"
         left_before = [end for end in ends if end.has_left and end.when < failed[0].when]
-        # A script may exit because of a lost peer without raising.
+        # A script that lost a peer may exit without raising.
         if not left_before or failed[0].record is not None or failed[0].code <= 0:
             return text
         did = "had begun to end" if any(end.code for end in left_before) else "had ended with exit code 0"
@@ -241,5 +242,5 @@ def _doing(end: End) -> str:
 
 
 def _complaint(failed: Sequence[End]) -> End:
-    """Return the first failure because of a lost peer."""
+    """Return the first failure that was caused by a lost peer."""
     return next(end for end in failed if end.suspicion == LOST_A_PEER)

@@ -1,6 +1,6 @@
-"""The verdict on a failed start of the ranks: a restart, or the reason against one.
+"""The verdict on a failed start of the ranks: restart, or the reason not to.
 
-Only restarts without progress count. A start that completes a new step resets the count. Decision 0047 has the reasons.
+Only restarts without progress count. A start that completes a new step resets the count. Decision 0047 explains why.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 LIMIT = 3
-"""Default limit of restarts in a row without progress."""
+"""Default limit on consecutive restarts without progress."""
 EARLY_S = 120.0
-"""Seconds within which a start with unknown steps counts as untrained. If a rank was killed, no step was lost; if
-a rank raised an error, it is the user's mistake."""
+"""Seconds within which a start with unknown steps counts as untrained. If a rank was killed, no step counts as lost; if
+a rank raised an error, the script is to blame."""
 
 
 class Verdict(Enum):
-    """Consequence of a failure."""
+    """What follows a failure."""
 
     RESTART = "all ranks are started again"
     MISTAKE = "an exception before the first step is the script's own"
@@ -31,7 +31,7 @@ class Cause:
     """The cause of a failed start, which determines whether the next start would fail in the same way."""
 
     error: str | None = None
-    """Identity of the first rank's exception, equal for equal errors; None if the rank ended otherwise."""
+    """Key of the first rank's exception, the same for the same error; None if the rank ended in another way."""
     may_pass: bool = False
     """Whether the exception came from the host, a device or the network, and may not recur."""
     has_optimizer: bool = True
@@ -42,7 +42,7 @@ class Cause:
     """The first rank's last completed step of the job; None if unknown."""
     rank: int | None = None
     """The rank that failed first, if its place on the host may be the reason: its process ended, or its device failed.
-    None for an exception of the script, and for an error that names several ranks."""
+    None for an exception in the script and for an error that names several ranks."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Reached:
 
     @property
     def goes_on(self) -> str:
-        """The restored step of the next start, for a message."""
+        """Which step the next start restores, for a message."""
         newest, on_disk = max(self.rescued or 0, self.on_disk or 0), self.on_disk or 0
         if not self.completed:
             return ""
@@ -109,7 +109,7 @@ class Failure:
 
     @property
     def error(self) -> tuple[object, ...] | None:
-        """Key that is equal for the same error at the same step; None if a repetition cannot be recognized.
+        """Key that is the same for the same error at the same step; None if a repetition cannot be recognized.
 
         A transient error at an unknown step counts as a new error each time.
         """
@@ -162,13 +162,13 @@ class Past:
 
 
 def verdict(failure: Failure, past: Past, limit: int | None) -> Verdict:
-    """Return the consequence of `failure`.
+    """Return what follows `failure`.
 
     Args:
         failure: the latest failed start.
         past: the earlier failed starts.
-        limit: maximum number of restarts in a row without progress. None allows :data:`LIMIT` restarts of ranks that
-            report their steps or were killed early, and none of others.
+        limit: maximum number of consecutive restarts without progress. None means :data:`LIMIT` for ranks that report
+            their steps or were killed early, and 0 for all others.
     """
     cause, reached = failure.cause, failure.reached
     if cause.error is not None and not cause.may_pass and failure.is_untrained and not past.has_trained:

@@ -18,16 +18,16 @@ from paceline.launch.fork_server.policy import setting
 from paceline.launch.fork_server.server import LONGEST
 from paceline.launch.watching.signals import sheltered
 
-SLICE_S = 0.05  # interval of looks for signals while the launcher waits for the server
+SLICE_S = 0.05  # interval between checks for signals while the launcher waits for the server
 LATE_S = 1.0  # time for the server to report the end of a rank
 END_S = 2.0  # time for the server to end
-_ENDED = (BrokenPipeError, ConnectionResetError)  # the server has ended; the latter, with unread messages
+_ENDED = (BrokenPipeError, ConnectionResetError)  # the server has ended; the second, with messages unread
 
 
 class ForkServer:
-    """A process that forks the ranks of one job. It starts with the first ranks, and again if it has died.
+    """A process that forks the ranks of one job. It starts with the first ranks, and restarts if it has died.
 
-    Used by one thread, which must live as long as the ranks: the kernel ends server and ranks together with it.
+    Used by one thread, which must live as long as the ranks: the kernel kills the server and the ranks when it ends.
 
     Args:
         command: the command of a rank.
@@ -45,8 +45,8 @@ class ForkServer:
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None  # None before the start and after the end
         self._socket: socket.socket | None = None  # None if the process is None
-        self._answers: list[dict[str, Any]] = []  # answers that no call has taken yet
-        self._codes: dict[int, int] = {}  # exit codes by process id that no rank has taken yet
+        self._answers: list[dict[str, Any]] = []  # answers that no call has consumed yet
+        self._codes: dict[int, int] = {}  # exit codes, by process id, that no rank has consumed yet
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -65,11 +65,11 @@ class ForkServer:
             yield
 
     def prepare(self, is_stopped: Callable[[], bool]) -> None:
-        """Start the server unless it runs, and wait until it has imported its modules or `is_stopped`.
+        """Start the server unless it runs, and wait until it has imported its modules or `is_stopped()`.
 
-        If the server refuses, a note gives the reason, and ranks are new processes.
+        If the server refuses, a note gives the reason, and every rank is a new interpreter.
         """
-        self.collect()  # notices the end of the server
+        self.collect()  # detects whether the server has ended
         if self._socket is not None or not self._modules:
             return
         # Process ids are reused: an exit code from the previous server must not belong to a new rank.
@@ -94,7 +94,7 @@ class ForkServer:
             self.close()
 
     def fork(self, environment: Mapping[str, str], out: IO[Any] | None, err: IO[Any] | None) -> ForkedRank:
-        """Fork a rank with this environment, and with these files, or this process's streams, as its output."""
+        """Fork a rank with this environment; its output goes to these files, or else to this process's streams."""
         server = self._socket
         assert server is not None
         streams = {0: 0, 1: out.fileno() if out else 1, 2: err.fileno() if err else 2}
@@ -113,14 +113,14 @@ class ForkServer:
         return ForkedRank(self, answer["pid"])
 
     def _wait_for_answer(self, is_stopped: Callable[[], bool]) -> dict[str, Any] | None:
-        """Return the next answer; None if the server has ended, or once `is_stopped`."""
+        """Return the next answer; None if the server has ended or `is_stopped` returns True."""
         while not self._answers and self._socket is not None and not is_stopped():
             self.collect(SLICE_S)
         return self._answers.pop(0) if self._answers else None
 
     def collect(self, seconds: float = 0.0) -> None:
         """Read the messages of the server; wait up to `seconds` for the first one."""
-        # Not select(), which refuses descriptors above 1023.
+        # Not select(), which rejects descriptors above 1023.
         while self._socket is not None and wait([self._socket], seconds):
             seconds = 0.0
             try:
@@ -135,10 +135,10 @@ class ForkServer:
                 self._answers.append(message)
 
     def take_code(self, pid: int) -> int | None:
-        """Return the exit code of the rank `pid` once, if the server has reported it."""
+        """Return the exit code of the rank `pid` if the server has reported it. Returns each code only once."""
         code = self._codes.pop(pid, None)
         if code is not None and self._socket is not None:
-            # If the server has ended, the zombie is gone.
+            # If the server has ended, the zombie no longer exists.
             with suppress(*_ENDED):
                 self._socket.send(json.dumps({"reap": pid}).encode())
         return code
@@ -161,7 +161,7 @@ class ForkServer:
         """End the server, if it runs."""
         if self._socket is None or self._process is None:
             return
-        self._socket.close()  # which ends the server, unless it is importing
+        self._socket.close()  # ends the server unless it is importing modules
         if not self._has_ended(0.2):
             self._process.kill()
             self._has_ended(END_S)
@@ -187,7 +187,7 @@ class ForkedRank:
         self.pid = pid
         self.returncode: int | None = None  # negative for a signal
         self._server = server
-        self._descriptor = os.pidfd_open(pid)  # readable once the process has ended; then -1
+        self._descriptor = os.pidfd_open(pid)  # readable once the process has ended; -1 after that
 
     def poll(self) -> int | None:
         """Return the exit code; None while the process runs."""

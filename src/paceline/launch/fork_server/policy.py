@@ -1,4 +1,4 @@
-"""Decision on forking ranks from a process that has imported torch, and on the modules that it imports.
+"""Decides whether to fork ranks from a process that has imported torch, and which modules to import there.
 
 It depends on the script's text, so it is the same for every start.
 """
@@ -22,7 +22,7 @@ SETTING = "PACELINE_PRELOAD"
 
 OTHER_WAYS = re.compile(r"\b(?:importlib|__import__|runpy|exec)\b")
 TRAINING = re.compile(r"optim|compile|[Tt]rain|paceline")
-"""Words in scripts that probably make an optimizer, which imports more modules of torch."""
+"""Words in scripts that probably create an optimizer, which imports more of torch's modules."""
 LIKE_TORCH = {"torch", "torchvision", "torchaudio", "numpy"}
 
 LIBRARY = (
@@ -36,7 +36,7 @@ LIBRARY = (
 """Modules for programs that use Paceline, which imports most modules lazily."""
 
 READ_AT_IMPORT = re.compile(r"(?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL)\w*_\w+")
-"""Environment variables that torch, or one of its libraries, reads during its import."""
+"""Environment variables that torch or one of its libraries reads when it is imported."""
 SETTERS = {"setdefault", "putenv", "update"}
 """Methods that set environment variables."""
 
@@ -45,7 +45,7 @@ SETTERS = {"setdefault", "putenv", "update"}
 class Preloading:
     """Modules to import before ranks are forked; empty if every rank is a new interpreter.
 
-    ``note`` explains to the user why there are none.
+    ``note`` tells the user why it is empty.
     """
 
     modules: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ def _module_file(name: str) -> Path | None:
 
 
 def _read(file: Path | None) -> str:
-    """Return the text of a program; an unreadable one may import everything."""
+    """Return the text of a program; for an unreadable one, a text that counts as importing everything."""
     try:
         return file.read_text(errors="replace") if file is not None and file.is_file() else "import torch.optim"
     except OSError:
@@ -111,7 +111,7 @@ def _read(file: Path | None) -> str:
 
 
 def set_before_import(text: str) -> str | None:
-    """Return an environment variable that the program sets, and that torch reads during its import."""
+    """Return the name of an environment variable that the program sets and torch reads when it is imported."""
     for node in ast.walk(_parsed(text)):
         if isinstance(node, ast.Assign):
             targets = [target for each in node.targets for target in ast.walk(each)]
@@ -130,7 +130,7 @@ def set_before_import(text: str) -> str | None:
 
 
 def modules_for(text: str) -> tuple[str, ...]:
-    """Return the modules to import for the program; empty if it imports the standard library only."""
+    """Return the modules to import for the program; empty if it imports only the standard library."""
     others = imported(text) - sys.stdlib_module_names
     if not others and not OTHER_WAYS.search(text):
         return ()
@@ -154,7 +154,7 @@ def imported(text: str) -> set[str]:
 
 
 def _parsed(text: str) -> ast.Module:
-    """Return the syntax tree of the program; an empty one if it is not valid Python, which each rank reports."""
+    """Return the syntax tree of the program; an empty one if it is not valid Python; each rank reports that error."""
     try:
         return ast.parse(text)
     # ValueError: null bytes. RecursionError and MemoryError: too deeply nested.
@@ -163,5 +163,5 @@ def _parsed(text: str) -> ast.Module:
 
 
 def setting(descriptor: int, modules: Sequence[str]) -> Mapping[str, str]:
-    """Return the environment that makes a rank's command the fork server, see ``hook/sitecustomize.py``."""
+    """Return the environment that turns a rank's command into the fork server (see ``hook/sitecustomize.py``)."""
     return {"PACELINE_FORK_SERVER": " ".join([str(descriptor), *modules])}

@@ -8,9 +8,9 @@
                             ◀──  6. process id and exit code         ◀──   6. ends
     reap                    ──▶  7. waits for it, which frees its process id
 
-The server is the rank's command during the start of the interpreter: ``hook/sitecustomize.py`` calls :func:`serve`,
-which returns only in a forked rank. The interpreter itself does everything after that, from ``sys.path[0]`` to the
-display of uncaught exceptions.
+The server is the rank's command, held during interpreter startup: ``hook/sitecustomize.py`` calls
+:func:`serve`, which returns only in a forked rank. The interpreter itself does everything after that, from
+``sys.path[0]`` to the display of uncaught exceptions.
 
 Standard library only, loaded by path. Linux only.
 """
@@ -31,19 +31,19 @@ from fcntl import F_DUPFD_CLOEXEC, fcntl
 from io import FileIO
 from typing import Any, NoReturn
 
-LONGEST = 65536  # bytes of a message; environments may be longer, and are sent as a file
+LONGEST = 65536  # maximum message size in bytes; environments may be longer, so they are sent as a file
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 KEPT_BY_FORKS = {"jemalloc_bg_thd"}  # threads of allocators that handle forks with pthread_atfork
-THREADS_S = 1.0  # a joined thread may be listed for this time
+THREADS_S = 1.0  # a joined thread may still be listed for this long
 
 
 def serve(setting: str, parent: int, die_with: Callable[[int], None]) -> None:
-    """Import modules and fork ranks until the launcher ends; return in a rank.
+    """Import modules and fork ranks until the launcher ends; returns only in a rank.
 
     Args:
         setting: descriptor of the socket to the launcher, and the modules, separated by spaces.
         parent: the launcher's process id.
-        die_with: makes this process end together with the given one.
+        die_with: makes this process end when the given one ends.
     """
     number, *modules = setting.split()
     server = os.getpid()
@@ -53,13 +53,13 @@ def serve(setting: str, parent: int, die_with: Callable[[int], None]) -> None:
         launcher.set_inheritable(False)
         _send(launcher, refused=preload(modules) or unfit())
         request, descriptors = _fork_on_request(launcher)
-    # The server must not return, because its interpreter would run the script.
+    # The server must not return, because its interpreter would then run the script.
     except BaseException:
         _fail()
     try:
         os.setsid()
         die_with(server)
-        # The server blocks signals, see signals.sheltered(). Pending ones are delivered now.
+        # The server blocks signals (see signals.sheltered()). Pending ones are delivered now.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         _take_streams(request["streams"], descriptors)
         os.environ.clear()
@@ -88,7 +88,7 @@ def preload(modules: "list[str]") -> str:
         for module in modules:
             try:
                 importlib.import_module(module)
-            except BaseException as error:  # also SystemExit, from a file that shadows a module
+            except BaseException as error:  # including SystemExit from a file that shadows a module
                 return f"{module} cannot be imported here ({type(error).__name__}: {error})"
     finally:
         if sys.path[: len(first)] == first:
@@ -106,7 +106,7 @@ def first_path() -> "list[str]":
 
 
 def unfit() -> str:
-    """Return why forks of this process would differ from new processes, or an empty string.
+    """Return why forks of this process would differ from new processes; an empty string if they would not.
 
     The first fork is a trial: libraries such as OpenBLAS end their threads before a fork, and restart them when needed.
     """
@@ -130,7 +130,7 @@ def unfit() -> str:
 
 
 def threads() -> "list[str]":
-    """Return the names of the main thread and of the threads that a fork would lack."""
+    """Return the name of the main thread, followed by those of the threads that a fork would lack."""
     names = []
     for thread in sorted(os.listdir("/proc/self/task"), key=int):
         with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
@@ -140,7 +140,7 @@ def threads() -> "list[str]":
 
 def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int]]":
     """Serve the launcher's requests until it closes the socket; in a forked rank, return its request."""
-    ended: dict[int, int] = {}  # pidfd, readable once the rank has ended -> process id
+    ended: dict[int, int] = {}  # pidfd (readable once the rank has ended) -> process id
     poll = select.poll()
     poll.register(launcher, select.POLLIN)
     while True:
@@ -159,7 +159,7 @@ def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int
                 continue
             pid = _fork(launcher)
             if pid == 0:
-                # An open copy would hide the server's end from the launcher.
+                # If this copy stayed open, the launcher would not notice the end of the server.
                 launcher.close()
                 for other in ended:
                     os.close(other)
@@ -175,7 +175,7 @@ def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int
 
 
 def _fork(launcher: socket.socket) -> int:
-    """Fork and return as ``os.fork`` does; if that fails, send the reason and return -1."""
+    """Fork, and return what ``os.fork`` returns; if that fails, send the reason and return -1."""
     if len(threads()) > 1:
         _send(launcher, error=f"the fork server has threads: {', '.join(threads()[1:])}")
         return -1
@@ -187,7 +187,7 @@ def _fork(launcher: socket.socket) -> int:
 
 
 def _report(launcher: socket.socket, pid: int) -> None:
-    """Send how the rank `pid` ended. It stays a zombie until the launcher answers, so its id is not reused."""
+    """Send how the rank `pid` ended. The rank stays a zombie until the launcher answers, so its id is not reused."""
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     _send(launcher, pid=pid, code=end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
@@ -204,7 +204,7 @@ def _send(launcher: socket.socket, **message: Any) -> None:
 
 
 def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
-    """Install `descriptors` as the given standard streams, and close the other ones."""
+    """Install `descriptors` as the given standard streams, and close the remaining ones."""
     sources = []
     for descriptor in descriptors:
         sources.append(fcntl(descriptor, F_DUPFD_CLOEXEC, 3))
@@ -222,16 +222,16 @@ def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
 
 
 def _reset_stream(output: Any) -> None:
-    """Reinitialize an unbuffered (``-u``) text stream for its new file, in place because loggers hold a reference."""
+    """Reinitialize an unbuffered (``-u``) text stream for its new file; in place, as loggers refer to it."""
     file = FileIO(output.fileno(), "w", closefd=False)
     file.name = output.name
     output.__init__(file, output.encoding, output.errors, newline="\n", write_through=True)
 
 
 def _refresh() -> None:
-    """Renew random seeds and cached properties of the process; ``random`` does this itself."""
+    """Renew random seeds and cached process properties; ``random`` reseeds itself."""
     if "torch" in sys.modules:
-        # The CPU's generator. In a new process the generators of devices have a fixed seed.
+        # The CPU generator only: in a new process, device generators have a fixed seed.
         sys.modules["torch"].default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
@@ -239,4 +239,4 @@ def _refresh() -> None:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
     if "threading" in sys.modules:
         sys.modules["threading"].main_thread()._native_id = os.getpid()
-    importlib.invalidate_caches()  # files may have been written since
+    importlib.invalidate_caches()  # files may have been written since the import

@@ -13,20 +13,20 @@ from paceline.launch.failures.root_cause import LOST_A_PEER, End, failures, miss
 from paceline.launch.rank.failure_record import Record
 
 HEAR_S = 5.0
-"""Seconds that a host waits for the cause from another host, and for the others to read it."""
+"""How long a host waits for another host to publish the cause, and for the other hosts to read it, in seconds."""
 CAUSE, READ = "cause", "read"
 
 
 @dataclass(frozen=True)
 class HostEnds:
-    """How the ranks of a host ended, without tracebacks, which only that host shows."""
+    """How the ranks of a host ended. Tracebacks are left out, because only that host shows them."""
 
     host: str
     ends: Sequence[End]
 
 
 def is_known(ends: Sequence[End]) -> bool:
-    """Return whether `ends` have the cause, rather than only consequences of another host's failure."""
+    """Return whether `ends` include the cause, and not just consequences of another host's failure."""
     failed = failures(ends)
     return bool(failed) and (failed[0].suspicion < LOST_A_PEER or bool(missed(ends)))
 
@@ -37,7 +37,7 @@ def publish(store: Store, ends: Sequence[End]) -> None:
 
 
 def published(store: Store, seconds: float = 0.0) -> HostEnds | None:
-    """Return the published cause, after waiting up to `seconds` for it; None without one."""
+    """Wait up to `seconds` for the cause to be published, and return it; None if no host publishes one."""
     deadline = time.monotonic() + seconds
     while not store.check([CAUSE]):
         if time.monotonic() >= deadline:
@@ -47,7 +47,7 @@ def published(store: Store, seconds: float = 0.0) -> HostEnds | None:
 
 
 def leave_together(store: Store, hosts: int) -> None:
-    """Wait until all `hosts` have read the cause, or :data:`HEAR_S`, because the store ends with its host."""
+    """Wait until all `hosts` have read the cause, or for :data:`HEAR_S`, because the store ends with its host."""
     deadline = time.monotonic() + HEAR_S
     read = store.add(READ, 1)
     while read < hosts and time.monotonic() < deadline:
@@ -56,7 +56,7 @@ def leave_together(store: Store, hosts: int) -> None:
 
 
 def place(store: Store, turn: int) -> Store:
-    """Return the part of `store` for one start of the ranks."""
+    """Return the section of `store` for one start of the ranks."""
     return PrefixStore(f"paceline/{turn}/", store)
 
 

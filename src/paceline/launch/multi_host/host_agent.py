@@ -1,6 +1,6 @@
-"""torchelastic's agent on each of several hosts, which all report the same cause of a failure.
+"""torchelastic's agent on each of several hosts. All agents report the same cause of a failure.
 
-Starts, restarts and the rendezvous are torchelastic's.
+torchelastic itself handles starts, restarts and the rendezvous.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HostAgent(LocalElasticAgent):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.ends: Sequence[End] = ()
-        """How ranks of this host and of the host with the cause ended in the latest failed start."""
+        """How the ranks of this host, and of the host with the cause, ended in the latest failed start."""
         self._elsewhere: cause.HostEnds | None = None
         """The cause, if it is on another host."""
         self._ranks = RankProcesses({}, {})
@@ -62,12 +62,12 @@ class HostAgent(LocalElasticAgent):
             ranks.show_slow_errors(say)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
-            ranks.poll()  # torchelastic has ended the others
+            ranks.poll()  # torchelastic has ended the other ranks
             self._find_cause([*ranks.reported_ends(), *ranks.ends_of_running()])
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if not self.ends:  # no rank of this host failed: another host restarts, or has joined
+        if not self.ends:  # no rank of this host failed: another host restarts, or a host has joined
             self._find_cause(())
         if self.ends:
             say("\n".join([*root_cause.details(self.ends), f"{self._headline()}; starting all ranks again"]))
@@ -79,7 +79,7 @@ class HostAgent(LocalElasticAgent):
         self.ends, worker_group = local_ends, self.get_worker_group()
         spec, restarts = worker_group.spec, self._remaining_restarts
         store: Any = worker_group.store
-        # The store of a dynamic rendezvous has a part for each start, and hosts may differ in their restarts.
+        # A dynamic rendezvous already has a store per start, and its hosts may count different numbers of restarts.
         is_static = spec.rdzv_handler.get_backend() == "static"
         place = cause.place(store, spec.max_restarts - restarts if is_static else 0)
         try:
@@ -89,7 +89,7 @@ class HostAgent(LocalElasticAgent):
             if other is not None and not {end.rank for end in other.ends} & {end.rank for end in local_ends}:
                 self.ends, self._elsewhere = [*local_ends, *other.ends], other
             if root_cause.usage(self.ends) is not None:
-                self._remaining_restarts = 0  # a user's mistake would recur
+                self._remaining_restarts = 0  # a usage error would recur
             if local_ends and self._remaining_restarts == 0:
                 cause.leave_together(place, worker_group.group_world_size or 1)
         except RuntimeError:  # the store has ended together with its host

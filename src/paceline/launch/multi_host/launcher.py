@@ -1,7 +1,7 @@
-"""Jobs on several hosts: torchrun's launcher, with ranks that end together with it.
+"""Jobs on several hosts: torchrun's launcher, except that ranks end when it does.
 
-Tested with two network namespaces of one machine, and with two launchers on one host; ``docs/gpu-status.md`` lists the
-tests on GPUs. Like torchrun's, the rendezvous listens on all interfaces without authentication.
+Tested with two network namespaces on one machine, and with two launchers on one host; ``docs/gpu-status.md`` lists the
+tests on GPUs. As with torchrun, the rendezvous listens on all interfaces, without authentication.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from paceline.launch.rank.failure_record import LAUNCHER
 
 
 def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
-    """Run this host's part of a job over several hosts.
+    """Run this host's part of a job that spans several hosts.
 
     Args:
         options: torchrun's parsed options.
         command: the command of each rank.
-        nproc: ranks on this host.
+        nproc: number of ranks on this host.
 
     Returns:
         The exit code of :func:`paceline.launch.job.launch`.
@@ -89,7 +89,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
 
 def _prepare_environment(nproc: int) -> None:
     """Set the variables that ranks inherit from this process."""
-    # In a shared store, restarted ranks read the addresses of dead ranks, and half of all restarts fail.
+    # With a shared store, restarted ranks would read the addresses of dead ranks, and half of all restarts would fail.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     os.environ["PYTHONPATH"] = hooked(os.environ.get("PYTHONPATH", ""))

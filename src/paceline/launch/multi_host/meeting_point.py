@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 
 
 def check_meeting_point(options: Namespace, hosts: int) -> None:
-    """Check that these options let the launchers of up to `hosts` hosts find each other."""
+    """Check that with these options the launchers of up to `hosts` hosts can find each other."""
     endpoint, is_static = options.rdzv_endpoint, options.rdzv_backend == "static"
     if is_static and not 0 <= options.node_rank < hosts:
         raise UsageError(

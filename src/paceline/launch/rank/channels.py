@@ -1,4 +1,4 @@
-"""Files between launcher and ranks: their output and errors, unnamed unless the user gives a log folder."""
+"""Files for the ranks' output and errors. They are unnamed unless the user gives a log folder."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from paceline.launch.rank.printed_lines import PrintedLines
 class Logs:
     """Destinations of the ranks' output: torchrun's options, in torchrun's format.
 
-    ``only`` are the ranks whose output is shown. ``prefix`` begins each line that is teed, and with
-    ``prefix_ranks`` every printed line begins with its rank.
+    ``only`` are the ranks whose output is shown. ``prefix`` starts each teed line, and with ``prefix_ranks`` every
+    printed line starts with its rank.
     """
 
     folder: str | None = None
@@ -47,14 +47,14 @@ class Logs:
 
 
 class RankFiles(LogsSpecs):
-    """Makes the files of each start: an error file for each rank, and the user's logs.
+    """Creates the files of each start: an error file for each rank, and the user's logs.
 
-    On Linux an unnamed file is passed as ``/proc/<launcher>/fd/<n>``, so that no file remains even after ``kill -9``.
-    Elsewhere temporary files are removed at the end.
+    On Linux an unnamed file is passed as ``/proc/<launcher>/fd/<n>``, so that no file is left behind, even after ``kill
+    -9``. On other systems, temporary files are removed at the end.
 
     Args:
         logs: destinations of the output.
-        printed: prints the output that has no other destination; None if ranks inherit the launcher's streams.
+        printed: prints output that has no other destination; None if ranks inherit the launcher's streams.
     """
 
     def __init__(self, logs: Logs, printed: PrintedLines | None = None) -> None:
@@ -73,7 +73,7 @@ class RankFiles(LogsSpecs):
         return str(self._root_log_dir or "")
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the files of one start, and close the files of the previous start."""
+        """Create the files of one start, and close those of the previous start."""
         self.close()
         if self._named is not None:
             dest = self._named.reify(envs)
@@ -106,7 +106,7 @@ class RankFiles(LogsSpecs):
         return dest
 
     def _slot(self, memory: bool) -> str:
-        """Return the path of a new empty file on disk or, so that a full disk cannot hide an error, in memory."""
+        """Return the path of a new empty file, on disk or in memory, where a full disk does not matter."""
         file: IO[Any]
         if sys.platform == "linux":
             file = os.fdopen(os.memfd_create("paceline"), "w") if memory else tempfile.TemporaryFile()  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""Makes a rank's process end together with the launcher, and then executes the rank's command.
+"""Makes a rank's process end when the launcher does, and then executes the rank's command.
 
 Run by path as ``python -I -S child.py <launcher's pid> command…``, without site-packages, so that it starts quickly. On
 Linux PR_SET_PDEATHSIG makes the kernel kill this process when the launcher's thread that started it ends; the setting
@@ -27,13 +27,13 @@ def die_with(launcher: int) -> None:
 
 
 def become(command: "list[str]") -> None:
-    """Replace this process by `command`; exit with a shell's code if that fails."""
+    """Replace this process with `command`; if that fails, exit with the code that a shell would use."""
     try:
         os.execvp(command[0], command)
     except OSError as error:
         try:
             print(f"error: cannot start {command[0]!r}: {error.strerror}", file=sys.stderr, flush=True)
-        finally:  # also if stderr cannot be written
+        finally:  # even if stderr cannot be written to
             os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
 
 

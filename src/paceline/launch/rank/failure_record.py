@@ -23,8 +23,8 @@ from typing import Any
 
 FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER = "PACELINE_LAUNCHER"  # process id of Paceline's launcher on this host
-# Gloo and NCCL report a lost rank with a RuntimeError whose message matches both TRANSPORT and PEER_LOST. Errors of a
-# script's other connections have neither the address nor the name of a library.
+# Gloo and NCCL report a lost rank with a RuntimeError whose message matches both TRANSPORT and PEER_LOST. Errors from a
+# script's other connections contain neither such an address nor the name of such a library.
 TRANSPORT = re.compile(r"gloo|nccl|\[[0-9a-f.:]+\]:\d+", re.IGNORECASE)
 FROM_CALLBACK = "Got the following error when running the callback: CommunicationError: "
 """Start of the message of a CommunicationError that has passed through C++, such as torch DDP's reducer."""
@@ -38,11 +38,11 @@ _PASSING = ("OutOfMemoryError", "AcceleratorError", "DistError", "WrongComputati
 """Names of error classes for devices and collectives; importing torch for them would take seconds."""
 _PASSING_TEXT = re.compile(r"CUDA error|out of memory|DataLoader worker")
 LONGEST_MESSAGE, LONGEST_TRACE = 2_000, 8_000
-"""Maximum length of an error's message and traceback; the middle is left out."""
+"""Maximum length of an error's message and traceback; the middle is cut out."""
 CUT = " … … "
-"""Start of the text in place of the middle."""
+"""Start of the text that replaces the middle."""
 _FACTS = ("usage", "may_pass", "has_optimizer", "is_one_of")
-"""Fields of a :class:`Record` that torch's error files lack."""
+"""Fields of a :class:`Record` that are not in torch's error files."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Record:
     """The error of a rank: ``ValueError: …``, the traceback, and the time in seconds since the epoch.
 
     Args:
-        usage: whether it is a UsageError, of which only the message is shown.
-        blamed: the known ranks that caused the error, if it is a consequence of their failure; otherwise None.
+        usage: whether it is a UsageError, for which only the message is shown.
+        blamed: if the error is a consequence of other ranks' failure, those of them that are known; otherwise None.
         may_pass: see :func:`may_pass`.
         has_optimizer: whether the rank may have held an optimizer; without one it has not trained.
         is_one_of: whether the error names several ranks, one of which is at fault.
@@ -88,7 +88,7 @@ def _write(path: str, note: object) -> None:
 
 
 def read(path: str) -> Record | None:
-    """Return the record in the file `path`, also one written by torch's ``@record``; None without a complete one."""
+    """Return the record in the file `path`, which torch's ``@record`` may have written; None if it is incomplete."""
     note = _read(path)
     try:
         content = note["message"]
@@ -107,7 +107,7 @@ def read(path: str) -> Record | None:
 
 
 def read_leaving(path: str) -> float | None:
-    """Return when the rank with the file `path` began to exit without an error; None if it did not."""
+    """Return when the rank that writes the file `path` began to exit without an error; None if it did not."""
     try:
         return float(_read(path)["leaving"])
     except (ValueError, KeyError, TypeError):
@@ -123,9 +123,9 @@ def _read(path: str) -> Any:
 
 
 def of(error: BaseException) -> Record:
-    """Return the record of an error that was just raised. A UsageError gets the line of the script.
+    """Return the record of an error that was just raised. For a UsageError, add the script's line.
 
-    It is recognized by the name of its class, because importing the class would import torch.
+    A UsageError is recognized by its class name, because importing the class would import torch.
     """
     blamed, message = consequence(error), message_of(error)
     text = f"{type(error).__name__}: {message}"
@@ -161,7 +161,7 @@ def shortened(text: str, longest: int = LONGEST_MESSAGE) -> str:
 
 
 def consequence(error: BaseException | None) -> tuple[int, ...] | None:
-    """Return the ranks that caused `error`, as far as it names them; None if it is not a consequence.
+    """Return the ranks that `error` names as its cause, possibly none; None if it is not a consequence.
 
     An error is also a consequence if its cause or context is one.
     """
@@ -172,7 +172,7 @@ def consequence(error: BaseException | None) -> tuple[int, ...] | None:
             blamed = None
         if isinstance(blamed, tuple):
             return blamed
-        # torch's classes for sockets and stores, which fail if a rank is absent or the serving rank is gone
+        # torch's errors for sockets and stores, raised if a rank is absent or the rank that serves the store has ended
         if type(each).__name__ in ("DistNetworkError", "DistStoreError"):
             return ()
         if type(each).__name__ in ("RuntimeError", "DistBackendError") and blamed_by(message_of(each)) is not None:
@@ -183,8 +183,8 @@ def consequence(error: BaseException | None) -> tuple[int, ...] | None:
 def may_pass(error: BaseException) -> bool:
     """Return whether `error` comes from the host, a device or the network, and so may not recur.
 
-    These are system errors except wrong paths, lack of memory, errors of devices and collectives, killed workers of a
-    DataLoader, and every error raised from one of them.
+    These are system errors (except wrong paths), out-of-memory errors, errors from devices and collectives, killed
+    DataLoader workers, and every error raised from one of these.
     """
     return any(
         (isinstance(each, OSError) and not isinstance(each, _WRONG_PATHS))
@@ -203,7 +203,7 @@ def _has_optimizer() -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error` and the chain of its causes and contexts."""
+    """Yield `error`, followed by the chain of its causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -212,19 +212,19 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def blamed_by(message: str) -> tuple[int, ...] | None:
-    """Return :func:`consequence` for the message of an unknown error."""
+    """Return :func:`consequence` for an error of which only the message is known."""
     if message.startswith(FROM_CALLBACK):
         return ()
     return () if PEER_LOST.search(message) and TRANSPORT.search(message) else None
 
 
 def is_shown_by_launcher() -> bool:
-    """Return whether the launcher shows this rank's error on the stream that the rank prints to."""
+    """Return whether the launcher will show this rank's error on the same stream that the rank prints to."""
     try:
         theirs, ours = f"/proc/{int(os.environ[LAUNCHER])}/fd", os.fstat(2)
-        # The launcher has the rank's pipe or terminal open. A log file is compared with the launcher's stderr only.
+        # The launcher has the rank's pipe or terminal open. Compare a log file only with the launcher's stderr.
         for number in ["2"] if stat.S_ISREG(ours.st_mode) else os.listdir(theirs):
-            with suppress(FileNotFoundError):  # closed meanwhile
+            with suppress(FileNotFoundError):  # closed in the meantime
                 if os.path.samestat(os.stat(f"{theirs}/{number}"), ours):
                     return True
     except (KeyError, ValueError, OSError):
@@ -252,19 +252,19 @@ def install() -> None:
 
     def leave() -> None:
         if os.getpid() == process and _read(path) is None:
-            # torchelastic's agent reads the message of a rank that ended with a nonzero exit code.
+            # If a rank ends with a nonzero exit code, torchelastic's agent reads the message.
             now = time.time()
             _write(path, {"leaving": now, "message": "", "timestamp": int(now)})
 
     sys.excepthook = note
-    if LAUNCHER in os.environ:  # other launchers would read it as an error
+    if LAUNCHER in os.environ:  # other launchers would take the file for an error
         atexit.register(leave)
 
 
 def _leave_gloo() -> None:
-    """Destroy the process group before the interpreter shuts down, which Gloo's threads may otherwise abort.
+    """Destroy the process group before the interpreter shuts down; otherwise Gloo's threads may abort the shutdown.
 
-    Not with NCCL, whose threads may wait for peers.
+    Does nothing with NCCL, whose threads may wait for peers.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized() and "nccl" not in str(dist.get_backend_config()):

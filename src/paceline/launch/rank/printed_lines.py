@@ -1,10 +1,10 @@
-"""Output of the ranks in whole lines, whether Python, C or a child process prints it.
+"""Prints the ranks' output in whole lines, no matter whether Python, C or a child process wrote it.
 
     ranks                        the launcher's thread                         the launcher's streams
     stdout, stderr  ──pipes──▶   keeps a line until it is complete    ──▶      stdout, stderr
 
-If the launcher's stream is a terminal, ranks get a pseudo-terminal, so that they draw progress bars and colors. A
-stream that is closed, full or not read neither ends a rank nor blocks it for long.
+If the launcher's stream is a terminal, ranks get a pseudo-terminal, so they show progress bars and colors. If a stream
+is closed, full or not read, ranks neither end nor block for long.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paceline.core.output.messages import MESSAGE_S
 LONGEST = 2**24
 """Maximum length of an incomplete line that is held back, in bytes."""
 PROMPT_S = 0.25
-"""Delay of an incomplete line on a terminal, in seconds. It may be a prompt."""
+"""How long an incomplete line is held back on a terminal, in seconds. It may be a prompt."""
 MOST = 2**23
-"""Maximum number of pending bytes. With more, ranks have to wait, unless the reader was blocked for :data:`STUCK_S`."""
+"""Maximum number of pending bytes. Beyond it, ranks wait, unless the reader has been blocked for :data:`STUCK_S`."""
 STUCK_S = 5.0
 
 
@@ -41,7 +41,7 @@ class Stream:
         self._piece = 2**20 if stat.S_ISREG(os.fstat(descriptor).st_mode) else select.PIPE_BUF
         self.pending = bytearray()
         self.total = 0
-        """Number of bytes that were ever added."""
+        """Total number of bytes added."""
         self.owner: Channel | None = None
         """The channel whose incomplete line is at the end."""
         self._wrote_at = time.monotonic()
@@ -49,7 +49,7 @@ class Stream:
 
     def add(self, text: bytes, owner: Channel | None = None) -> None:
         """Append `text`, on a new line if the incomplete line of another channel is at the end."""
-        if owner is not None and self.is_full and self.is_stuck:  # only text of ranks is dropped
+        if owner is not None and self.is_full and self.is_stuck:  # only the ranks' text is dropped
             self._left_out += text.count(b"\n")
         elif text:
             left_out, self._left_out = self._left_out, 0
@@ -64,7 +64,7 @@ class Stream:
             self.total += len(text)
 
     def end_line(self) -> None:
-        """Complete the last line before a message of the launcher."""
+        """End the last line before a message from the launcher."""
         if self.owner is not None:
             self.add(b"\n", self.owner)
 
@@ -75,7 +75,7 @@ class Stream:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether text is pending, and none could be written for a while."""
+        """Whether text is pending but none could be written for a while."""
         return bool(self.pending) and time.monotonic() - self._wrote_at > STUCK_S
 
     @property
@@ -120,7 +120,7 @@ class Channel:
                     self._size = fcntl.ioctl(self.reader, termios.TIOCSWINSZ, size)
 
     def pass_on(self, reads: int, at_once: bool) -> None:
-        """Read the channel up to `reads` times, and pass on the complete lines; with `at_once` everything."""
+        """Read the channel up to `reads` times, and pass on the complete lines; if `at_once`, pass on everything."""
         for _ in range(reads):
             printed = b""
             with suppress(OSError):
@@ -155,13 +155,14 @@ class Channel:
 
 
 class PrintedLines:
-    """The output of the ranks of one job; a context manager that writes all of it before it ends.
+    """The output of one job's ranks. A context manager: on exit, it writes whatever is still pending.
 
     A thread reads the channels and writes to the streams.
 
     Args:
         prefix_ranks: whether each line begins with its rank.
-        is_stopped: returns whether the launcher has received a signal. It then does not wait for a blocked stream.
+        is_stopped: returns whether the launcher has received a signal; if so, exit without waiting for a blocked
+        stream.
     """
 
     def __init__(self, prefix_ranks: bool = False, is_stopped: Callable[[], bool] = lambda: True) -> None:
@@ -175,7 +176,7 @@ class PrintedLines:
         self._thread: threading.Thread | None = None
 
     def open(self, rank: int, numbers: Iterable[int]) -> dict[int, Channel]:
-        """Return the channels of a rank's streams, 1 or 2, as far as the launcher has these streams."""
+        """Return the channels for those of a rank's streams (1 and 2) that the launcher has open."""
         channels: dict[Stream, Channel] = {}
         prefix = b"rank %d | " % rank if self._prefix_ranks else b""
         by_number = {}
@@ -186,14 +187,14 @@ class PrintedLines:
         with self._changed:
             self._channels += channels.values()
         if self._thread is None:
-            # A daemon, so that it does not keep a launcher alive that ends with an error.
+            # A daemon thread, so that it does not keep the launcher alive after an error.
             self._thread = threading.Thread(target=self._run, name="paceline-lines", daemon=True)
             self._thread.start()
         os.write(self._wake, b".")
         return by_number
 
     def say(self, text: str) -> None:
-        """Print a message of the launcher on stderr, after the ranks' earlier output."""
+        """Print a message from the launcher on stderr, after everything that the ranks have printed so far."""
         if self._thread is None or 2 not in self._streams:
             messages.say(text)
             return
@@ -237,7 +238,7 @@ class PrintedLines:
             channel.close()
         self._channels = []
         for number, stream in self._streams.items():
-            if number == 2 or stream.is_terminal:  # a message of the launcher may follow
+            if number == 2 or stream.is_terminal:  # a message from the launcher may follow
                 stream.end_line()
 
     def _wait_until_written(self) -> None:
@@ -248,7 +249,7 @@ class PrintedLines:
         )
 
     def _is_shown_at_once(self, channel: Channel) -> bool:
-        """Return whether an incomplete line is passed on: no other rank can print in the middle of it."""
+        """Return whether to pass on an incomplete line at once, because no other rank can print in the middle of it."""
         return channel.stream.owner is channel or len({each.rank for each in self._channels}) == 1
 
     # The thread
@@ -265,7 +266,7 @@ class PrintedLines:
                         channel.show(len(channel.rest))
             for stream in set(self._streams.values()):
                 if stream.descriptor in ready:
-                    stream.write()  # outside of the lock, because a disk may block it
+                    stream.write()  # outside the lock, because a slow disk may block
             with self._changed:
                 self._changed.notify_all()
 
@@ -301,9 +302,9 @@ def _streams() -> dict[int, Stream]:
 
 
 def _pseudo_terminal() -> tuple[int, int]:
-    """Return both ends of a pseudo-terminal that does not change line ends, or of a pipe if there is none."""
+    """Return both ends of a pseudo-terminal that does not change line endings, or of a pipe if none is available."""
     with suppress(OSError):
-        # A session leader without a controlling terminal would get this one, and SIGHUP when it is closed.
+        # If this process led a session without a controlling terminal, it would get this one, and SIGHUP on its close.
         if os.getsid(0) == os.getpid():
             os.close(os.open("/dev/tty", os.O_RDWR))
         reader, writer = os.openpty()

@@ -1,8 +1,9 @@
 """Python stacks of a rank's threads, which the rank writes on request.
 
-There are two signals. After the first one the interpreter writes the stacks between two instructions, which a rank in a
-blocked call never does. After the second one ``faulthandler`` writes them in C at any point. In a few of ten thousand
-cases that crashes a busy rank, in a frame under construction, so only ranks that ignore the first signal get it.
+There are two signals. On the first one, the interpreter writes the stacks between two instructions; a rank in a
+blocking call never gets there. On the second one, ``faulthandler`` writes them from C, at any point. A few times in ten
+thousand, this crashes a busy rank in a frame under construction, so only ranks that do not answer the first signal get
+it.
 
 Standard library only, because ranks load this module by path (``hook/sitecustomize.py``).
 """
@@ -20,7 +21,7 @@ FOLDER = "PACELINE_BLACK_BOX"  # as in paceline.core.telemetry.flight_record
 
 
 def number() -> int:
-    """Return the signal for ``faulthandler``, which other programs are unlikely to use; 0 except on Linux."""
+    """Return the signal for ``faulthandler``, one that other programs are unlikely to use; 0 except on Linux."""
     return signal.SIGRTMAX - 5 if sys.platform == "linux" else 0
 
 
@@ -35,7 +36,7 @@ def path_of(folder: Path, local_rank: int) -> Path:
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:
-    """Make this process write its stacks after a signal."""
+    """Make this process write its stacks when it is signalled."""
     folder, rank = environment.get(FOLDER), environment.get("LOCAL_RANK")
     if not folder or not rank or not number():
         return
@@ -50,4 +51,4 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
 
     faulthandler.register(number(), descriptor, all_threads=True, chain=False)
     signal.signal(polite_number(), write_stacks)
-    signal.siginterrupt(polite_number(), False)  # blocking calls of libraries are resumed
+    signal.siginterrupt(polite_number(), False)  # resume interrupted blocking calls in libraries

@@ -1,7 +1,8 @@
-"""Moves the sockets of a rank's multiprocessing, such as DataLoader workers, into the job's folder.
+"""Moves the sockets that a rank's multiprocessing uses, as for DataLoader workers, into the job's folder.
 
-By default each process has a temporary folder, ``pymp-…``, which remains if the process is killed. The launcher always
-removes the job's folder. Standard library only, because ranks load this module by path (``hook/sitecustomize.py``).
+By default each process has a temporary folder, ``pymp-…``, which is left behind if the process is killed. The launcher
+always removes the job's folder. Standard library only, because ranks load this module by path
+(``hook/sitecustomize.py``).
 """
 
 from __future__ import annotations

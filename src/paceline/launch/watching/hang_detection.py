@@ -1,11 +1,12 @@
-"""Detection of ranks that make no progress while other ranks wait for them, or that were stopped.
+"""Detects ranks that make no progress while other ranks wait for them, and ranks that were stopped.
 
-Progress is any change in a rank's black box. The box or the stack shows whether a rank waits for others: then it is in
-the code of a collective, and its main thread has slept all the time. Ranks that do not wait are the ones that hang.
-When a rank has made no progress for the timeout, all ranks are asked for their stacks, again after half the timeout.
+Progress is any change in a rank's black box. A rank waits for others if it is in the code of a collective, according to
+its box or stack, and its main thread has been asleep the whole time. A rank that neither makes progress nor waits
+hangs. When a rank has made no progress for the timeout, all ranks are asked for their stacks, and again every half
+timeout.
 
-Some ranks have :data:`PATIENCE` times as long: in the first step of a start, which may compile; during a save; and in
-the script's own code while no other rank waits, which may be an evaluation.
+A rank gets :data:`PATIENCE` times as long in the first step of a start, which may compile; during a save; and in the
+script's own code while no other rank waits, which may be an evaluation.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from paceline.launch.failures.root_cause import End, missed, quoted
 from paceline.launch.watching import stack_requests
 
 PATIENCE = 10
-"""Multiple of the timeout for phases that may be long."""
+"""Multiplier of the timeout for phases that may be long."""
 BETWEEN_S = 0.2
 """Interval between two checks, in seconds."""
 TO_ANSWER = 4
-"""Maximum number of times that a sleeping thread runs to write its stacks."""
+"""Maximum number of times that a sleeping thread must run to write its stacks."""
 LONGEST_S = 1.0
-"""Maximum time counted between two checks. Ranks that were stopped together with the launcher do not hang."""
+"""Maximum counted time between two checks, in seconds, because ranks stopped together with the launcher do not hang."""
 
 
 @dataclass
@@ -40,24 +41,24 @@ class Sight:
     rank: int
     box: Snapshot | None = None
     process: str = ""
-    """State of its process, a letter of /proc; empty if unknown."""
+    """State of its process, as the letter in /proc; empty if unknown."""
     still: float = 0.0
-    """Seconds since its box changed."""
+    """Seconds since its box last changed."""
     stopped: float = 0.0
     """Seconds since its process was stopped."""
     asleep: float = 0.0
-    """Seconds since its main thread ran."""
+    """Seconds since its main thread last ran."""
     stacks: str = ""
     """Its stacks at the latest request; empty if it did not report them."""
     moves: bool = False
-    """Whether its stacks have changed since its box did."""
+    """Whether its stacks have changed since its box last did."""
     frames: Sequence[str] = ()
     """Main thread's stack at the latest request; empty if the ranks have made progress since."""
     allowed_runs: int = -1
-    """Number of times that its main thread may have run; with more runs it is not asleep."""
+    """Number of times that its main thread may have run and still count as asleep."""
 
     def look(self, box: Snapshot | None, pid: int, passed: float) -> None:
-        """See the rank again, `passed` seconds after the last time."""
+        """Update from the rank's box and process, `passed` seconds after the last check."""
         self.still = self.still + passed if box == self.box else 0.0
         self.box, self.process = box, process_state(pid)
         self.stopped = self.stopped + passed if self.process == "T" else 0.0
@@ -66,7 +67,7 @@ class Sight:
         self.allowed_runs = max(runs, self.allowed_runs)
 
     def note_stacks(self, stacks: str, timeout: float) -> None:
-        """Keep the answer to a request for stacks."""
+        """Store the answer to a request for stacks."""
         self.allowed_runs += TO_ANSWER
         previous, self.frames = self.frames, stack_requests.main_thread(stacks)
         if self.still < timeout:
@@ -83,12 +84,12 @@ class Sight:
         if self.box is not None and self.box.phase in WAITING:
             return None if stack_requests.is_in_script(self.stacks) else self.still
         call = stack_requests.waiting_call(self.stacks)
-        # The box of Paceline's wrapper shows waits in backward. torch's wrapper has no box.
+        # Paceline's wrapper records waits during backward in the box; torch's wrapper does not.
         is_ours = call == stack_requests.BACKWARD and self.box is not None and self.box.phase == "backward"
         return min(self.still, self.asleep) if call and not is_ours else None
 
     def is_still(self, timeout: float, is_missed: bool) -> bool:
-        """Return whether it has made no progress for too long; `is_missed` if other ranks wait for it."""
+        """Return whether it has made no progress for too long; `is_missed` says whether other ranks wait for it."""
         return self.still >= (PATIENCE if self._may_be_long(is_missed) else 1) * timeout
 
     def _may_be_long(self, is_missed: bool) -> bool:
@@ -108,7 +109,7 @@ class Sight:
 
 
 def hanging(sights: Sequence[Sight], timeout: float) -> tuple[int, ...]:
-    """Return the ranks that hang: stopped ranks, or ranks that others wait for, or all ranks if each waits."""
+    """Return the ranks that hang: stopped ranks, else ranks that others wait for, else all ranks if each one waits."""
     if stopped := tuple(each.rank for each in sights if each.stopped >= timeout):
         return stopped
     waited = [each.waited for each in sights]
@@ -124,8 +125,8 @@ class HangWatch:
     """Watches the ranks of one start.
 
     Args:
-        folder: the job's folder; without one hangs are not detected.
-        timeout: seconds without progress after which a rank hangs; None to disable the watch.
+        folder: the job's folder; without it, hangs are not detected.
+        timeout: seconds without progress after which a rank counts as hanging; None to disable the watch.
     """
 
     def __init__(self, folder: Path | None, timeout: float | None) -> None:
@@ -150,7 +151,7 @@ class HangWatch:
         now = time.monotonic()
         if self._timeout is None or self._folder is None or now - self._looked < BETWEEN_S:
             return
-        if self._killed:  # the other ranks save their last step and end soon
+        if self._killed:  # the other ranks will soon save their last step and end
             return
         passed = min(now - self._looked, LONGEST_S) if self._looked else 0.0
         self._looked = now
@@ -195,13 +196,13 @@ class HangWatch:
         return seconds if self._timeout is None else min(seconds, BETWEEN_S)
 
     def request_absent(self, ends: Sequence[End], processes: Mapping[int, int]) -> None:
-        """Ask ranks that kept the others waiting for their stacks, before they are ended."""
+        """Request the stacks of ranks that kept the others waiting, before the launcher ends them."""
         absent = {end.rank: processes[end.rank] for end in missed(ends) if end.rank in processes}
         if self._folder is not None:
             self._stacks |= stack_requests.request_stacks(self._folder, absent, resume=True)
 
     def with_hangs(self, ends: Sequence[End]) -> list[End]:
-        """Return `ends` with the hangs and stacks of the ranks."""
+        """Return `ends` with the ranks' hangs and stacks added."""
         return [
             replace(end, hang=self._killed.get(end.rank, ""), stacks=self._stacks.get(end.rank, "")) for end in ends
         ]
@@ -217,7 +218,7 @@ class HangWatch:
 def _stacks_of_stopped(folder: Path, stopped: Sequence[int], processes: Mapping[int, int]) -> dict[int, str]:
     """Continue the `stopped` ranks for a moment to get their stacks, while the other ranks are stopped.
 
-    A rank cannot complete a step alone, so it changes nothing for the others before it is killed.
+    A rank cannot complete a step alone, so continuing it changes nothing for the others before it is killed.
     """
     others = [pid for rank, pid in processes.items() if rank not in stopped]
     try:
@@ -235,7 +236,7 @@ def _send(processes: Sequence[int], number: signal.Signals) -> None:
 
 
 def _doing(sight: Sight) -> str:
-    """Describe the activity of a rank that does not hang."""
+    """Describe what a rank that does not hang is doing."""
     call = stack_requests.waiting_call(sight.stacks)
     return state_of(sight.box, time.monotonic(), raised=False).doing + (f", in {call}()" if call else "")
 

@@ -1,4 +1,4 @@
-"""Ends ranks that mark their steps with a Checkpointer, after they have saved a step."""
+"""Ends ranks after they have saved a step, if they mark their steps with a Checkpointer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Preemption:
         self._folder = folder
 
     def would_save(self, pids: Collection[int]) -> bool:
-        """Return whether all these ranks end after a signal with a saved step, or have done so."""
+        """Return whether each of these ranks would save a step and end after a signal, or already has."""
         states = self._states()
         return bool(pids) and all(states.get(pid) in (Stopping.READY, Stopping.ASKED, Stopping.SAVED) for pid in pids)
 
     def are_ready(self, pids: Collection[int]) -> bool:
-        """Return whether all these ranks would end after a signal with a saved step, and none has received one."""
+        """Return whether each of these ranks would save a step and end after a signal, and has received none so far."""
         states = self._states()
         return bool(pids) and all(states.get(pid) is Stopping.READY for pid in pids)
 
@@ -39,8 +39,8 @@ class Preemption:
     def request_stop(self, number: signal.Signals, pids: Collection[int]) -> None:
         """Send the signal to ranks that have not received one, because a second one would end them at once.
 
-        Their child processes get none: a DataLoader's workers are needed until the end of the step. Ranks get SIGTERM
-        in place of signals that a script may handle itself, such as SIGINT.
+        Their child processes get no signal: a DataLoader's workers are needed until the end of the step. Ranks get
+        SIGTERM in place of signals that a script may handle itself, such as SIGINT.
         """
         sent = number if number == signal.SIGUSR1 else signal.SIGTERM
         for pid, state in self._states().items():
@@ -58,7 +58,7 @@ class Preemption:
         return None
 
     def _states(self) -> dict[int, Stopping]:
-        """Return the state of each rank by process id; with several Checkpointers, the most advanced state."""
+        """Return each rank's state by process id; with several Checkpointers, the most advanced one."""
         states: dict[int, Stopping] = {}
         for records in present_records(self._folder).values():
             for record in records:

@@ -15,7 +15,7 @@ from paceline.launch.failures.root_cause import End, patience, quoted, usage
 from paceline.launch.rank.failure_record import read, read_leaving
 
 SLOW_S = 5.0
-"""Seconds until the error of a rank that still runs is shown."""
+"""Seconds until an error is shown although its rank is still running."""
 
 
 class RankProcesses:
@@ -36,7 +36,7 @@ class RankProcesses:
         self.ends: dict[int, End] = {}
         """How ranks ended, by rank; filled as they end."""
         self.signalled: set[int] = set()
-        """Ranks that the launcher signalled to end."""
+        """Ranks that the launcher has signalled to end."""
         self._processes, self._error_files, self._note_failure = processes, error_files, note_failure
         self._shown: set[int] = set()  # ranks whose errors were shown while they ran
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable once the rank has ended
@@ -64,7 +64,7 @@ class RankProcesses:
         return [rank for rank in self._processes if rank not in self.ends]
 
     def failed(self) -> list[int]:
-        """Return the ranks that have ended with an error or by a signal."""
+        """Return the ranks that have ended with an error or were killed by a signal."""
         return [rank for rank, end in self.ends.items() if end.code != 0]
 
     def pids(self) -> dict[int, int]:
@@ -72,11 +72,11 @@ class RankProcesses:
         return {rank: self._processes[rank].pid for rank in self.running()}
 
     def reported_ends(self) -> list[End]:
-        """Return the ends of ranks that have ended, with their reports."""
+        """Return how each ended rank ended, with its report."""
         return [self._with_report(end) for end in self.ends.values()]
 
     def ends_of_running(self) -> list[End]:
-        """Return ends of the running ranks, as if the launcher had ended them, with their reports."""
+        """Return ends for the running ranks as if the launcher had ended them, with their reports."""
         return [self._with_report(End(rank, 1, time.time(), stopped=True)) for rank in self.running()]
 
     def _with_report(self, end: End) -> End:
@@ -84,9 +84,9 @@ class RankProcesses:
         return replace(end, record=read(path), leaving=read_leaving(path))
 
     def await_cause(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
-        """Wait for ranks that fail together or, if only consequences are known, for the cause.
+        """Wait for other ranks that fail at the same time or, if only consequences are known, for the cause.
 
-        A running rank may already have reported an error, and take long to end. Returns at once if `is_stopped`.
+        A rank may have reported an error and still take long to end. Returns at once if `is_stopped`.
         """
         begin = time.monotonic()
         while self.running() and not is_stopped():
@@ -97,7 +97,7 @@ class RankProcesses:
             self.poll(0.02)
 
     def show_slow_errors(self, say: Callable[[str], None]) -> None:
-        """Show the error of each rank that raised it a while ago and still runs, while the other ranks wait for it."""
+        """Show errors that ranks raised a while ago if those ranks still run and keep the others waiting."""
         for rank in self.running():
             record = read(self._error_files[rank]) if rank not in self._shown else None
             if record is not None and time.time() - record.at > SLOW_S:
@@ -106,8 +106,8 @@ class RankProcesses:
                 say(f"{trace}\nrank {rank} raised this {SLOW_S:.0f} s ago and still runs")
 
     def send(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank and its child processes, also if the rank itself has ended."""
-        # Each rank leads a process group. Its id may belong to another user's process by now.
+        """Send a signal to a rank and its child processes, even if the rank itself has ended."""
+        # Each rank leads a process group. By now, the group's id may belong to another user's process.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._processes[rank].pid, number)
 

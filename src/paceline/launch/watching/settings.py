@@ -64,7 +64,7 @@ class Supervision:
 
     Args:
         requeue_exit_code: exit code of a job that a signal ended after a saved step; None for 128 + the signal.
-        hang_timeout: seconds without progress after which a rank hangs; None to disable the watch.
+        hang_timeout: seconds without progress after which a rank counts as hanging; None to disable the watch.
         min_nproc: minimum number of ranks; None for all.
     """
 
@@ -89,7 +89,7 @@ class Supervision:
 
 def add_options(group: Any) -> None:
     """Add the options to a group of an argument parser."""
-    # SUPPRESS leaves the default to torchrun's option with the same destination.
+    # With SUPPRESS, the default is that of torchrun's option with the same destination.
     group.add_argument(
         "--grace", dest="shutdown_timeout", type=int, default=SUPPRESS, metavar="SECONDS", help=GRACE_HELP
     )
@@ -98,5 +98,5 @@ def add_options(group: Any) -> None:
 
 
 def supervision_of(options: Mapping[str, Any]) -> Supervision:
-    """Return the settings among parsed `options`."""
+    """Return the settings contained in the parsed `options`."""
     return Supervision(**{field.name: options[field.name] for field in fields(Supervision)})

@@ -1,4 +1,4 @@
-"""Signals to the launcher, kept until it handles them."""
+"""Records signals to the launcher until it handles them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
-# The only signal that torchelastic handles, by raising at any point. It is never sent.
+# The only signal for which torchelastic installs its handler, which raises at any point. It is never sent.
 SPARE = signal.SIGURG
 
-# timeout(1) signals the process and then its group, which is one request to end.
+# timeout(1) signals the process and then its group. Both signals count as one request to end.
 ECHO_S = 0.2
 
 HELD_BACK = {*FORWARDED, signal.SIGUSR2}
@@ -24,9 +24,9 @@ HELD_BACK = {*FORWARDED, signal.SIGUSR2}
 
 @contextmanager
 def sheltered() -> Iterator[None]:
-    """Start processes inside that block signals to the whole job, because ranks need them until they end.
+    """Make processes started inside block signals to the whole job; ranks need these processes until the ranks end.
 
-    The launcher also gets the signals, and ends these processes.
+    The launcher also gets the signals, and ends the processes itself.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
@@ -47,10 +47,10 @@ class Stopped(Exception):
 
 
 class Caught:
-    """A context manager that records signals, so that none interrupts the start of the ranks.
+    """A context manager that records signals so that none of them interrupts the start of the ranks.
 
-    A signal that the parent ignores (``nohup``) stays ignored. SIGINT does not: shells ignore it for background jobs,
-    which ``kill -INT`` should still end. Without effect outside the main thread.
+    A signal that the parent ignores (``nohup``) stays ignored. SIGINT is handled even then: shells ignore it for
+    background jobs, which ``kill -INT`` should still end. Has no effect outside the main thread.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = FORWARDED) -> None:

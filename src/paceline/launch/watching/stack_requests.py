@@ -1,4 +1,4 @@
-"""Requests for the Python stacks of ranks, and their analysis."""
+"""Requests and analyzes the Python stacks of ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from paceline.launch.rank.stack_dump import number, path_of, polite_number
 POLITE_S, ANSWER_S = 0.5, 1.0
 """Seconds for a rank to write its stacks, after the first signal and after the second."""
 BACKWARD = "Tensor.backward"
-"""The function that torch's wrapper waits in."""
+"""The function in which torch's wrapper waits."""
 _FOLDER = re.escape(f"{Path(errors.__file__).parent}/")
-# Without a virtual environment, the folder of installed packages is in that of the standard library.
+# Without a virtual environment, the folder of installed packages is inside that of the standard library.
 _STDLIB = re.escape(f"{sysconfig.get_path('stdlib')}/") + "(?!(?:site|dist)-packages/)"
 _PACKAGE, _LAUNCHES, _STANDARD = (re.compile(folder) for folder in (_FOLDER, f"{_FOLDER}launch/", _STDLIB))
 _WAITS = re.compile(
@@ -30,7 +30,7 @@ _WAITS = re.compile(
 )
 """Code that waits for other ranks."""
 ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
-"""torch's autograd engine. torch's wrapper waits at its end."""
+"""torch's autograd engine, at the end of which torch's wrapper waits."""
 _LIBRARY = re.compile(rf'{_FOLDER}|{_STDLIB}|/(site|dist)-packages/|"<')
 _SAVING = re.compile(f"{_FOLDER}checkpoint/saving/")
 _HANDLER = re.compile(r"  File .*/stack_dump\.py\", line \d+ in write_stacks\n")
@@ -44,7 +44,7 @@ def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = Fa
     Args:
         folder: the job's folder.
         processes: process ids by local rank.
-        resume: whether to continue stopped ranks, which otherwise do not answer.
+        resume: whether to continue stopped ranks, which would otherwise not answer.
     """
     stacks: dict[int, str] = {}
     for signal_number, seconds in ((polite_number(), POLITE_S), (number(), ANSWER_S)):
@@ -67,7 +67,7 @@ def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = Fa
 
 
 def _answers(waiting: dict[int, Path], seconds: float) -> dict[int, str]:
-    """Return the stacks that ranks write within `seconds`."""
+    """Return the stacks that the ranks write within `seconds`."""
     stacks: dict[int, str] = {}
     deadline = time.monotonic() + seconds
     while waiting and time.monotonic() < deadline:
@@ -84,11 +84,12 @@ def _answers(waiting: dict[int, Path], seconds: float) -> dict[int, str]:
 def _signal_main_thread(pid: int, number: int) -> None:
     """Send a signal to the main thread, whose stack is requested.
 
-    When a stopped process continues, any thread may handle a signal to the process, while the main thread moves on.
+    When a stopped process continues, any of its threads may handle a signal to the process while the main thread moves
+    on.
     """
     try:
         send = ctypes.CDLL(None, use_errno=True).tgkill
-    except AttributeError:  # an old C library
+    except AttributeError:  # old C library
         os.kill(pid, number)
         return
     if send(pid, pid, number) != 0:
@@ -96,17 +97,17 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 
 def main_thread(stacks: str) -> list[str]:
-    """Return the frames of the main thread, which wrote `stacks`, the innermost first."""
+    """Return the frames of the main thread, which wrote `stacks`, innermost first."""
     _, _, frames = stacks.partition("Current thread ")
     return [line.strip() for line in frames.split("\n\n")[0].splitlines()[1:]]
 
 
 def waiting_frames(stacks: str, also: str | None = None) -> list[str]:
-    """Return the frames from the one that waits for other ranks outwards; an empty list if none waits.
+    """Return the frame that waits for other ranks and those that called it; an empty list if no frame waits.
 
     Args:
         stacks: the rank's stacks.
-        also: part of the paths of further code that waits.
+        also: part of the path of other code that counts as waiting.
     """
     frames = main_thread(stacks)
     if frames and (ENGINE.search(frames[0]) or _is_script_waiting(frames[0])):
@@ -117,14 +118,14 @@ def waiting_frames(stacks: str, also: str | None = None) -> list[str]:
 
 
 def waiting_call(stacks: str) -> str:
-    """Return the function that waits for other ranks, by the name in the script; an empty string if none waits."""
+    """Return the function that waits for other ranks, as the script calls it; an empty string if none waits."""
     frames = waiting_frames(stacks)
     if not frames:
         return ""
     if ENGINE.search(frames[0]):
         return BACKWARD
     call = "wait"
-    for frame in takewhile(_WAITS.search, frames):  # the outermost is the script's call
+    for frame in takewhile(_WAITS.search, frames):  # the outermost one is the script's call
         name = frame.rpartition(" in ")[2]
         if "/torch/" in frame and name not in ("wrapper", "_wait"):
             call = name
@@ -132,9 +133,9 @@ def waiting_call(stacks: str) -> str:
 
 
 def is_in_script(stacks: str) -> bool:
-    """Return whether the rank is in code of the script that Paceline or torch.distributed calls.
+    """Return whether the rank is in the script's code, called from Paceline or torch.distributed.
 
-    Examples are hooks, and the ``state_dict`` of a saved object.
+    Examples are hooks and the ``state_dict`` of a saved object.
     """
     is_script = False
     for frame in main_thread(stacks):
@@ -145,7 +146,7 @@ def is_in_script(stacks: str) -> bool:
 
 
 def waits_for_save(stacks: str) -> bool:
-    """Return whether the main thread waits for a background save, in close() or during the interpreter's shutdown."""
+    """Return whether the main thread waits for a background save, in close() or while the interpreter shuts down."""
     frames = list(dropwhile(_STANDARD.search, main_thread(stacks)))
     return bool(_SAVING.search(stacks)) and (not frames or bool(_SAVING.search(frames[0])))
 
@@ -160,7 +161,7 @@ def runs_of(pid: int) -> int:
 
 
 def _is_script_waiting(frame: str) -> bool:
-    """Return whether the frame is a ``wait()`` of the script for an asynchronous collective or a future."""
+    """Return whether the frame is in the script and waits (``wait()``) for an asynchronous collective or a future."""
     place = PLACE.search(frame)
     return bool(place and not _LIBRARY.search(frame) and ".wait(" in linecache.getline(place[1], int(place[2])))
 

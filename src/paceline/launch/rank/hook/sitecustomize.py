@@ -1,4 +1,4 @@
-"""Prepares a rank for error reports; Python imports it before the script.
+"""Prepares a rank for error reports. Python imports this module before the script runs.
 
 It removes itself from the path, so that neither the script nor its children see it, imports the user's own
 ``sitecustomize``, and then installs the record of uncaught exceptions. In the fork server this happens after the fork.
@@ -47,7 +47,7 @@ def _load(module: str, package: str = "rank") -> ModuleType:
 
 
 def _serve() -> None:
-    """Fork ranks; return in a rank."""
+    """Fork ranks; returns only in a rank."""
     child, server = _load("child"), _load("server", "fork_server")
     server.serve(os.environ.pop(FORK_SERVER), int(os.environ["PACELINE_LAUNCHER"]), child.die_with)
     for module in (child, server):
@@ -64,7 +64,7 @@ def _print_in_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-if __name__ == "sitecustomize":  # not if a tool imports every module of the package
+if __name__ == "sitecustomize":  # not when a tool imports every module of the package
     if FORK_SERVER in os.environ:
         _serve()
     _print_in_lines()
