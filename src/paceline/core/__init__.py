@@ -1,1 +1,1 @@
-"""Modules shared by several packages, which import only each other and the errors."""
+"""Modules shared by several packages. They import only each other and the errors."""

@@ -1,4 +1,4 @@
-"""Checks of option values. The name in an error is an argument (``clip_norm``) or a flag (``--clip-norm``).
+"""Checks of option values. Errors name the option as an argument (``clip_norm``) or as a flag (``--clip-norm``).
 
 Each function returns the value, converted to the type in which it is used.
 """
@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field: ``--batch-size`` for ``batch_size``."""
+    """Return the flag for a field: ``--batch-size`` for ``batch_size``."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -50,14 +50,14 @@ def flag(name: str, value: Any) -> bool:
 
 
 def choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """Check one of several words."""
+    """Check that `value` is one of `choices`."""
     if value not in choices:
         raise UsageError(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}")
     return str(value)
 
 
 def text(name: str, value: Any) -> str:
-    """Check a text that is not empty."""
+    """Check a non-empty string."""
     if not isinstance(value, str):
         raise UsageError(f"{name} must be a string, not {value!r}")
     if not value:
@@ -66,7 +66,7 @@ def text(name: str, value: Any) -> str:
 
 
 def path(name: str, value: Any) -> str:
-    """Check a path that is not empty."""
+    """Check a non-empty path."""
     if not isinstance(value, str | os.PathLike) or not isinstance(place := os.fspath(value), str):
         raise UsageError(f"{name} must be a path, not {value!r}")
     return text(name, place)

@@ -1,4 +1,4 @@
-"""Strict JSON for checkpoints: each value has one rendering, and ambiguous input is refused."""
+"""Strict JSON for checkpoints: each value has only one representation, and ambiguous input is refused."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LIMIT = 64 * 2**20
 BYTES_PER_MARK = 16
 """Minimum average size of a value, in bytes, in a document of :data:`LIMIT` bytes."""
 _MARKS = (b",", b":", b"[", b"{")
-"""Characters, one of which precedes each value except the first."""
+"""One of these characters precedes each value except the first."""
 _DIGITS = 400
 """Maximum digits of a number, because Python parses long numbers slowly; ours have at most 25."""
 
 
 def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:
-    """Return `value` as JSON: ASCII, keys in their own order; NaN and infinities are refused."""
+    """Return `value` as JSON: ASCII, with keys in their existing order; NaN and infinities are refused."""
     separators = (",", ":") if indent is None else (",", ": ")
     raw = json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
     _check_size(raw, limit)
@@ -36,7 +36,7 @@ def lenient(values: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def parse(raw: bytes, limit: int = LIMIT) -> Any:
-    """Return the value of the JSON text `raw`, in time and memory proportional to `limit` at most."""
+    """Parse the JSON text `raw`, in time and memory at most proportional to `limit`."""
     _check_size(raw, limit)
     try:
         return json.loads(
@@ -51,7 +51,7 @@ def parse(raw: bytes, limit: int = LIMIT) -> Any:
 
 
 def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a dict of `pairs`."""
+    """Return a dict of `pairs`; raises if a key occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         [(key, _)] = Counter(key for key, _ in pairs).most_common(1)

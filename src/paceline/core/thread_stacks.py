@@ -12,8 +12,8 @@ from contextlib import contextmanager
 def readable_stacks() -> Iterator[None]:
     """Keep the frames of ``sys._current_frames()`` valid: in Python 3.11, pause the garbage collector.
 
-    ``f_back`` creates the frame that it returns there. If that starts a collection whose callbacks release the
-    interpreter's lock, the other thread may return from the function meanwhile, and the frame refers to reused memory.
+    In that version, ``f_back`` creates the frame that it returns. If this starts a collection whose callbacks release
+    the GIL, the other thread may return from the function meanwhile, and the frame then refers to reused memory.
     """
     pauses = sys.version_info[:2] == (3, 11) and gc.isenabled()
     if pauses:

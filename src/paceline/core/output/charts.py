@@ -1,4 +1,4 @@
-"""Charts, drawn by Matplotlib into a file."""
+"""Charts, drawn with Matplotlib and saved to a file."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def check_chart(option: str, file: str | None) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure with a size in inches."""
+    """Return an empty figure of the given size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def write_chart(option: str, file: str, figure: Figure) -> None:
-    """Write `figure` to `file`, in the format of its suffix."""
+    """Write `figure` to `file`, in the format given by its suffix."""
     import matplotlib
 
     drawn, suffix = io.BytesIO(), Path(file).suffix[1:]
-    # No date and no random ids, so that the same chart gives the same file; text stays searchable.
+    # Without a date and random ids, the same chart gives the same file. Text stays searchable.
     with matplotlib.rc_context({"svg.hashsalt": "paceline", "svg.fonttype": "none"}):
         figure.savefig(drawn, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
     write_file(option, file, drawn.getvalue())

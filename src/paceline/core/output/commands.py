@@ -16,9 +16,9 @@ from paceline.errors import UsageError
 
 
 def or_near(name: str, known: Iterable[str]) -> str:
-    """Return «; did you mean --nproc?», if one of the `known` names is close to `name`."""
+    """Return "; did you mean --nproc?" if one of the `known` names is close to `name`; empty otherwise."""
     names = list(known)
-    if name.startswith("-n") and "--nproc" in names:  # mpirun's and srun's: -n 2, -n2, -np 2
+    if name.startswith("-n") and "--nproc" in names:  # as for mpirun and srun: -n 2, -n2, -np 2
         return "; did you mean --nproc?"
     near = get_close_matches(name.partition("=")[0], names, 1)
     return f"; did you mean {near[0]}?" if near else ""
@@ -34,7 +34,7 @@ INTERRUPTED = 130
 
 
 def load_torch() -> None:
-    """Import torch, which takes seconds, and raise a Ctrl-C only afterwards, because the import could lose it."""
+    """Import torch, which takes seconds. Ctrl-C is handled only afterwards, because the import could swallow it."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         import torch  # noqa: F401
@@ -43,13 +43,13 @@ def load_torch() -> None:
 
 
 class Commands(TyperGroup):
-    """A group of commands that suggests a similar name for an unknown one."""
+    """A command group that suggests a similar name for an unknown command."""
 
     noun = "command"
-    """The word for a command of the group, in messages."""
+    """The word that messages use for a command of this group."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that the first of `args` names."""
+        """Find the command named by the first of `args`."""
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
             if f"--{args[0]}" in options_of(ctx):  # help, version
@@ -87,6 +87,6 @@ class Verbatim(TyperCommand):
     """A command that receives its arguments unparsed, including ``--help``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Leave everything to the command."""
+        """Leave all parsing to the command."""
         ctx.args = list(args)
         return []

@@ -9,7 +9,7 @@ from paceline.errors import UsageError
 
 
 def check_file(option: str, file: str | None) -> None:
-    """Raise now if `file` cannot be written after the work."""
+    """Raise now, before the work, if `file` cannot be written."""
     if file is None:
         return
     path = Path(file).absolute()
@@ -21,7 +21,7 @@ def check_file(option: str, file: str | None) -> None:
 
 
 def write_file(option: str, file: str | None, content: str | bytes) -> None:
-    """Write `content` to `file`, if there is one."""
+    """Write `content` to `file`; does nothing if `file` is None."""
     if file is None:
         return
     try:

@@ -32,7 +32,7 @@ def document(title: str, body: str, styles: str, scripts: Sequence[str]) -> str:
 
 
 def data_block(name: str, value: Any) -> str:
-    """Return an element with `value` as JSON, whose id is `name`."""
+    """Return an element with the id `name` that holds `value` as JSON."""
     # "</script>" in a string would end the element.
     text = json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'

@@ -1,4 +1,4 @@
-"""Messages of commands on stderr."""
+"""Messages that commands print to stderr."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import suppress
 from typing import Any
 
 MESSAGE_S = 1.0
-"""How long a message may wait for a reader."""
+"""Maximum time in seconds that a message waits for a reader."""
 _PIECE = 1024
-"""Characters that fit into a pipe that poll() calls writable, as UTF-8."""
+"""Number of characters whose UTF-8 encoding fits into any pipe that poll() reports as writable."""
 
 
 def _write(text: str) -> None:
-    """Write the text to stderr and flush, if possible; never raises, and never blocks for long.
+    """Write the text to stderr and flush, if possible. Never raises, and never blocks for long.
 
-    A job must not fail or hang if stderr is closed, on a full disk, or a pipe without a reader.
+    A job must not fail or hang if stderr is closed, on a full disk, or a pipe that nobody reads.
     """
     stream = sys.stderr
-    with suppress(OSError, ValueError, AttributeError):  # ValueError: a closed file; AttributeError: there is none
+    with suppress(OSError, ValueError, AttributeError):  # ValueError: stderr is closed; AttributeError: it is None
         for begin in range(0, len(text), _PIECE):
             if _is_stuck(stream):
                 break
@@ -39,7 +39,7 @@ def _is_stuck(stream: Any) -> bool:
 
 
 def drop_unwritten() -> None:
-    """Drop text that stderr did not take; otherwise the interpreter ends with exit code 120 because of it."""
+    """Discard text that stderr did not accept; otherwise it makes the interpreter exit with code 120."""
     with suppress(AttributeError):
         try:
             sys.stderr.flush()
@@ -49,12 +49,12 @@ def drop_unwritten() -> None:
 
 
 def end_echo() -> None:
-    """Begin a new line on a terminal after Ctrl-C, which the terminal has shown as ``^C``."""
+    """Start a new line after Ctrl-C, which a terminal shows as ``^C``."""
     with suppress(OSError, ValueError, AttributeError):
         if sys.stderr.isatty():
             _write("\n")
 
 
 def say(text: str) -> None:
-    """Print a message of the command or the launcher, in one write; a message that cannot be written is dropped."""
+    """Print a message from the command or the launcher to stderr; it is dropped if it cannot be written."""
     _write(f"{text}\n")

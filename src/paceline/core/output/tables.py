@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 
 UNBOUNDED = 10_000
-"""Wider than any table, in characters."""
+"""A width in characters that no table reaches."""
 
 
 def new_table(
@@ -28,12 +28,12 @@ def new_table(
     """Return an empty table as narrow as its contents, without lines between the columns.
 
     Args:
-        columns: their names.
+        columns: names of the columns.
         title: a line above the table.
-        caption: a line below it.
-        words: names of the columns that are aligned to the left; the others hold numbers.
-        wraps: names of the columns whose cells may wrap; the others are always whole.
-        space: characters between two columns, beyond one.
+        caption: a line below the table.
+        words: names of the left-aligned columns; the others hold numbers.
+        wraps: names of the columns whose cells may wrap.
+        space: extra characters between two columns, in addition to the first.
     """
     table = Table(
         title=title,
@@ -45,7 +45,7 @@ def new_table(
         padding=(0, space, 0, 0),
     )
     for name in columns:
-        # rich would reserve only the longest word for a column that does not wrap.
+        # For a column that does not wrap, rich would reserve only the width of its longest word.
         whole = max(map(len, name.split("\n")))
         table.add_column(name, justify="left" if name in words else "right", no_wrap=name not in wraps, min_width=whole)
     return table
@@ -54,12 +54,12 @@ def new_table(
 def print_table(table: Table, keys: int = 1) -> None:
     """Print `table` to stdout without cutting a column.
 
-    In a pipe or file, unless ``COLUMNS`` sets a width, every column is as wide as its contents. Otherwise columns that
-    may wrap do so first. A table that is still too wide is printed in parts below each other.
+    In a pipe or file, unless ``COLUMNS`` sets a width, every column is as wide as its contents. Otherwise, columns wrap
+    if they may. A table that is still too wide is printed in parts, one below the other.
 
     Args:
-        table: with columns that may wrap unless they have ``no_wrap``.
-        keys: number of its first columns that name a row, and stand in each part.
+        table: its columns may wrap, except those with ``no_wrap``.
+        keys: number of leading columns that identify a row; they are repeated in each part.
     """
     console = Console()
     # Without COLUMNS, rich assumes 80 characters for a pipe and would cut the output.
@@ -76,7 +76,7 @@ def print_table(table: Table, keys: int = 1) -> None:
 
 
 def _parts(console: Console, table: Table, keys: int) -> Iterator[Table]:
-    """Yield tables that fit the console, with the columns of `table` in their order."""
+    """Split `table` by columns into tables that fit the console."""
     columns = [_whole(console, column) for column in table.columns]
     chosen = columns[:keys]
     for column in columns[keys:]:
@@ -97,7 +97,7 @@ def _whole(console: Console, column: Column) -> Column:
 
 
 def _part(table: Table, columns: Sequence[Column]) -> Table:
-    """Return a table of some columns; the title stands above the first part, the caption below the last."""
+    """Return a part of `table` with these columns. The first part has the title, the last part the caption."""
     part = copy(table)
     part.columns = [replace(column, _index=place) for place, column in enumerate(columns)]
     places = [column._index for column in columns]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def counted(number: int | str, noun: str) -> str:
-    """Return a number, or its text, with the noun: ``1 rank``, ``2 ranks``, ``1.5 cores``."""
+    """Return a number and its noun, in the singular or plural: ``1 rank``, ``2 ranks``, ``1.5 cores``."""
     return f"{number} {noun}{'' if str(number) == '1' else 's'}"
 
 
@@ -14,7 +14,7 @@ def with_article(noun: str) -> str:
 
 
 def nbytes(size: float) -> str:
-    """Return a number of bytes: ``512 B``, ``1.5 MiB``, ``117 MiB``."""
+    """Format a number of bytes: ``512 B``, ``1.5 MiB``, ``117 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
@@ -23,7 +23,7 @@ def nbytes(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time: ``850 µs``, ``12.3 ms``, ``4.2 s``, ``3 min 5 s``, ``2 h 10 min``."""
+    """Format a time in seconds: ``850 µs``, ``12.3 ms``, ``4.2 s``, ``3 min 5 s``, ``2 h 10 min``."""
     if seconds < 1e-3:
         return f"{1e6 * seconds:.0f} µs"
     if seconds < 1:
@@ -35,7 +35,7 @@ def duration(seconds: float) -> str:
 
 
 def digits(value: float | None) -> str:
-    """Return a number with three significant digits and at most four decimals; empty for None."""
+    """Format a number with three significant digits and at most four decimals. None gives an empty string."""
     if value is None:
         return ""
     # 99.95 is rounded to 100, which has three digits without decimals.

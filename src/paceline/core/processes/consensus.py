@@ -1,4 +1,4 @@
-"""Exchange of small JSON values outside training steps: decisions of rank 0, and errors of any rank.
+"""Exchange of small JSON values outside training steps: decisions by rank 0, and errors on any rank.
 
 An error on one rank is raised on all ranks, so that none is left waiting. A single rank needs no communication and no
 process group.
@@ -22,7 +22,7 @@ from paceline.core.processes.world import World, current
 _LIMIT = 2**40
 """Maximum message size in bytes. Effectively unlimited, because only our own ranks send messages."""
 _FIRST = 1024
-"""Bytes sent together with the size. Most messages are shorter and take one collective."""
+"""Number of bytes sent along with the size. Most messages are shorter and need only one collective."""
 _KINDS: dict[str, type[errors.PacelineError]] = {
     kind.__name__: kind
     for kind in (
@@ -36,15 +36,15 @@ _KINDS: dict[str, type[errors.PacelineError]] = {
 
 
 def here() -> World:
-    """Return this rank's world; without a process group, one rank on the CPU."""
+    """Return this rank's world; without a process group, a world of one rank on the CPU."""
     if dist.is_initialized():
         return current()
     return World(rank=0, size=1, local_rank=0, local_size=1, node=0, device=torch.device("cpu"))
 
 
 def is_alone() -> bool:
-    """Return whether this process has no other ranks and was not started by our launcher."""
-    # Not imported, because the launcher's package is above this one.
+    """Return whether this process is the only rank and was not started by our launcher."""
+    # The name is not imported, because the launcher's package is above this one.
     return here().size == 1 and "PACELINE_LAUNCHER" not in os.environ
 
 
@@ -60,9 +60,9 @@ def decide(world: World, question: Callable[[], Any]) -> Any:
     try:
         answer = question()
         reply = {"answer": answer}
-        encode(reply)  # before the broadcast, so that a value that is not JSON reaches the others as an error
+        encode(reply)  # before the broadcast, so that other ranks raise too if the answer is not JSON
     except BaseException as error:
-        _broadcast(_report(error))  # the others wait for a reply, whatever happened
+        _broadcast(_report(error))  # the other ranks wait for a reply in any case
         raise
     _broadcast(reply)
     return answer
@@ -80,7 +80,7 @@ def agree(world: World, error: BaseException | None, value: Any = None) -> list[
 
 
 def error_of(function: Callable[..., Any], *arguments: Any) -> Exception | None:
-    """Call `function`; return its exception, which goes to :func:`agree`, or None."""
+    """Call `function`; return its exception, to be passed to :func:`agree`, or None."""
     try:
         function(*arguments)
     except Exception as error:
@@ -89,7 +89,7 @@ def error_of(function: Callable[..., Any], *arguments: Any) -> Exception | None:
 
 
 def gather(world: World, value: Any) -> list[Any]:
-    """Return every rank's `value`, a JSON value, on every rank, in the order of ranks."""
+    """Return every rank's `value`, a JSON value, on every rank, in rank order."""
     if world.size == 1:
         return [value]
     raw = encode(value)
@@ -125,7 +125,7 @@ def _broadcast(value: Any) -> Any:
 
 
 def _head(raw: torch.Tensor) -> torch.Tensor:
-    """Return the size of `raw` and its first bytes, padded so that they are as many on every rank."""
+    """Return the size of `raw` and its first bytes, padded to the same length on every rank."""
     head = torch.zeros(8 + _FIRST, dtype=torch.uint8, device=raw.device)
     head[:8] = torch.tensor([raw.numel()], device=raw.device).view(torch.uint8)
     head[8 : 8 + raw.numel()] = raw[:_FIRST]

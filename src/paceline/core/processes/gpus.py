@@ -26,7 +26,7 @@ def choose_gpu(rank: int, local_rank: int, visible: int) -> int:
 
 
 def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
-    """Return the identity of a GPU: its UUID, and the visible part of a divided GPU (MIG).
+    """Return the identity of a GPU: its UUID, plus the visible part if the GPU is divided (MIG).
 
     It includes the host's name in ``NCCL_HOSTID``, because NCCL lets ranks share a GPU if their host names differ.
     """
@@ -36,7 +36,7 @@ def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
 
 
 def check_own_gpu(store: Store, rank: int, size: int, gpu: str) -> None:
-    """Raise if another rank has the GPU with this :func:`gpu_name`. All ranks call this with the same store."""
+    """Raise if another rank uses the GPU with this :func:`gpu_name`. All ranks call this with the same store."""
     store.set(f"gpu/{rank}", gpu)
     for other in range(size):
         if other != rank and store.get(f"gpu/{other}").decode() == gpu:

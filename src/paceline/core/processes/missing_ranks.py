@@ -41,7 +41,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def ranks_by_value(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
-    """Return the ranks of each value, from pairs of rank and value."""
+    """Return the ranks that have each value, given pairs of rank and value."""
     groups: dict[Value, list[int]] = {}
     for rank, value in values:
         groups.setdefault(value, []).append(rank)
@@ -49,10 +49,10 @@ def ranks_by_value(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]
 
 
 def failed(event: str, ranks: Sequence[int], me: int, error: BaseException) -> CommunicationError:
-    """Return the error of a collective of `ranks` that failed with torch's `error` on rank `me`.
+    """Return the error to raise for a collective of `ranks` that failed with torch's `error` on rank `me`.
 
     It names the missing ranks. All ranks that took part fail almost at once, so a rank without a report has ended or
-    made another call.
+    called something else.
     """
     reason = reason_of(error)
     try:
@@ -61,7 +61,7 @@ def failed(event: str, ranks: Sequence[int], me: int, error: BaseException) -> C
         turn = store.add(f"failures/{me}", 1)
         store.set(f"{turn}/{me}", event)
         absent = [ranks[index] for index in missing_from(store, [f"{turn}/{rank}" for rank in ranks], GRACE_S)]
-    except (RuntimeError, ValueError):  # the store is lost, or torch knows no process group
+    except (RuntimeError, ValueError):  # the store is lost, or torch has no process group
         others = [rank for rank in ranks if rank != me]
         return CommunicationError(
             f"rank {me}: the {event} with {named_ranks(others)} failed ({reason}), and the store that would "
@@ -85,7 +85,7 @@ def failed_to_connect(me: int, size: int, error: BaseException) -> Communication
 
 @contextmanager
 def collective(event: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Replace torch's error of the block's collectives on `group` by :func:`failed`'s.
+    """If a collective on `group` fails in the block, replace torch's error with that of :func:`failed`.
 
     No other code in the block may raise a ``RuntimeError``.
     """
@@ -99,7 +99,7 @@ def collective(event: str, group: dist.ProcessGroup | None = None) -> Iterator[N
 
 @contextmanager
 def called_by_all(call: str) -> Iterator[None]:
-    """Add `call`, which all ranks must make, to the message of a :class:`CommunicationError` in the block."""
+    """Add `call`, which all ranks must make, to the message of a :class:`CommunicationError` from the block."""
     try:
         yield
     except CommunicationError as error:
@@ -116,8 +116,8 @@ def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta
     serves = rank == 0 and not by_launcher
     began = time.monotonic()
     try:
-        # torch's rendezvous would wait for all ranks on rank 0, and report only how many arrived. In torch 2.15 it does
-        # not recognize the launcher's store unless it is named exactly as in the environment.
+        # On rank 0, torch's rendezvous would wait for all ranks and report only how many arrived. In torch 2.15 it
+        # recognizes the launcher's store only if the address is spelled exactly as in the environment.
         return TCPStore(address, port, size, serves, timeout, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         if serves:

@@ -30,18 +30,18 @@ class Communicator:
     group: Any
     """Process group; None once it is closed, if this rank could do that alone."""
     ranks: tuple[int, ...]
-    """Ranks of the world that are its members."""
+    """World ranks of its members."""
     is_released: bool = False
-    """Whether this rank no longer uses it. Finalizers set only this, because they may run at any time."""
+    """Whether this rank no longer uses it. Finalizers set only this flag, because they may run at any time."""
     is_clean: bool = True
-    """Whether all collectives that this rank launched on it were waited for."""
+    """Whether this rank has waited for all collectives that it launched on the group."""
     process: int = field(default_factory=os.getpid)
-    """Process that opened it. A forked child has a copy of this object, but must not destroy the group."""
+    """Process that opened the group. A forked child has a copy of this object, but must not destroy the group."""
 
 
 opened: dict[str, Communicator] = {}
-"""Communicators by the name of the group. All ranks of a group add and remove it at the same point, so that they always
-hold the same names."""
+"""Communicators by group name. All ranks of a group add and remove it at the same point, so they always hold the same
+names."""
 
 
 def keep(group: Any, name: str, ranks: Sequence[int]) -> None:
@@ -51,12 +51,12 @@ def keep(group: Any, name: str, ranks: Sequence[int]) -> None:
 
 
 def release(group: Any, *, is_clean: bool) -> None:
-    """Close a group that this rank no longer uses: at once without an NCCL communicator, else later.
+    """Close a group that this rank no longer uses: later if it has an NCCL communicator, otherwise at once.
 
     Args:
         group: the group.
-        is_clean: whether all its collectives were waited for. Otherwise it is aborted, because destroying it would wait
-            for collectives that may never end.
+        is_clean: whether this rank has waited for all its collectives. Otherwise the group is aborted, because
+            destroying it would wait for collectives that may never end.
     """
     kept = opened.get(group.group_name)
     if not _has_communicator(group):

@@ -57,7 +57,7 @@ def path_of(descriptor: int) -> str:
 
 @functools.cache
 def open_file(path: str, port: str) -> int:
-    """Open the memory file at `path` of the job with `port`; the descriptor stays open until the process ends.
+    """Open the memory file at `path`, made for the job with `port`. Its descriptor stays open until the process ends.
 
     A FileStore reopens its path for every operation and when it is freed. If the descriptor were closed, its number
     could refer to another file by then.
@@ -85,7 +85,7 @@ def _check_own(status: os.stat_result) -> None:
 
 
 def is_private(store: Store) -> bool:
-    """Return whether no other user can reach `store`: it is a private store, or in this process's own memory."""
+    """Return whether no other user can reach `store`: it is private, or in this process's own memory."""
     base = _base(store)
     return isinstance(base, HashStore) or (isinstance(base, FileStore) and getattr(base, "path", "").startswith(_OWN))
 
@@ -93,8 +93,8 @@ def is_private(store: Store) -> bool:
 def is_one_host(environment: Mapping[str, str], address: str) -> bool:
     """Return whether all ranks are on this host.
 
-    Without ``LOCAL_WORLD_SIZE``, which torch does not require, they are if their store is on loopback, at `address`.
-    Names other than localhost do not count as loopback.
+    Without ``LOCAL_WORLD_SIZE``, which torch does not require, they count as on this host if `address`, that of their
+    store, is a loopback address. Host names other than localhost do not count as loopback.
     """
     local, size = environment.get("LOCAL_WORLD_SIZE"), environment.get("WORLD_SIZE")
     if local is not None and size is not None:
@@ -106,10 +106,10 @@ def is_one_host(environment: Mapping[str, str], address: str) -> bool:
 
 
 def private_store(public: Store, rank: int, members: Sequence[int], timeout: timedelta, names: Sequence[int]) -> Store:
-    """Return a store that `members`, which are all on this host, share with no other user. All of them call this.
+    """Return a store that only `members`, which are all on this host, share, and no other user. All of them call this.
 
     Args:
-        public: a store that they already share, new for each call. It only passes on the path of the first member's
+        public: a store that they already share, new for each call. It only transmits the path of the first member's
             memory file.
         rank: this process, one of `members`.
         members: ranks, numbered as in `public`.
@@ -143,7 +143,7 @@ def store_of_group(store: Store, rank: int, size: int, timeout: timedelta, names
 
     It is private if all ranks are on this host.
     """
-    # torch gives one name, and so one store, to the groups that ranks create each for itself.
+    # If each rank creates only its own group, torch gives these groups the same name, and therefore the same store.
     own = PrefixStore("-".join(map(str, names)) + "/", store)
     unused = PrefixStore(f"{meet(own, rank, size, timeout, names)}/", own)
     base = _base(store)
@@ -158,7 +158,7 @@ def world_stores(
 ) -> tuple[Store, ...]:
     """Return the store of the launcher's job, followed by stores that must be kept alive with it.
 
-    It is a private one if all ranks are on one host, else the TCPStore at `address` and `port`.
+    The store is private if all ranks are on one host; otherwise it is the TCPStore at `address` and `port`.
     """
     launchers, _, path = os.environ.get(STORE, "").partition(" ")
     if path and launchers == port:  # another port belongs to an outer job whose environment was inherited

@@ -26,7 +26,7 @@ from paceline.errors import UsageError, WorldError
 Answer = TypeVar("Answer")
 Where = DeviceMesh | str | None
 EVERYWHERE = ("grank", "lrank", "device")
-"""Names whose values do not depend on a mesh, but for the type of the device."""
+"""Names whose values do not depend on a mesh, except for the device type."""
 GROUPED = ("ws", "rank", "pg")
 """Names whose values belong to one group of ranks: the world, or one dimension of a mesh."""
 
@@ -44,7 +44,7 @@ class _Registration:
         self._mesh, self._group = mesh, weakref.ref(dist.group.WORLD)
 
     def get(self) -> DeviceMesh | None:
-        """Return the registered mesh; None without one."""
+        """Return the registered mesh, or None."""
         if self._mesh is None or not dist.is_initialized() or self._group() is not dist.group.WORLD:
             return None
         return self._mesh
@@ -53,20 +53,20 @@ class _Registration:
 class Get:
     """The function ``get(what, mesh=None)``, which returns a rank's place by a short name.
 
-    | what       | without a mesh                          | with the dimension of a mesh        |
+    | what       | without a mesh                          | with one dimension of a mesh        |
     |------------|-----------------------------------------|-------------------------------------|
     | ``ws``     | number of all ranks                     | number of ranks along it            |
-    | ``rank``   | rank among all                          | rank in its process group           |
-    | ``pg``     | the process group of all ranks          | that of the ranks along it          |
-    | ``grank``  | rank among all                          | the same                            |
+    | ``rank``   | rank among all ranks                    | rank in its process group           |
+    | ``pg``     | process group of all ranks              | process group of the ranks along it |
+    | ``grank``  | rank among all ranks                    | the same                            |
     | ``lrank``  | rank on this host                       | the same                            |
-    | ``device`` | where this rank's replica belongs       | its device of the mesh's type       |
+    | ``device`` | this rank's device                      | this rank's device in the mesh      |
 
-    ``mesh`` is a ``DeviceMesh`` of one dimension, such as a slice ``mesh["dp"]``, or the name of a dimension of the
-    mesh given to :meth:`register_mesh`, which lasts as long as the process group. A mesh counts as one of one dimension
-    if all others have size 1, such as ``DeviceMesh("cpu", [[0, 1]])``. A registered mesh without names is the default
-    of calls without a mesh, and ``lrank`` is then this rank's place in it. ``rank`` is the rank in the process group.
-    torch sorts the ranks of some groups, so it can differ from the coordinate in a mesh whose ranks are not in order.
+    ``mesh`` is a one-dimensional ``DeviceMesh``, such as the slice ``mesh["dp"]``, or the name of a dimension of the
+    registered mesh (see :meth:`register_mesh`). A mesh also counts as one-dimensional if all other dimensions have
+    size 1, such as ``DeviceMesh("cpu", [[0, 1]])``. A registered mesh without names is the default for calls without a
+    mesh, and ``lrank`` is then this rank's place in it. ``rank`` is the rank in the process group. torch sorts the
+    ranks of some groups, so it can differ from the coordinate in a mesh whose ranks are not in order.
 
     Raises:
         WorldError: before :func:`paceline.init`, if this rank is not part of the mesh, or if a name is given and no
@@ -120,9 +120,9 @@ class Get:
     def register_mesh(self, mesh: DeviceMesh) -> Get:
         """Make the dimensions of `mesh` known to later calls, until another mesh is registered or the group ends.
 
-        A mesh of a single dimension without a name is taken by calls without a mesh from then on.
+        If the mesh has a single dimension and no names, calls without a mesh use it from then on.
         """
-        current()  # which refuses a call before init()
+        current()  # raises before init()
         if not _check_mesh(mesh).mesh_dim_names and len(_dimensions(mesh)) > 1:
             raise UsageError(
                 "the mesh has no dimension names; create it with "
@@ -132,7 +132,7 @@ class Get:
         return self
 
     def _default(self) -> DeviceMesh | None:
-        """Return the mesh for calls that name none."""
+        """Return the mesh for calls without one."""
         mesh = self._registered.get()
         return None if mesh is None or mesh.mesh_dim_names else mesh
 
@@ -171,17 +171,17 @@ class cache_mesh(Generic[Answer]):
         functools.update_wrapper(self, function)
 
     def __call__(self, what: Any, mesh: DeviceMesh | None = None) -> Answer:
-        """Call the function with `mesh`, else with the registered one."""
+        """Call the function with `mesh`, by default the registered mesh."""
         return self._function(what, self._registered.get() if mesh is None else mesh)
 
     def register_mesh(self, mesh: DeviceMesh) -> cache_mesh[Answer]:
-        """Give `mesh` to later calls that name none, until another one is registered or the process group ends.
+        """Pass `mesh` to later calls without one, until another mesh is registered or the process group ends.
 
         Raises:
-            UsageError: if it is no ``DeviceMesh``.
+            UsageError: if it is not a ``DeviceMesh``.
             WorldError: before :func:`paceline.init`.
         """
-        current()  # which refuses a call before init()
+        current()  # raises before init()
         self._registered.set(_check_mesh(mesh))
         return self
 
@@ -195,7 +195,7 @@ def _check_mesh(mesh: Any) -> DeviceMesh:
 
 
 def _dimensions(mesh: DeviceMesh) -> list[int]:
-    """Return the dimensions along which there is more than one rank."""
+    """Return the dimensions with more than one rank."""
     return [index for index in range(mesh.ndim) if mesh.size(index) > 1]
 
 
@@ -212,7 +212,7 @@ def _dimension(mesh: DeviceMesh, what: str) -> int:
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device, of the mesh's type."""
+    """Return this rank's device, of the mesh's device type."""
     device_type = mesh.device_type
     return (
         torch.device(device_type)

@@ -21,7 +21,7 @@ PORTS = range(20_000, 32_000)
 
 @dataclass(frozen=True)
 class Engine:
-    """A program that starts processes, with the environment variables that describe each process."""
+    """A program that starts processes, and the environment variables that describe each process."""
 
     name: str
     rank: str
@@ -29,7 +29,7 @@ class Engine:
     local_rank: str
     local_size: str
     job: tuple[str, ...]
-    """Variables that are equal in all processes of a job, and differ between jobs of a host."""
+    """Variables that are equal in all processes of a job, and differ between jobs on a host."""
     node: str = ""
 
 
@@ -55,10 +55,10 @@ MPI = (
     Engine("mpiexec (MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ()),
 )
 ENGINES = (*MPI, SRUN)
-"""In order of precedence. mpirun and mpiexec start helpers on other nodes through srun, so a rank there also has that
-step's variables, which count helpers."""
+"""In order of precedence. mpirun and mpiexec start helpers on other nodes through srun, so a rank there also has the
+variables of that srun step, which count helpers."""
 UNKNOWN = ("PMIX_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE")
-"""Variables with the rank from engines that are not supported."""
+"""Variables in which unsupported engines pass the rank."""
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:
@@ -85,14 +85,14 @@ def adopt(environment: MutableMapping[str, str]) -> None:
 def adopted(environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a process that one of the :data:`ENGINES` started; empty if none did.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` that are set already are kept.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` are kept if they are already set.
     """
     if "RANK" in environment:
         return {}
     engine = _engine(environment)
     if engine is not None and environment[engine.size] != "1":
         variables = _variables(engine, environment)
-        # Batch scripts set it beside MASTER_ADDR, for scripts that take their rank from the engine themselves.
+        # Batch scripts set it along with MASTER_ADDR, for scripts that read their rank from the engine's variables.
         size = environment.get("WORLD_SIZE", variables["WORLD_SIZE"])
         if size != variables["WORLD_SIZE"]:
             raise WorldError(
@@ -120,9 +120,9 @@ def is_typed(environment: Mapping[str, str]) -> bool:
 
 
 def is_alone(environment: Mapping[str, str]) -> bool:
-    """Return whether one of the :data:`ENGINES` started this process, and no other with it.
+    """Return whether one of the :data:`ENGINES` started this process and no other.
 
-    ``MASTER_ADDR`` may be set all the same, by a batch script that starts as many ranks as it was given places.
+    ``MASTER_ADDR`` may still be set, by a batch script that starts one rank for each allocated task.
     """
     engine = None if "RANK" in environment or environment.get("WORLD_SIZE", "1") != "1" else _engine(environment)
     return engine is not None and environment[engine.size] == "1"
@@ -130,7 +130,7 @@ def is_alone(environment: Mapping[str, str]) -> bool:
 
 def _engine(environment: Mapping[str, str]) -> Engine | None:
     for engine in ENGINES:
-        # srun --mpi=pmi2 also sets mpiexec's rank and size, but not its local numbers.
+        # srun --mpi=pmi2 also sets mpiexec's rank and size, but not its local rank and size.
         is_sruns = engine is not SRUN and engine.local_size not in environment and SRUN.size in environment
         if engine.rank in environment and engine.size in environment and not is_sruns:
             return engine
@@ -151,7 +151,7 @@ def _variables(engine: Engine, environment: Mapping[str, str]) -> dict[str, str]
             f"this process was started by {engine.name}, but its variables cannot be read ({values}); set "
             "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
         ) from None
-    # mpirun's ranks under Slurm have the list of the step that started their host's helper, which lacks the first host.
+    # Under Slurm, mpirun's ranks have the host list of the step that started the helpers. It lacks the first host.
     hosts = environment.get("SLURM_STEP_NODELIST", "") if engine is SRUN else ""
     address = LOOPBACK if local_size == size else _first_host(hosts)
     address = environment.get("MASTER_ADDR", address)
@@ -174,7 +174,7 @@ def _variables(engine: Engine, environment: Mapping[str, str]) -> dict[str, str]
 
 
 def _counts(text: str) -> list[int]:
-    """Return the numbers of a list as Slurm writes it: ``2(x3),1`` is 2, 2, 2, 1."""
+    """Return the numbers in a list in Slurm's notation: ``2(x3),1`` is 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -185,7 +185,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _first_host(hosts: str) -> str:
-    """Return the first of a list of hosts as Slurm writes it: ``n[07-09,12],m1`` begins with ``n07``."""
+    """Return the first host in a list in Slurm's notation: ``n07`` for ``n[07-09,12],m1``."""
     match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", hosts)
     return "" if match is None else match[1] + (match[2] or "") + (match[3] or "")
 

@@ -1,4 +1,4 @@
-"""Meetings of ranks in a store, each of which gives all ranks the same new number.
+"""Rendezvous of ranks in a store. Each one gives all ranks the same new number.
 
 A store keeps its keys. A process group created again, in the same process or under the same name, would read the
 addresses of the first group and connect to closed sockets. Counters in each process are not enough, because they may
@@ -24,7 +24,7 @@ from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store
 from paceline.errors import CommunicationError
 
 _FAREWELL_S = 0.2
-"""Seconds for the others to read the missing ranks before rank 0 ends, perhaps together with the store."""
+"""Seconds for the other ranks to read which ranks are missing, before rank 0 ends, possibly with the store."""
 
 
 def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None) -> int:
@@ -52,7 +52,7 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
 def connecting(
     store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Connect this rank with the others in the block, then wait until all ranks have done so.
+    """Let the block connect this rank with the others, then wait until all ranks have done so.
 
     Gloo connects every pair of ranks. If a rank ends or closes its group while others are still connecting, their
     connections fail, or wait beyond their timeout.

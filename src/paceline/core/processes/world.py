@@ -37,7 +37,7 @@ from paceline.errors import PacelineError, WorldError
 logger = logging.getLogger(__name__)
 
 TIMEOUT = "PACELINE_TIMEOUT"
-"""Environment variable with the seconds that collectives wait for a rank, if ``init`` is given no other number."""
+"""Environment variable with the number of seconds that collectives wait for a rank, unless ``init`` is given one."""
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -118,7 +118,7 @@ class World:
             dist.destroy_process_group()
 
     def _abort(self) -> None:
-        """Leave the process group on an error, without waiting for NCCL's work under way.
+        """Leave the process group after an error, without waiting for running NCCL work.
 
         That work may never end, because other ranks depend on this one. Other backends do not wait.
         """
@@ -139,7 +139,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the process group, on an error without waiting for anything."""
+        """Leave the process group; after an error, without waiting for anything."""
         is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
         self._abort() if is_failure else self.close()
 
@@ -148,7 +148,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     """Join the world that the launcher describes, or make a world of one.
 
     Reads torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
-    ``MASTER_ADDR``, ``MASTER_PORT``), and sets it where srun or mpirun started several processes, see
+    ``MASTER_ADDR``, ``MASTER_PORT``), and sets it if srun or mpirun started several processes, see
     :mod:`paceline.core.processes.schedulers`. Without any of it, this process is the only rank. An existing process
     group is used as it is. Returns once every rank is connected. From then on a :class:`~paceline.errors.UsageError`
     prints one line and exits with code 2, no matter which launcher started the script, unless the script sets
@@ -156,12 +156,13 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
 
     Args:
         backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``
-            takes. By default NCCL with Gloo for CPU tensors if there is CUDA, else Paceline's own group.
-        timeout: how long collectives, and making a process group, wait for a rank: a ``timedelta`` or seconds. By
-            default the seconds in ``PACELINE_TIMEOUT``, which ``paceline run --timeout`` sets, else torch's.
+            takes. By default NCCL, with Gloo for CPU tensors, if CUDA is available; otherwise Paceline's own backend.
+        timeout: how long collectives and the creation of a process group wait for a rank, as a ``timedelta`` or in
+            seconds. By default the seconds in ``PACELINE_TIMEOUT``, which ``paceline run --timeout`` sets, else
+            torch's.
 
     Raises:
-        CommunicationError: if a rank does not come in time; names it.
+        CommunicationError: if a rank does not arrive in time; the message names it.
         WorldError: if `timeout` is not a positive number, if variables of the environment are missing, not a number or
             out of range, if the backend is not available, or if the existing process group has another backend.
     """
@@ -206,7 +207,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
 
 
 def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> Store:
-    """Return a new part of the job's store, also after an earlier ``init()``."""
+    """Return a new part of the job's store, even after an earlier ``init()``."""
     # A single rank keeps no store, so that its port is free again when the group ends.
     connect = world_stores if size == 1 else _kept_stores
     store = connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, one_host, timeout, os.getpid())[0]
@@ -215,8 +216,8 @@ def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> S
 
 
 _kept_stores = cache(world_stores)
-"""Stores that are kept until the process ends. If rank 0's server ended with its first process group, another rank
-that initializes again could connect to it just before."""
+"""Stores that are kept until the process ends. If rank 0's server ended with its first process group, another rank that
+initializes again could connect to it just before it ends."""
 
 
 def _patience(timeout: timedelta | float | None, environment: Mapping[str, str]) -> timedelta | None:

@@ -25,11 +25,11 @@ from paceline.core.torch_internals.compile import never_compiled
 
 
 class Origin(NamedTuple):
-    """The origin of a rank's latest batch, in whole numbers below 2**53, because they travel as float64."""
+    """The origin of a rank's latest batch, as whole numbers below 2**53, because they are sent as float64."""
 
     source: int = -1
-    """Number of the loader in the script, by the line that makes it; -1 for none, or one that the ranks do not
-    share."""
+    """Number of the loader, derived from the script line that creates it; -1 for no loader, or one that the ranks do
+    not share."""
     samples: int = -1
     """Length of the data set; -1 for a stream."""
     batch_size: int = -1
@@ -38,12 +38,12 @@ class Origin(NamedTuple):
     data: int = -1
     """Digest of the data set."""
     order: int = -1
-    """Digest of the epoch's order, if the seed does not decide it."""
+    """Digest of the epoch's order, if the seed does not determine it."""
     epoch: int = -1
     position: int = -1
-    """Batches of the epoch that were returned."""
+    """Number of batches returned in this epoch."""
     stream: int = -1
-    """Digest of the samples that a stream has given in this epoch; -1 if it is not compared."""
+    """Digest of the samples that a stream has yielded in this epoch; -1 if it is not compared."""
 
 
 class Source(Protocol):
@@ -53,7 +53,7 @@ class Source(Protocol):
     key: int
 
     def origin(self) -> Origin:
-        """Describe the pass under way."""
+        """Describe the current position."""
 
 
 _DIFFERENCES = {
@@ -61,8 +61,11 @@ _DIFFERENCES = {
         "samples in the data set",
         "the loader splits the data among the ranks by itself, so give every rank the whole data set",
     ),
-    "batch_size": ("as the global batch size", "batch_size counts the samples of all ranks together, so give all one"),
-    "drop_last": ("as drop_last", "give every rank the same"),
+    "batch_size": (
+        "as the global batch size",
+        "batch_size counts the samples of all ranks together, so give every rank the same value",
+    ),
+    "drop_last": ("as drop_last", "give every rank the same value"),
     "seed": (
         "as the loader's seed",
         "the order has to be the same on every rank, so give all ranks one seed (not the rank): augmentation differs "
@@ -89,11 +92,11 @@ _DIFFERENCES = {
     ),
 }
 LIMIT = 2**52
-"""Bound of the numbers of an :class:`Origin`."""
+"""Upper bound of the numbers in an :class:`Origin`."""
 
 
 def short(number: int) -> int:
-    """Return `number`, reduced to the range of the numbers of an :class:`Origin`."""
+    """Return `number` modulo :data:`LIMIT`, which fits into an :class:`Origin`."""
     return number % LIMIT
 
 
@@ -128,12 +131,12 @@ class _Taken:
 
     def __init__(self) -> None:
         self.sources: dict[int, Source] = {}
-        """Sources by key, in the order of their batches."""
+        """Sources by key, in the order in which they handed over batches."""
         self.synchronizations = 0
-        """Synchronized backwards of all wrappers."""
+        """Number of synchronized backwards of all wrappers."""
         self.optimizer_steps = 0
         self.weights = 0
-        """Micro-batches that were weighted."""
+        """Number of weighted micro-batches."""
 
 
 _taken = _Taken()
@@ -151,7 +154,7 @@ def hand_over(source: Source) -> None:
 def report(size: int) -> Origin:
     """Return the report about the data since the last synchronization, for a group of `size` ranks.
 
-    With several sources, each step reports another one, because a report has a fixed size.
+    With several sources, they take turns from step to step, because a report has a fixed size.
     """
     split = [source for source in _taken.sources.values() if source.world_size == size]
     return split[_taken.synchronizations % len(split)].origin() if split else Origin()
@@ -196,7 +199,7 @@ def _count_optimizer_steps() -> None:
 # -- numbers of loaders ----------------------------------------------------------------------------------------------
 
 _made: Counter[int] = Counter()
-"""Number of sources created by each line of the script, which can be in a loop."""
+"""Number of sources created by each line of the script. A line in a loop creates several."""
 
 
 def key_of_caller() -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def is_queued(device: torch.device) -> bool:
-    """Return whether operations on `device` are queued, and the host waits for their results."""
+    """Return whether operations on `device` are queued, so that the host has to wait for their results."""
     return device.type != "cpu"
 
 
@@ -39,23 +39,23 @@ def use_stream(stream: Any) -> AbstractContextManager[Any]:
 
 
 def keep_for(stream: Any, tensor: Tensor) -> None:
-    """Do not reuse the memory of `tensor` before `stream` has finished its present work."""
+    """Keep the memory of `tensor` from being reused before `stream` has finished its current work."""
     tensor.record_stream(stream)
 
 
 def keep(tensor: Tensor) -> None:
-    """Do not reuse the memory of a tensor of another stream before the current one has used it."""
+    """Keep the memory of another stream's tensor from being reused before the current stream has used it."""
     if is_queued(tensor.device):
         keep_for(current_stream(tensor.device), tensor)
 
 
 def may_hold(flag: Tensor) -> bool:
-    """Return the value of the tensor `flag` if reading it does not wait, else True."""
+    """Return the value of the tensor `flag` if it can be read without waiting, else True."""
     return is_queued(flag.device) or bool(flag)
 
 
 def read_later(number: Tensor) -> Callable[[], float]:
-    """Copy the one-element tensor `number` to the host; return a function that waits for it, not for later work."""
+    """Copy the one-element tensor `number` to the host; return a function that waits for the copy and returns it."""
     # Pinned, because a copy to other memory would wait for the device.
     copy = torch.empty((), dtype=torch.float64, pin_memory=True)
     copy.copy_(number.detach().reshape(()), non_blocking=True)
@@ -70,7 +70,7 @@ def read_later(number: Tensor) -> Callable[[], float]:
 
 
 class SideStream:
-    """A stream of `device` for work that overlaps with the caller's; on the CPU the work is done in place.
+    """A stream of `device` for work that overlaps with the caller's. On the CPU, the work runs immediately.
 
     Tensors created on it belong to it. Pass other tensors that it uses to :func:`keep` inside the block.
     """
@@ -82,7 +82,7 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Run operations on this stream, after the present work of the caller's stream."""
+        """Run the block's operations on this stream, after the current work of the caller's stream."""
         if self.stream is None:
             yield
             return

@@ -22,7 +22,7 @@ def tensor_digest(tensor: Tensor) -> bytes:
     size = plain.numel() * plain.element_size()
     if size == 0:
         return hashlib.sha256(b"").digest()
-    # From the tensor's memory, for every dtype and without NumPy.
+    # Read the tensor's memory, which works for every dtype and without NumPy.
     return hashlib.sha256((ctypes.c_char * size).from_address(plain.data_ptr())).digest()
 
 
@@ -66,13 +66,13 @@ def _all_odd_numbers(count: int, device: torch.device) -> Tensor:
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """Return random odd numbers, the same on every rank."""
-    # Usually one of two lengths, because all lengths are cached.
+    # Rounded up, usually to one of two lengths, because every length is cached.
     held = PIECE if count <= PIECE else 64 * PIECE
     return _all_odd_numbers(max(held, count), device)[:count]
 
 
 def weights_sha256(module: nn.Module) -> str:
-    """Return one SHA-256, in hexadecimal digits, over names and values of all parameters and buffers."""
+    """Return one hexadecimal SHA-256 over the names and values of all parameters and buffers."""
     total = hashlib.sha256()
     for name, tensor in sorted(unwrap(module).state_dict().items()):
         if isinstance(tensor, Tensor):

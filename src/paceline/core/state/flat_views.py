@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `flat` that are the gradients of `parameters`, one after the other, without gaps."""
+    """Return views of `flat` as gradients of `parameters`, one after the other, without gaps."""
     views, offset = [], 0
     for parameter in parameters:
         piece = flat[offset : offset + parameter.numel()]
@@ -18,7 +18,7 @@ def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
-    """Return the flat `piece` in the parameter's shape, with its strides (channels-last) if they leave no gaps."""
+    """Return the flat `piece` in the parameter's shape, with its strides (channels-last, say) if they leave no gaps."""
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if extent != 1 and stride != expected:
@@ -28,7 +28,7 @@ def shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """Return a view of the elements of a dense `tensor` in the order of its memory, in one dimension."""
+    """Return a one-dimensional view of the elements of a dense `tensor`, in memory order."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -1,10 +1,10 @@
-"""States of sharded optimizers: the description in a shard, and the assembly of all ranks' shards.
+"""States of sharded optimizers: the description in each shard, and the assembly of all ranks' shards.
 
 A shard is a dict like the result of ``torch.optim.Optimizer.state_dict``, with only this rank's piece of every
 parameter, in one dimension and in memory order. Its entry ``"shards"`` describes the pieces:
 
     rank, ranks     the shard's rank, and the number of ranks
-    pieces          by parameter, the first element and the one behind the last; whole parameters have no entry
+    pieces          by parameter, start and stop of its elements; whole parameters have no entry
     shapes, strides, dtypes    of all parameters
 """
 
@@ -51,7 +51,7 @@ class Window:
 
 
 def cut_state(entry: Mapping[str, Any], window: Window) -> dict[str, Any]:
-    """Return the state of a whole parameter with the tensors that have its shape cut to the `window`."""
+    """Return a whole parameter's state, with tensors of the parameter's shape cut to the `window`."""
     return {
         key: window.cut(value) if isinstance(value, Tensor) and value.shape == window.shape and value.dim() else value
         for key, value in entry.items()
@@ -60,7 +60,7 @@ def cut_state(entry: Mapping[str, Any], window: Window) -> dict[str, Any]:
 
 @dataclass
 class Assembly:
-    """Puts the state of the `wanted` windows together, by parameter, from one shard after the other."""
+    """Assembles the state of the `wanted` windows, by parameter, from shards that are added one by one."""
 
     wanted: Mapping[int, Window]
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Assembly:
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
     """Dtypes of the parameters when the shards were saved."""
     _ranks: dict[int, int] = field(default_factory=dict)
-    """Number of ranks in each added shard, by the shard's rank."""
+    """Number of ranks according to each added shard, by the shard's rank."""
     _entries: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Entries by parameter, without the tensors of pieces, which are in :attr:`_parts`."""
     _parts: dict[tuple[int, str], list[tuple[int, Tensor]]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Assembly:
     """Strides of the parameters when the shards were saved."""
 
     def add(self, shard: Mapping[str, Any]) -> None:
-        """Take the wanted part of `shard`."""
+        """Add the wanted part of `shard`."""
         about = shard[KEY]
         self._ranks[about["rank"]] = about["ranks"]
         self.groups = self.groups or shard["param_groups"]
@@ -113,7 +113,7 @@ class Assembly:
         return window.piece
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """Return the state of the windows, by parameter, once all shards were added."""
+        """Return the state of the windows, by parameter, once all shards have been added."""
         ranks = max(self._ranks.values(), default=1)
         if missing := [rank for rank in range(ranks) if rank not in self._ranks]:
             raise CheckpointMismatch(
@@ -153,7 +153,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def uncast(loaded: Any, saved: Any) -> Any:
-    """Return the state `loaded`, with the tensors of `saved` that torch's ``load_state_dict`` has cast."""
+    """Return the state `loaded`, with tensors that torch has cast to another dtype restored from `saved`."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         same = loaded.dtype == saved.dtype or not saved.is_floating_point() or loaded.shape != saved.shape
         return loaded if same else saved.to(device=loaded.device, copy=True)

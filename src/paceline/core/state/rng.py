@@ -146,7 +146,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 def sow(seed: int) -> None:
     """Seed the CPU generators of Python, NumPy (if imported) and torch."""
     random.seed(seed)
-    # torch.manual_seed would also visit every accelerator: 90 µs in place of 1.
+    # torch.manual_seed would also seed every accelerator, and take 90 µs instead of 1.
     torch.default_generator.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
@@ -154,7 +154,7 @@ def sow(seed: int) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Restore the CPU's generators after the block to their state before it.
+    """After the block, restore the CPU generators to their state before it.
 
     GPU generators are not restored, so a data set that draws on a GPU uses the rank's stream.
     """

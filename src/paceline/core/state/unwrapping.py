@@ -13,14 +13,14 @@ from paceline.core.torch_internals.compile import original_of
 
 @runtime_checkable
 class HasBucketLayout(Protocol):
-    """A wrapper whose bucket layout, by parameter names, belongs into a checkpoint.
+    """A wrapper whose bucket layout, by parameter names, belongs in a checkpoint.
 
     Gloo's and NCCL's order of summation depends on an element's position in its bucket, so a resumed run is
     bit-equal only with the same layout.
     """
 
     def bucket_layout(self) -> list[list[str]]:
-        """Return the names of the parameters in each bucket, in the order of launch, without wrapper prefix."""
+        """Return the names of the parameters in each bucket, in launch order, without the wrapper's prefix."""
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
         """Rebuild the buckets according to `layout`."""
@@ -39,7 +39,7 @@ class Communicates(Protocol):
     """A layer with collectives that a rank without data can take part in."""
 
     announce: Callable[[int], object] | None
-    """Function to call before each collective with the code of that collective; None if it need not be announced."""
+    """Function to call before each collective, with its code; None if collectives need not be announced."""
 
     def ranks(self) -> Sequence[int]:
         """Return the ranks of the world that take part in its collectives."""
@@ -54,7 +54,7 @@ def joins(object: Any) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the parts that ``torch.compile`` puts into it."""
+    """Return a parameter's name without the parts that ``torch.compile`` adds."""
     return name.replace("_orig_mod.", "")
 
 

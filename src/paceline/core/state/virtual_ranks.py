@@ -1,6 +1,6 @@
 """Virtual ranks: the V slices of a global batch, whose number does not depend on the number of ranks.
 
-Rank r of N computes the V/N slices from r·V/N on, one after the other. See decision 0055.
+Rank r of N computes V/N slices, starting with slice r·V/N, one after the other. See decision 0055.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from paceline.errors import UsageError
 
 
 def check_virtual_ranks(name: str, count: Any) -> int:
-    """Return the number of virtual ranks, if it is a power of two."""
+    """Return the number of virtual ranks after checking that it is a power of two."""
     is_whole = isinstance(count, SupportsIndex) and not isinstance(count, bool)
     if not is_whole or index(count) < 1 or index(count) & (index(count) - 1):
         raise UsageError(
-            f"{name} must be a power of two, so that every number of ranks that divides it sums in one tree, not "
+            f"{name} must be a power of two, so that every number of ranks that divides it sums in the same tree, not "
             f"{count!r}; pass 2, 4, 8, …"
         )
     return index(count)
 
 
 def check_same_count(owner: str, present: int | None, count: int) -> None:
-    """Refuse `count` virtual ranks where `owner` has another number `present`."""
+    """Refuse `count` virtual ranks if `owner` already has another number, `present`."""
     if present not in (None, count):
         raise UsageError(f"{owner} has virtual_ranks={present}, not {count}; use the same number for loader and model")
 
@@ -37,7 +37,7 @@ def virtual_ranks_of(object: Any) -> int:
 
 
 def slices_of_rank(count: int, rank: int, size: int) -> range:
-    """Return the numbers of the slices that `rank` computes, of `count` in all."""
+    """Return the numbers of the slices, out of `count`, that `rank` computes."""
     if count % size:
         fitting = " or ".join(str(2**power) for power in range(count.bit_length()))
         raise UsageError(f"{size} ranks do not divide virtual_ranks={count}; start {fitting}")
@@ -46,16 +46,16 @@ def slices_of_rank(count: int, rank: int, size: int) -> range:
 
 
 def seed_of_slice(seed: int, epoch: int, batch: int, slice_number: int) -> int:
-    """Return the seed of the random streams of a slice's forward and backward."""
+    """Return the seed of the random streams for a slice's forward and backward."""
     return derive_seed("slice", seed, epoch, batch, slice_number)
 
 
 class Slices(list[Any]):
-    """A rank's slices of one global batch, in their order: batches, or None for an empty one.
+    """A rank's slices of one global batch, in order. Each is a batch, or None if it is empty.
 
     Args:
-        slices: one for each slice.
-        seeds: the seed of each slice's forward and backward.
+        slices: the batches.
+        seeds: a seed for each slice's forward and backward.
     """
 
     def __init__(self, slices: Iterable[Any], seeds: list[int]) -> None:
@@ -63,6 +63,6 @@ class Slices(list[Any]):
         self.seeds = seeds
 
     def seeded(self, number: int) -> Any:
-        """Return a slice after its random streams have begun."""
+        """Seed the random streams for slice `number`, and return the slice."""
         seed_all(self.seeds[number])
         return self[number]

@@ -5,10 +5,10 @@ The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semi
     PACELINE_FAILPOINTS="bucket rank=1 at=5 do=kill; rescue start=0 rank=0"
 
 =========  ===========================================================================================================
-``rank``   the rank that is struck; every rank by default
-``at``     number of times that it has come to the moment, in one start; 1 by default. For moments of a training step
-           this is the number of the step, counted from the first step of this start
-``start``  how often all ranks had been started again: 0, the default, is the first start, ``any`` is each
+``rank``   the rank to strike; every rank by default
+``at``     the occurrence of the moment within one start at which to strike; 1 by default. For moments of a training
+           step, this is the number of the step, counted from the first step of this start
+``start``  number of restarts before this start: 0, the default, is the first start; ``any`` is every start
 ``do``     ``kill`` (SIGKILL, the default), ``abort`` (SIGABRT), ``raise`` (an exception), ``exit`` (as
            ``sys.exit(0)``), ``stop`` (SIGSTOP), or a number of seconds to sleep
 =========  ===========================================================================================================
@@ -31,25 +31,25 @@ VARIABLE = "PACELINE_FAILPOINTS"
 MOMENTS = (
     "rendezvous",  # before the process group is made
     "forward",  # of Paceline's wrapper, in training
-    "bucket",  # between the launch of one bucket and that of the next
-    "prepared",  # between reduction and optimizer step: before the gate
-    "gate",  # the same, behind the gate
-    "optimizer",  # inside the optimizer; a script says when
-    "gather",  # when the ranks' shares are being gathered
-    "evaluation",  # between two steps; a script says when
-    "sample",  # when one is fetched, in a DataLoader's worker; a script says when
-    "stepped",  # behind the optimizer, before the end of the step
-    "boundary",  # behind the end of the step
-    "write",  # in the middle of a checkpoint's files, on disk or in memory
-    "before-rename",  # of a whole checkpoint to its name
+    "bucket",  # between the launches of two buckets
+    "prepared",  # between reduction and optimizer step, before the gate
+    "gate",  # the same, after the gate
+    "optimizer",  # inside the optimizer; called by a script
+    "gather",  # while the ranks' shares are being gathered
+    "evaluation",  # between two steps; called by a script
+    "sample",  # while a DataLoader worker fetches a sample; called by a script
+    "stepped",  # after the optimizer, before the end of the step
+    "boundary",  # after the end of the step
+    "write",  # in the middle of writing a checkpoint's files, on disk or in memory
+    "before-rename",  # before a complete checkpoint gets its final name
     "after-rename",
-    "rescue",  # before anything is written of it
-    "restore",  # when some of the objects have their states
+    "rescue",  # before a rescued checkpoint is written
+    "restore",  # when some of the objects have been restored
 )
 
 
 class Struck(Exception):
-    """The exception of a failpoint."""
+    """The exception that a failpoint raises."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Order:
         return order
 
     def is_due(self, moment: str, rank: str, at: int, start: str) -> bool:
-        """Return whether it is due when `rank` comes to `moment` for the `at`-th time in this `start`."""
+        """Return whether the order is due when `rank` reaches `moment` for the `at`-th time in this `start`."""
         is_time = (moment, at) == (self.moment, int(self.at)) and self.start in ("any", start)
         return is_time and self.rank in ("any", rank)
 
@@ -88,10 +88,10 @@ class Striker:
     def __init__(self, orders: Sequence[Order]) -> None:
         self._orders = orders
         self._times: Counter[str] = Counter()
-        """How often each moment has come."""
+        """How often each moment has been reached."""
 
     def strike(self, moment: str) -> None:
-        """Strike this rank if that is ordered for `moment`."""
+        """Strike this rank if an order is due at `moment`."""
         self._times[moment] += 1
         rank, start = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         for order in self._orders:
@@ -113,7 +113,7 @@ def _act(action: str, reason: str) -> None:
 
 
 def pass_by(moment: str) -> None:
-    """Ignore the moment, because the variable has no orders."""
+    """Do nothing, because the variable holds no orders."""
 
 
 _orders = [Order.of(text) for text in os.environ.get(VARIABLE, "").split(";") if text.strip()]

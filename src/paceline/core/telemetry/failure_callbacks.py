@@ -1,4 +1,4 @@
-"""Callbacks and messages of a rank that an error ends."""
+"""Callbacks and messages of a rank that ends with an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def at_failure(function: Callable[[BaseException], None]) -> Callable[[], None]:
 
 
 def _say_last_words(error: BaseException) -> None:
-    """Call the functions once each, latest first, and log their errors, because `error` is more important."""
+    """Call each function once, latest first. Only log their own errors, because `error` is more important."""
     if os.getpid() != _process:  # a forked child has no state to save
         return
     # Popped one by one, so that a function that fails is not called again.
@@ -77,7 +77,7 @@ def show_mistakes_in_one_line() -> None:
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Show an error that ends the program, as ``sys.excepthook``: mistakes and consequences in one line."""
     lost = _lost_rank(error)
-    if hasattr(sys, "ps1") or sys.flags.inspect:  # Python goes on interactively
+    if hasattr(sys, "ps1") or sys.flags.inspect:  # Python continues interactively
         sys.__excepthook__(kind, error, trace)
     elif lost is not None:
         text = f"{type(lost).__name__}: {lost}{place_in(trace)}"
@@ -92,12 +92,12 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def _lost_rank(error: BaseException) -> BaseException | None:
-    """Return the error that says that another rank has failed, if `error` is or comes from one."""
+    """Return the error that reports another rank's failure, if `error` is one or was caused by one."""
     return next((cause for cause in with_causes(error) if getattr(cause, "blamed", None) is not None), None)
 
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error`, and the chain of its causes and contexts."""
+    """Yield `error` and the chain of its causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -107,13 +107,13 @@ def with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 BEHIND_S = 10
-"""Seconds added to the time of a consequence, so that torchrun reports the cause."""
+"""Seconds added to the timestamp of a consequence, so that torchrun reports the cause instead."""
 
 
 def _tell_torchrun(text: str) -> None:
     """Make torchrun report `text` for this rank, but not as the root cause.
 
-    torchrun takes the earliest failure as the cause, and the time of a killed rank is when it notices, in seconds.
+    torchrun reports the earliest failure as the cause. For a killed rank, it uses the second in which it noticed.
     """
     path = os.environ.get(ERROR_FILE)
     if path:

@@ -7,14 +7,14 @@ entry survives SIGKILL. Areas, by offset:
     0     head     version, process, rank, world size, host: written once, its first bytes last
     256   phase    phase, bucket, since when
     320   step     steps done, and how long they took and waited
-    384   raised   the phase that an exception left, since when, and when it did
+    384   raised   the phase that an exception left, with its start and end
     448   job      the job's last completed step, and the first step of this start
-    512   free     zeros, for areas that are added; readers ignore areas that they do not know
+    512   free     zeros, reserved for new areas; readers ignore areas that they do not know
 
 Each number is written atomically, but a reader may see an area during a write. A displayed time can then be wrong.
 
 Times are seconds of ``time.monotonic()``, one clock for all processes of a host. They are measured on the host: on a
-GPU a rank waits for others in its stream, which the host does not see.
+GPU, a rank waits for others in its stream, which the host does not see.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "PACELINE_BLACK_BOX"
-"""Environment variable with the folder of the files, set by our launcher."""
+"""Environment variable with the folder of the flight records, set by our launcher."""
 SIZE = 4096
 VERSION = 2
 MAGIC = int.from_bytes(b"PACELINE", "little")
@@ -38,11 +38,11 @@ STEP, STEP_AT = struct.Struct("Qdddddd"), 320  # steps, end, last, mean, waited,
 RAISED, RAISED_AT = struct.Struct("iidd"), 384  # phase, bucket, since, until
 JOB, JOB_AT = struct.Struct("qq"), 448  # completed, first
 UNKNOWN = -1
-"""Value of an unknown step of the job."""
+"""Value that stands for an unknown step of the job."""
 PHASES = ("loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint", "collective")
 """Phases of a rank; a record holds the index. ``loop`` is everything between the others."""
 WAITING = frozenset(("wait", "bucket wait", "collective"))
-"""Phases of waiting for other ranks or their data."""
+"""Phases in which a rank waits for other ranks or their data."""
 WEIGHT = 0.1
 """Weight of the last step in moving averages."""
 
@@ -60,7 +60,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a rank at one moment: its step, its phase, and how long it waits."""
+    """The state of a rank at one moment: its step, its phase, and how long it has waited."""
 
     pid: int
     rank: int
@@ -70,7 +70,7 @@ class Snapshot:
     phase: str
     """One of :data:`PHASES`."""
     since: float
-    """Begin of the phase on ``time.monotonic``, the clock of all moments here."""
+    """Start of the phase by ``time.monotonic``, the clock of all times here."""
     bucket: int | None
     """Bucket that the rank waits for, in ``bucket wait``."""
     steps: int
@@ -81,13 +81,13 @@ class Snapshot:
     step: float
     """Seconds of the last step."""
     mean_step: float
-    """Moving average of the steps' seconds without the first one, which warms up; 0.0 before the second."""
+    """Moving average of the seconds per step, without the first (warm-up) step; 0.0 before the second."""
     waited: float
-    """Seconds of the last step in :data:`WAITING` phases."""
+    """Seconds that the last step spent in :data:`WAITING` phases."""
     mean_waited: float
-    """Moving average of the waiting in a step, without the first one."""
+    """Moving average of the seconds waited per step, without the first step."""
     waited_spread: float
-    """Moving standard deviation of the waiting in a step."""
+    """Moving standard deviation of the seconds waited per step."""
     raised: Raised | None = None
     """Phase that an exception has left, unless another phase has begun since."""
     completed: int | None = None
@@ -97,7 +97,7 @@ class Snapshot:
 
 
 def path_of(folder: Path, local_rank: int) -> Path:
-    """Return the path of a rank's file; the number is that on its host."""
+    """Return the path of the file of the rank with this local rank."""
     return folder / f"rank-{local_rank}"
 
 
@@ -110,7 +110,7 @@ def process_state(pid: int) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether the process is there and has not ended; a zombie has."""
+    """Return whether the process exists and has not ended; a zombie has ended."""
     state = process_state(pid)
     if state or Path("/proc/self/stat").exists():
         return bool(state) and state not in "ZX"
@@ -146,7 +146,7 @@ def _decode(memory: mmap.mmap, path: Path) -> Snapshot | None:
     if magic != MAGIC:
         return None
     if version != VERSION:
-        raise ValueError(f"the black box {path} has version {version}, and this Paceline reads {VERSION}")
+        raise ValueError(f"the flight record {path} has version {version}, but this Paceline reads version {VERSION}")
     phase, bucket, since = PHASE.unpack_from(memory, PHASE_AT)
     steps, stepped, step, mean, waited, mean_waited, variance = STEP.unpack_from(memory, STEP_AT)
     raised_in, raised_bucket, began, until = RAISED.unpack_from(memory, RAISED_AT)

@@ -1,4 +1,4 @@
-"""Writes this rank's flight record: about half a microsecond for each change of phase."""
+"""Writes this rank's flight record. Each change of phase takes about half a microsecond."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ logger = logging.getLogger(__name__)
 class BlackBox:
     """This rank's flight record, for writing. Only the thread that runs the training step writes.
 
-    A Checkpointer marks the job's steps. Without one, the box counts the steps that it times, from the restored step,
-    or from 0 in the first start of the ranks. Otherwise, and if several wrappers are trained in turns, the step is
-    unknown.
+    A Checkpointer marks the job's steps. Without one, the box counts the steps that it times, starting at the restored
+    step, or at 0 in the first start of the ranks. In other cases, and if several wrappers are trained in turns, the
+    step is unknown.
 
     Args:
-        path: of the file.
-        rank: of this process.
-        size: of the world.
-        is_first_start: whether the launcher has not started the ranks before.
+        path: path of the file.
+        rank: rank of this process.
+        size: world size.
+        is_first_start: whether this is the launcher's first start of the ranks.
     """
 
     phase: int
-    """The index in :data:`PHASES` of the present phase."""
+    """Index of the current phase in :data:`PHASES`."""
 
     def __init__(self, path: Path, rank: int, size: int, is_first_start: bool = True) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -68,7 +68,7 @@ class BlackBox:
         self.phase = LOOP
         self._steps = 0
         self._began: float | None = None
-        """Begin of the step under way; None before the first forward."""
+        """Start of the current step; None before the first forward."""
         self._is_due = False
         """Whether a forward has run since the last step ended."""
         self._start = 0 if is_first_start else UNKNOWN
@@ -78,9 +78,9 @@ class BlackBox:
         self._is_marked: bool | None = None
         """Whether a Checkpointer marks steps; None without a Checkpointer."""
         self._counted = 0
-        """Steps in this start that no Checkpointer marked."""
+        """Number of steps in this start that no Checkpointer marked."""
         self.owner = self._owner = 0
-        """Wrapper whose parameters an optimizer steps over, and the first such wrapper; 0 for none."""
+        """Wrapper whose parameters an optimizer is updating, and the first such wrapper; 0 for none."""
         self._waited = self._mean = self._mean_waited = self._variance = 0.0
         self._phases: dict[str, _Phase] = {
             PHASES[number]: kind(self, number)
@@ -115,16 +115,17 @@ class BlackBox:
         return self._phases.get(label)
 
     def change(self, phase: int, bucket: int = -1) -> float:
-        """Write that `phase` begins; return the time."""
+        """Record that `phase` begins; return the time."""
         self.phase, now = phase, time.monotonic()
-        # By slices, because Struct.pack_into() writes zeros first, which the launcher could read.
+        # Assign slices, because Struct.pack_into() writes zeros first, which the launcher could read.
         self._map[PHASE_AT : PHASE_AT + PHASE.size] = PHASE.pack(phase, bucket, now)
         return now
 
     def leave(self, outer: int, kind: object) -> float:
-        """Write that `outer` continues after the present phase, left by an exception of class `kind` if not None.
+        """Record that the current phase has ended and `outer` continues; return the time.
 
-        Returns the time. Of the phases that an exception leaves, the innermost is kept.
+        `kind` is the class of the exception that left the phase, or None. Of the phases that an exception leaves, the
+        innermost is kept.
         """
         if kind is None or (isinstance(kind, type) and issubclass(kind, (StopIteration, GeneratorExit))):
             return self.change(outer)
@@ -135,11 +136,11 @@ class BlackBox:
         return now
 
     def add_wait(self, seconds: float) -> None:
-        """Count a wait in the step under way."""
+        """Add a wait to the current step."""
         self._waited += seconds
 
     def forward_began(self, now: float) -> None:
-        """Begin a step, which the next end of an optimizer step ends."""
+        """Begin a step; it ends with the next optimizer step."""
         self._is_due = True
         if self._began is None:
             self._began = now
@@ -154,7 +155,8 @@ class BlackBox:
         seconds, waited = now - self._began, self._waited
         self._steps += 1
         if self._steps > 1:
-            # At first the plain mean, because with a constant weight it would take dozens of steps to rise from 0.
+            # At first the plain mean, because with a constant weight the average would take dozens of steps to rise
+            # from 0.
             weight = max(1 / (self._steps - 1), WEIGHT)
             self._mean += weight * (seconds - self._mean)
             difference = waited - self._mean_waited
@@ -182,7 +184,7 @@ class BlackBox:
         self._write_job(step)
 
     def lose_count(self) -> None:
-        """Mark the job's step as unknown, because an uncounted optimizer steps, unless the box counts its steps."""
+        """Mark the job's step as unknown when an uncounted optimizer steps, unless steps are timed or marked."""
         if self._began is None and not self._is_marked:
             self._start = UNKNOWN
             if self.completed != UNKNOWN:

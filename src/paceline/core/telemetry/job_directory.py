@@ -31,7 +31,7 @@ from paceline.core.telemetry.flight_record import SIZE, path_of
 from paceline.core.telemetry.step_progress import SPARE, record_path
 
 PARENT = "PACELINE_JOBS"
-"""Environment variable that names the place for folders of jobs; launcher and ``paceline top`` must have the same."""
+"""Environment variable with the place for job folders; must be the same for the launcher and ``paceline top``."""
 _PREFIX = "paceline-job-"
 _ROOM = 2**20
 """Free bytes per rank that a place should have, for records, per-rank states and a small rescued checkpoint."""
@@ -45,7 +45,7 @@ class JobNote:
     """A running job, as its launcher describes it."""
 
     pid: int
-    """Process of the launcher."""
+    """Process ID of the launcher."""
     name: str
     """Name of the run."""
     title: str
@@ -57,7 +57,7 @@ class JobNote:
     folder: str = ""
     """Working directory of the launcher."""
     processes: dict[int, int] = field(default_factory=dict)
-    """Processes of the ranks, by local rank; empty during the start, or if unknown to the launcher."""
+    """Process IDs of the ranks, by local rank; empty during the start, or if unknown to the launcher."""
 
 
 class JobFolder:
@@ -72,7 +72,7 @@ class JobFolder:
         places = _places()
         for folder in [folder for place in places for folder in _folders(place)]:
             _remove_if_stale(folder)
-        # A named place without room must not keep the job from starting.
+        # A place named by PARENT that has no room must not keep the job from starting.
         others = [place for place in _usual_places() if place not in places]
         rooms = (_ROOM * (nproc + 1), 0)
         problems: list[str] = []
@@ -90,7 +90,7 @@ class JobFolder:
         raise OSError("; ".join(dict.fromkeys(problems)))
 
     def _make(self, place: Path) -> None:
-        # Renamed when locked, because a folder without a lock counts as abandoned.
+        # Renamed once it is locked, because a folder without a lock counts as abandoned.
         self.path = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=place))
         try:
             self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -106,14 +106,14 @@ class JobFolder:
             raise
 
     def clear(self, ranks: Iterable[int]) -> None:
-        """Clear the flight records of ranks that have ended, before others start."""
+        """Clear the flight records of ranks that have ended, before new ones start."""
         for rank in ranks:
             with suppress(OSError), path_of(self.path, rank).open("r+b") as file:
                 file.write(bytes(SIZE))
 
     def began(self, processes: Mapping[int, int]) -> None:
-        """Write the processes of ranks that have been started."""
-        with suppress(OSError):  # memory is full; the records also have the processes
+        """Write the process IDs of ranks that have been started."""
+        with suppress(OSError):  # memory is full; the flight records also have these IDs
             self._write_note(replace(self.note, processes=dict(processes)))
 
     def _write_note(self, note: JobNote) -> None:
@@ -146,7 +146,7 @@ def running_jobs() -> dict[Path, JobNote]:
 
 
 def read_note(folder: Path) -> JobNote | None:
-    """Return the note of a job; None when it has ended."""
+    """Return the note of a job; None if it has ended."""
     try:
         fields = json.loads((folder / _NOTE).read_text())
         processes = {int(rank): int(pid) for rank, pid in fields.pop("processes").items()}
@@ -156,13 +156,13 @@ def read_note(folder: Path) -> JobNote | None:
 
 
 def _places() -> list[Path]:
-    """Return the places to search for folders of jobs, and to try first for a new one."""
+    """Return the places to search for job folders, which are also tried first for a new one."""
     named = os.environ.get(PARENT)
     return [Path(named).absolute()] if named else _usual_places()
 
 
 def _usual_places() -> list[Path]:
-    """Return the possible places of folders of jobs: in memory, in the user's own memory, on disk, in the home."""
+    """Return the usual places for job folders: in memory, in the user's own memory, on disk, in the home directory."""
     usual = ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp", "/var/tmp", _cache())
     return list(dict.fromkeys(Path(place).absolute() for place in usual if place))
 
@@ -175,7 +175,7 @@ def _current_folder() -> str:
 
 
 def _cache() -> Path:
-    """Return this package's folder in the user's cache, which need not exist."""
+    """Return this package's folder in the user's cache; it need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")).absolute() / "paceline"
 
 
@@ -191,7 +191,7 @@ def _folders(place: Path) -> list[Path]:
 def _is_own(path: str) -> bool:
     try:
         status = os.lstat(path)
-    except OSError:  # it has gone
+    except OSError:  # it is gone
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
@@ -208,13 +208,13 @@ def _remove_if_stale(folder: Path) -> bool:
         if folder.name.startswith(".") and time.time() - folder.stat().st_mtime < _UNFINISHED_S:
             return False
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:  # half removed, or removed since
+    except FileNotFoundError:  # partly removed, or just removed by another process
         shutil.rmtree(folder, ignore_errors=True)
         return True
-    except OSError:  # in a place that is read-only now
+    except OSError:  # the place is read-only by now
         return False
     try:
-        # By the lock and not by the pid, which may have been reused or belong to another container.
+        # Decided by the lock, not the pid, which may have been reused or belong to another container.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -226,7 +226,7 @@ def _remove_if_stale(folder: Path) -> bool:
 
 
 def _make_file(path: Path) -> None:
-    """Create an empty record with allocated memory; a hole in the file could end its rank by SIGBUS later."""
+    """Create an empty record with allocated memory; a hole in the file could later kill its rank by SIGBUS."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         if hasattr(os, "posix_fallocate"):

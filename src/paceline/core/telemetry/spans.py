@@ -6,20 +6,20 @@ messages and docs use the same labels. One step, in order:
     data wait    the loop waits for a batch of a paceline DataLoader
     forward      the wrapped module's forward
     backward     from the start of a backward until its last gradient has arrived
-    launch       bucket `bucket` is complete and handed to communication (inside ``backward`` as a rule)
+    launch       bucket `bucket` is complete and handed to communication (usually inside ``backward``)
     control      the control block is filled and launched
     wait         the end of backward waits for everything that was launched
-    bucket wait  it waits for bucket `bucket` (inside ``wait``)
+    bucket wait  the wait for bucket `bucket` (inside ``wait``)
     reduce       this rank reduces its share of a bucket in shared memory (inside ``backward`` or ``wait``)
-    optimizer    an optimizer steps over the wrapper's parameters
+    optimizer    an optimizer updates the wrapper's parameters
     checkpoint   a Checkpointer saves, waits for a save, restores, or looks into its folder
 
-and, while a profiler records, ``collective``: a function of ``torch.distributed`` that the program calls. While the
-recorder is detailed, there are marks, which are spans without length: ``gradient`` when the gradient of parameter
-`bucket` arrives, ``sent`` when this rank has filled bucket `bucket` and begins its all-reduce (inside ``launch``), and
-``done`` when that is finished.
+and, while a profiler records, ``collective``: a function of ``torch.distributed`` that the program calls. A detailed
+recorder also records marks, which are spans of zero length: ``gradient`` when the gradient of parameter `bucket`
+arrives, ``sent`` when this rank has filled bucket `bucket` and begins its all-reduce (inside ``launch``), and ``done``
+when the all-reduce is finished.
 
-Under our launcher a rank always keeps its present span in its flight record, even if spans are not recorded; see
+Under our launcher, a rank always writes its current span to its flight record, even if spans are not recorded; see
 :mod:`paceline.core.telemetry.flight_record`.
 """
 
@@ -77,7 +77,7 @@ class Span(NamedTuple):
     start: float
     end: float
     bucket: int | None = None
-    """Number of the bucket in the order of launch, if any; number of the parameter in a ``gradient``."""
+    """Number of the bucket in launch order, if any; in a ``gradient``, number of the parameter."""
     group: str | None = None
     """Name of the group whose ranks wait for each other here, if known; see :attr:`Recorder.groups`."""
     events: tuple[Any, Any] | None = None
@@ -93,27 +93,27 @@ class BucketWatch(Protocol):
     """Measures the gradients of a step, bucket by bucket, before and after they are averaged."""
 
     def launched(self, flat: Tensor, factor: float) -> None:
-        """Look at a bucket before its all-reduce; it holds `factor` times the mean over this rank's samples."""
+        """Inspect a bucket before its all-reduce; it holds `factor` times the mean over this rank's samples."""
 
     def averaged(self, flat: Tensor) -> None:
-        """Look at a bucket of averages."""
+        """Inspect a bucket of averages."""
 
 
 @dataclass
 class Recorder:
     """Collects spans while ``on``. While off, and without a torch profiler, a span costs three attribute lookups.
 
-    With a box it costs one or two microseconds.
+    With a black box, it costs one or two microseconds.
     """
 
     on: bool = False
     detailed: bool = False
-    """Whether marks are also recorded, which takes a hook for every parameter."""
+    """Whether marks are also recorded, which needs a hook on every parameter."""
     spans: list[Span] = field(default_factory=list)
     skipped: set[str] = field(default_factory=set)
-    """Labels that are not recorded now, except as phases in the box: nested ones, and details."""
+    """Labels that are currently not recorded, except as phases in the black box: nested spans, and details."""
     groups: dict[str, list[int]] = field(default_factory=dict)
-    """World ranks of each group that spans name."""
+    """World ranks of each group that is named in a span."""
     bucket_watch: BucketWatch | None = None
     """Object that measures the buckets of this step; None in steps without measurements."""
     make_event: Callable[[], Any] | None = None
@@ -156,7 +156,7 @@ class Recorder:
 
     @never_compiled
     def surround(self, label: str, group: str | None = None) -> AbstractContextManager[None]:
-        """Record the block under `label`, but none inside it."""
+        """Record the block under `label`, without nested blocks of the same label."""
         if self.on and label not in self.skipped and not is_profiling():
             return _Surrounding(self, label, None, group, None if self.box is None else self.box.span(label))
         return self.span(label, group=group)
@@ -197,7 +197,7 @@ class _Timed:
 
 @class_never_compiled
 class _Surrounding(_Timed):
-    """Records one span, but none with the same label inside it."""
+    """Records one span, without nested spans of the same label."""
 
     __slots__ = ()
 
@@ -212,7 +212,7 @@ class _Surrounding(_Timed):
 
 @contextmanager
 def _labelled(timed: _Timed, label: str) -> Iterator[None]:
-    """Show `timed` under `label` also in the trace of torch's profiler."""
+    """Also show `timed` under `label` in the trace of torch's profiler."""
     with timed, record_function(label):
         yield
 
@@ -227,7 +227,7 @@ _span: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span
 
 
 class _Unopened:
-    """Placeholder for the box of `recorder`, which the first span opens, because an import must not."""
+    """Placeholder for the box of `recorder`. The first span opens the box, because an import must not."""
 
     owner, bucket = 0, -1
 
@@ -235,12 +235,12 @@ class _Unopened:
         self._recorder = recorder
 
     def opened(self) -> BlackBox | None:
-        """Open the box, which takes this one's place."""
+        """Open the box, which replaces this placeholder."""
         box = self._recorder.box = open_box()
         return box
 
     def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None] | None:
-        """Open the box, and have it surround the phase."""
+        """Open the box, and return its context manager for the phase."""
         box = self.opened()
         return None if box is None else box.span(label, bucket)
 
@@ -251,12 +251,12 @@ recorder.box = _Unopened(recorder)
 
 
 def black_box() -> BlackBox | None:
-    """Return this rank's black box, open; None if there is none."""
+    """Return this rank's black box, opened if necessary; None if there is none."""
     return recorder.box.opened() if isinstance(recorder.box, _Unopened) else recorder.box
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Show in an open black box that the main thread waits for other ranks in the block."""
+    """In the block, show in an open black box that the main thread waits for other ranks."""
     if threading.current_thread() is not threading.main_thread() or not isinstance(recorder.box, BlackBox):
         return _OFF
     return recorder.box.span(COLLECTIVE) or _OFF

@@ -24,44 +24,44 @@ from pathlib import Path
 from paceline.core.telemetry.flight_record import FOLDER, SIZE
 
 STEPS, BEFORE, RESCUE, SPARE = "steps", "steps-before", "rescue", "spare"
-"""Folders in a job's folder: records of the present and the previous start, rescued checkpoints, and reserved pages, so
+"""Folders in a job's folder: records of the current and the previous start, rescued checkpoints, and reserved pages, so
 that a job can restart from disk even if memory is full."""
 RESTARTS = "PACELINE_RESTARTS"
-"""Environment variable with the number of times that our launcher starts its ranks again without progress."""
+"""Environment variable with the number of restarts without progress that our launcher allows."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals that batch systems, service managers and terminals send before they end a job. Ranks that mark their steps
-end after the present one."""
+finish the current one first."""
 ECHO_S = 0.5
 """Seconds within which two signals count as one, because batch systems signal all processes and launchers forward
 signals."""
 SOURCES = (None, "memory", "disk")
 """Sources of a resumed run; a record holds the index. None stands for a new run."""
 _WISHES = 9
-"""Place of the wishes at even and odd steps, among the numbers of a record."""
+"""Index of the first of two numbers in a record that hold the wishes at even and odd steps."""
 _FOLDER_AT = 512
-"""Offset of the path of the checkpoint folder, which ends with a zero."""
+"""Offset of the path of the checkpoint folder, a zero-terminated string."""
 _NONE = -1
 PARTS = 2**20
 """Maximum number of parts of a step."""
 
 
 class Stopping(IntEnum):
-    """Answers of a rank to a signal that asks it to end; of several Checkpointers, the largest number counts."""
+    """A rank's answers to a signal that asks it to end. With several Checkpointers, the largest number counts."""
 
     NOT = 0
     """The rank does not handle the signal; the script or Python does."""
     IN_VAIN = 1
     """The rank has no folder on disk to save a step in, and therefore does not handle the signal."""
     READY = 2
-    """A signal would end the rank after a step, which it saves."""
+    """On a signal, the rank would finish a step, save it, and end."""
     ASKED = 3
-    """The rank has got the signal, and trains on to the end of a step."""
+    """The rank has received the signal, and continues to the end of a step."""
     SAVED = 4
-    """All ranks have agreed to end after a step, and it is saved."""
+    """All ranks have agreed to end after a step, and that step is saved."""
 
 
 class _Number:
-    """A whole number in a record, at a place that is counted in numbers."""
+    """A whole number in a record; `place` is its index among the numbers."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -74,12 +74,12 @@ class _Number:
 
 
 class StepRecord:
-    """The record of one rank in the file `path`, whose fields are numbers that the rank alone writes.
+    """The record of one rank in the file `path`. Its fields are numbers that only this rank writes.
 
     Args:
-        path: of the file, which need not exist if `make` is true.
-        make: whether to create the record; without free memory, in the page that the launcher has reserved.
-        folder: the checkpoint folder that a new one is about.
+        path: path of the file, which need not exist if `make` is true.
+        make: whether to create the record; if memory is full, it uses the page that the launcher has reserved.
+        folder: the checkpoint folder to which a new record belongs.
     """
 
     _magic = _Number(0)
@@ -89,7 +89,7 @@ class StepRecord:
     restored = _Number(3)
     """The step from which this start resumed; 0 for the beginning."""
     redone = _Number(4)
-    """Completed steps of earlier starts that had to be computed again."""
+    """Number of completed steps of earlier starts that had to be computed again."""
     prepared_part = _Number(5)
     """:attr:`prepared` times :data:`PARTS`, plus the number of prepared parts of that step after the first."""
     completed = _Number(6)
@@ -97,10 +97,10 @@ class StepRecord:
     is_alone = _Number(7)
     """1 if the optimizer has stepped although other ranks may not have prepared the step."""
     has_ended = _Number(8)
-    """1 once the rank has come to the end of its training, and closed its Checkpointer."""
+    """1 once the rank has finished training and closed its Checkpointer."""
     _pace = _Number(11)
     has_exited = _Number(12)
-    """1 once the interpreter ends."""
+    """1 once the interpreter is exiting."""
     _stopping = _Number(13)
     _stop_signal = _Number(14)
     _stop_step = _Number(15)
@@ -121,7 +121,7 @@ class StepRecord:
                 _write_page(new, page)
             except OSError as error:
                 try:
-                    # Renamed, because its page is already allocated.
+                    # Reuse the spare file, because its page is already allocated.
                     spare_page(path).rename(new)
                 except FileNotFoundError:
                     raise error from None
@@ -142,7 +142,7 @@ class StepRecord:
 
     @property
     def source(self) -> str | None:
-        """The source that this start of the rank went on from, one of :data:`SOURCES`."""
+        """The source from which this start of the rank resumed, one of :data:`SOURCES`."""
         return SOURCES[self._source]
 
     @property
@@ -162,7 +162,7 @@ class StepRecord:
 
     @property
     def stopped(self) -> tuple[int, int]:
-        """The signal that ends the ranks, and the step that they have saved."""
+        """The signal that ended the ranks, and the step that they saved."""
         return self._stop_signal, self._stop_step
 
     @property
@@ -172,37 +172,37 @@ class StepRecord:
 
     @property
     def is_unsaved(self) -> bool:
-        """Whether steps were to be saved, and none was, by no start of the job."""
+        """Whether saving a due step failed, and no start of the job has saved one."""
         return bool(self.has_lost_save) and not self.is_durable
 
     def wish(self, step: int) -> int:
-        """Return the rank's wish when it prepared `step`, which is that of :attr:`prepared` or one less."""
+        """Return the rank's wish when it prepared `step`, either :attr:`prepared` or the step before."""
         return self.numbers[_WISHES + step % 2]
 
     def stop(self, state: Stopping, number: int = 0, step: int = 0) -> None:
-        """Note the rank's answer to signals; with ``SAVED`` the signal and the step."""
-        # Before the state, because both are valid for the launcher once it sees SAVED.
+        """Note the rank's answer to signals; with ``SAVED``, also the signal and the step."""
+        # Written before the state, because the launcher reads both once it sees SAVED.
         self._stop_signal, self._stop_step = number, step
         self._stopping = state
 
     def restore(self, step: int, source: str | None, redone: int) -> None:
-        """Note that the rank goes on from `step`."""
+        """Note that the rank resumes from `step`."""
         self.restored, self._source, self.redone = step, SOURCES.index(source), redone
 
     def prepare(self, step: int, wish: int = 0) -> int:
-        """Note that the rank has its averaged gradients of `step`, and has stored its own states.
+        """Note that the rank has its averaged gradients of `step` and has stored its own states.
 
         Called several times in a step with several backwards and optimizers. Returns :attr:`prepared_part`.
         """
         again = step == self.prepared
-        # Before the number that makes others read it. Two alternating places suffice, because the barrier of each step
-        # keeps this rank from being two steps ahead of a reader.
+        # Written before the number that makes others read it. Two alternating places are enough, because the barrier of
+        # each step keeps this rank from being two steps ahead of a reader.
         self.numbers[_WISHES + step % 2] = wish
         self.prepared_part = self.prepared_part + 1 if again else step * PARTS
         return self.prepared_part
 
     def complete(self, step: int, seconds: float = 0.0) -> None:
-        """Note that all registered objects are at the end of `step`, which took `seconds`."""
+        """Note that all registered objects have reached the end of `step`, which took `seconds`."""
         self._pace = int(seconds * 1e6)
         self.completed = step
 
@@ -242,7 +242,7 @@ def record_path(folder: Path, rank: int) -> Path:
 
 
 def present_records(job: Path | None) -> dict[str, list[StepRecord]]:
-    """Return the records of the present start in the folder of a `job`, by the key of the checkpoint folder."""
+    """Return the records of the current start in the folder of a `job`, by the key of the checkpoint folder."""
     if job is None or not (job / STEPS).is_dir():
         return {}
     return {path.name: records for path in sorted((job / STEPS).iterdir()) if (records := records_in(path))}

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 
 _LIBRARIES = (sys.base_prefix + "/lib", str(Path(__file__).parents[2]), "<")
-"""Beginnings of files of Python and of this package, and of code without a file."""
+"""Path prefixes of files of Python and of this package, and of code without a file."""
 _INSTALLED = re.compile(r"/(site|dist)-packages/")
 _TYPED = ("<string>", "<stdin>")
-"""Code of the user without a file: ``python -c``, and lines typed into Python."""
+"""User code without a file: ``python -c``, and lines typed into Python."""
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def place_in(trace: TracebackType | None) -> str:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line that led here, or at the caller's line, such as in a thread of the library."""
+    """Warn at the user's line that led here. Without one, as in a library thread, warn at the caller's line."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
     index = _innermost([frame.f_code.co_filename for frame in frames])
     at = frames[-1 if index is None else index]

@@ -1,4 +1,4 @@
-"""Detects gradients that ``torch.amp.GradScaler`` has changed without a new version."""
+"""Detects gradients that ``torch.amp.GradScaler`` has changed without raising their version counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 
 def have_unscaled() -> bool:
-    """Whether some optimizer's gradients were unscaled, and its step is still to come; looks through all objects."""
+    """Whether an optimizer's gradients are unscaled but it has not stepped yet. Searches all Python objects."""
     scalers = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), GradScaler)]
     states = [state for scaler in scalers for state in scaler._per_optimizer_states.values()]
     return any(state["stage"] is not OptState.READY for state in states)

@@ -1,4 +1,4 @@
-"""Asks torch's autograd engine about the backward under way; some of this has no public name."""
+"""Asks torch's autograd engine about the running backward. Some of this has no public API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2] / "d
 
 
 class GraphTask:
-    """Lives as long as autograd's graph task does, whose callbacks hold the only reference.
+    """Lives as long as a graph task of autograd, whose callbacks hold the only reference to it.
 
     A thread of the engine may keep a task for a moment after ``backward()`` has raised an exception; see
     :func:`has_ended`.
@@ -51,8 +51,8 @@ class Accumulators:
         """Whether the running graph task is a backward for these parameters, not ``autograd.grad``."""
         nodes = self._present_nodes()
         if is_plain_backward():
-            # Which parameters it reaches is not asked: all of them may be hidden in reentrant checkpoints, and a
-            # rank that uses none contributes zero.
+            # It does not matter which parameters it reaches: all of them may be hidden in reentrant checkpoints, and a
+            # rank that uses none contributes zeros.
             return any(parameter.requires_grad for parameter in self._parameters)
         try:
             return any(map(torch._C._will_engine_execute_node, nodes.values()))
@@ -74,7 +74,7 @@ def is_plain_backward() -> bool:
 
 
 def is_accumulated(parameter: Tensor) -> bool:
-    """Whether the running graph task accumulates into `parameter`, and is no ``autograd.grad`` with respect to it."""
+    """Whether the running graph task accumulates into `parameter`, rather than computing ``autograd.grad`` for it."""
     try:
         return bool(torch._C._will_engine_execute_node(_accumulate_node(parameter)))
     except RuntimeError:  # as in Accumulators.are_accumulated()
@@ -82,7 +82,7 @@ def is_accumulated(parameter: Tensor) -> bool:
 
 
 class WithoutGradients:
-    """``torch.no_grad()`` for what runs in every step: a third of its time, and one object for one thread at a time."""
+    """A faster ``torch.no_grad()`` for code that runs in every step. An object must not be shared between threads."""
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
@@ -93,15 +93,15 @@ class WithoutGradients:
 
 
 def current_task() -> int:
-    """A number for the running graph task, the next one's being larger; -1 outside of one."""
+    """Number of the running graph task, which is larger for every later task; -1 outside of a task."""
     return int(torch._C._current_graph_task_id())
 
 
 def has_ended(number: int) -> bool:
     """Return whether graph task `number`, which is still referenced, has ended.
 
-    It has ended if this thread is outside of it and no thread waits for it. A backward of a reentrant checkpoint is
-    inside the task that runs it.
+    It has ended if this thread is outside of the task and no thread waits for it. A backward of a reentrant checkpoint
+    is inside the task that runs it.
     """
     now = current_task()
     return now != number and count_running_calls() <= (now != -1)
@@ -122,7 +122,7 @@ def count_running_calls() -> int:
 
 
 def backward_call() -> FrameType | None:
-    """Return the frame of torch's ``backward`` that is running; in a thread of autograd's own, another thread's."""
+    """Return the frame of the running ``torch.autograd.backward``; on an autograd thread, look in other threads."""
     if (call_here := _innermost(sys._getframe())) is not None:
         return call_here
     with readable_stacks():
@@ -137,7 +137,7 @@ def _innermost(frame: FrameType | None) -> FrameType | None:
 
 
 def place_of(call: FrameType) -> tuple[str, int]:
-    """Return file and line of the user's own call of it."""
+    """Return file and line of the user's code that made this call."""
     frame: FrameType | None = call
     with readable_stacks():
         while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_FOREIGN):

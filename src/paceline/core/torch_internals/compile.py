@@ -1,8 +1,8 @@
 """Tells ``torch.compile`` to leave Paceline alone: it runs between compiled graphs, never inside one.
 
 torch.compile translates Python functions when they are called, including Paceline's hooks and collectives between two
-graphs. Those are marked in the same way as torch's own, without importing torch._dynamo, which is slow to load. The
-mark survives ``torch._dynamo.reset()``.
+graphs. These are marked in the same way as torch's own functions, without importing torch._dynamo, which is slow to
+load. The mark survives ``torch._dynamo.reset()``.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def class_never_compiled(kind: AnyClass) -> AnyClass:
 
 
 def leaves_graph(function: AnyFunction) -> AnyFunction:
-    """End a compiled graph before `function`, which runs uncompiled, and begin another one after it."""
+    """Run `function` uncompiled: one compiled graph ends before it, and another begins after it."""
     return cast("AnyFunction", _disable_dynamo(function))
 
 
 def original_of(module: nn.Module) -> nn.Module | None:
-    """Return the module that ``torch.compile`` made `module` of; None if it did not make it."""
+    """Return the module from which ``torch.compile`` made `module`; None if `module` is not compiled."""
     evaluation = sys.modules.get("torch._dynamo.eval_frame")  # None if no module was compiled
     if evaluation is None or not isinstance(module, evaluation.OptimizedModule):
         return None
@@ -60,13 +60,13 @@ def original_of(module: nn.Module) -> nn.Module | None:
 
 def _mark(function: Any, below: _FrameAction) -> None:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
-    # torch.compile reads this before it takes a function that is called into its graph.
+    # torch.compile reads this before it traces a called function into its graph.
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "Paceline runs between compiled graphs"
 
 
 def check_eager_backward(rank: int) -> None:
-    """Refuse a backward that compiled autograd runs: it calls hooks late, and the end of backward not at all."""
+    """Refuse a backward under compiled autograd, which calls hooks late, and end-of-backward callbacks never."""
     autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if autograd is not None and autograd.in_compiled_autograd_region:
         raise UsageError(
@@ -77,9 +77,9 @@ def check_eager_backward(rank: int) -> None:
 
 @compiled_below
 def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call `module`, which if it is compiled is cut into graphs at the bounds of the buckets of `wrapper`, if given.
+    """Call `module`. If it is compiled, split it into graphs at the bucket boundaries of `wrapper`, if given.
 
-    torch's DDPOptimizer does that for the wrapper that is active when a graph is made. Its rule is that of our
+    torch's DDPOptimizer does this for the wrapper that is active during compilation. It uses the same rule as our
     buckets: from the last operation backwards, a graph ends when its parameters fill a bucket.
     """
     previous = TorchDDP._active_ddp_module
@@ -92,13 +92,13 @@ def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[An
 
 
 @cache
-@never_compiled  # it runs at a class's first call, in the middle of what should become one graph
+@never_compiled  # runs at the first call of each class, in the middle of what should become one graph
 def _caller(kind: type[nn.Module]) -> Callable[..., Any]:
     """A function that calls a module of the class `kind`."""
     if not getattr(kind.forward, "__module__", "").startswith("torch."):
         return _call
-    # torch.compile begins no graph in torch's own files, as for nn.Sequential, so it needs a function outside of them.
-    # One for each class, because torch.compile stores the shapes of inputs by function name.
+    # torch.compile does not begin a graph in torch's own files, such as that of nn.Sequential, so it needs a function
+    # elsewhere. There is one for each class, because torch.compile stores the shapes of inputs by function name.
     code = _call_from_graph.__code__.replace(co_name=f"call_{kind.__name__}")
     return FunctionType(code, _call_from_graph.__globals__)
 

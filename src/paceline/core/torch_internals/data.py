@@ -12,7 +12,7 @@ import torch.utils.data.dataloader
 
 @contextmanager
 def hide_worker_info() -> Iterator[None]:
-    """Make ``get_worker_info()`` return None in the block, like in the main process."""
+    """Make ``get_worker_info()`` return None in the block, as in the main process."""
     worker: Any = torch.utils.data._utils.worker
     info, worker._worker_info = worker._worker_info, None
     try:
@@ -27,7 +27,7 @@ def parts_of(iterator: Any) -> tuple[Any, Any, int]:
 
 
 def pipes_of(iterator: Any) -> tuple[Any, ...]:
-    """Return the workers of an iterator and its connections to them; none of these refers to the data set."""
+    """Return the workers of an iterator and its connections to them; none of them refers to the data set."""
     return iterator._workers, iterator._index_queues, iterator._worker_result_queue, iterator._workers_done_event
 
 

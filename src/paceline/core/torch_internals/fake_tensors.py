@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # calls a function for every operator
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # intercepts every operator
 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Run operations without memory for results; other tensors are treated in the same way.
+    """Run operations without allocating memory for results; inputs may be ordinary tensors.
 
-    torch also logs the errors of such operations; the block disables logging.
+    Logging is disabled in the block, because torch would also log the errors of such operations.
     """
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Tells whether torch's profiler is running, and when it begins, which have no public names."""
+"""Tells whether torch's profiler is running and when it starts; torch has no public API for this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_profiling() -> bool:
 
 @contextmanager
 def before_profiling(call: Callable[[], None]) -> Iterator[None]:
-    """Call `call` in the block whenever a profiler of torch is about to begin, or to warm up."""
+    """In the block, call `call` whenever a torch profiler is about to start or warm up."""
     original: Any = profiler.profile._prepare_trace
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Questions about a tensor's memory, and operations on lists of tensors, that torch has no public names for."""
+"""Questions about a tensor's memory, and operations on lists of tensors, for which torch has no public API."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from torch.utils._pytree import tree_map as tree_map
 
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 copy_each: Callable[[Tensors, Tensors], None] = torch._foreach_copy_
-"""Copies each of the second tensors to the first one at the same index. These names are torch's functions without a
-Python call around them, because each bucket uses them in each step."""
+"""Copies each tensor in the second list to the one at the same index in the first. These names refer to torch's
+functions directly, without a wrapper, because every bucket uses them in every step."""
 multiply_each: Callable[[Tensors, float], object] = torch._foreach_mul_
-"""Multiplies each of the tensors by a number, in place."""
+"""Multiplies each tensor by a number, in place."""
 add_each: Callable[[Tensors, Tensors], object] = torch._foreach_add_
-"""Adds each of the second tensors to the first one in the same place."""
+"""Adds each tensor in the second list to the one at the same index in the first, in place."""
 mix_each: Callable[[Tensors, Tensors, float], object] = torch._foreach_lerp_
-"""Moves each of the first tensors towards the second one in the same place, by a share of their difference."""
+"""Moves each tensor in the first list towards the one at the same index in the second (``lerp``), in place."""
 zero_each: Callable[[Tensors], object] = torch._foreach_zero_
-"""Fills each of the tensors with zeros."""
+"""Fills each tensor with zeros."""
 count_each: Callable[[int], int] = torch._C._storage_Use_Count
-"""Counts the tensors and storages that refer to the memory of a storage, given by its :func:`address_of`."""
+"""Counts the tensors and storages that refer to the memory of the storage with this :func:`address_of`."""
 LARGE = 2**20
-"""Elements above which, on a GPU, a separate operation is cheaper than another pass over the tensor."""
+"""Number of elements from which a separate operation is cheaper on a GPU than another pass over the tensor."""
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
-    """Return torch's own address of `storage`, which stays as long as it does."""
+    """Return torch's own address of `storage`, which is valid as long as the storage exists."""
     return int(storage._cdata)
 
 
 def count_uses(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and storages refer to the memory of `storage`, itself included."""
+    """Return how many tensors and storages refer to the memory of `storage`, including itself."""
     return count_each(storage._cdata)
 
 
 def has_overlap(tensor: Tensor) -> bool:
-    """Return whether several elements of `tensor` surely share memory, such as in an expanded one."""
+    """Return whether elements of `tensor` certainly share memory, as in an expanded tensor."""
     return torch._debug_has_internal_overlap(tensor) == 1
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is no more than elements in memory, one after the other by strides."""
+    """Return whether a tensor is ordinary and strided: not a subclass, quantized, on ``meta``, or lazily conjugated."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     return tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg()
 
 
 def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """Surround writes into `tensors` that autograd's version counters do not count."""
+    """In the block, write to `tensors` without raising their autograd version counters."""
     return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
-    """Copy each of `sources` times `factor` into the target in the same place."""
+    """Copy each of `sources`, times `factor`, to the target at the same index."""
     if factor == 1.0:
         copy_each(targets, sources)
         return
@@ -76,13 +76,13 @@ def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
 
 
 def norm_each(tensors: Tensors) -> Tensors:
-    """Return the largest magnitude in each of `tensors`, which are not empty; NaN if it has one."""
+    """Return the largest absolute value in each of `tensors`, none of which is empty; NaN if a tensor contains NaN."""
     return torch._foreach_norm(tensors, math.inf)
 
 
 def content_of(tensors: Sequence[Tensor]) -> int:
-    """Return a number that is another when ``torch.utils.swap_tensors`` has given the first tensor another's content.
+    """Return a number that changes when ``torch.utils.swap_tensors`` swaps the content of the first tensor.
 
-    Hooks and autograd nodes go with the content. Modules that swap their parameters swap all of them.
+    Hooks and autograd nodes move with the content. The first tensor is enough: modules swap all parameters or none.
     """
     return tensors[0]._cdata if tensors else 0

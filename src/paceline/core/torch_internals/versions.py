@@ -26,12 +26,12 @@ def untested(version: str) -> str | None:
 
 
 def is_command_line() -> bool:
-    """Return whether this is the process of the command ``paceline``, which imports torch when there is work for it."""
+    """Return whether this is the process of the command ``paceline``, which imports torch only when it needs it."""
     return "paceline_command" in sys.modules
 
 
 def warn_if_untested() -> None:
-    """Warn if the installed torch was not tested: in one process of a job, which is our launcher or else rank 0."""
+    """Warn if the installed torch is untested. Only one process of a job warns: our launcher, or without it rank 0."""
     import torch  # here, because the command's help needs no torch
 
     version = str(torch.__version__)

@@ -48,16 +48,16 @@ def get_default_timeout(backend: str) -> timedelta:
 def cell_of(name: str) -> CellType | None:
     """Return the cell that holds the inner function of a decorated function of ``torch.distributed``; None without one.
 
-    Another function in the cell is called by every caller, however it has imported the decorated function.
+    A function put into the cell is called instead by all callers, however they imported the decorated function.
     """
     closure = getattr(_c10d, name).__closure__  # of torch's _exception_logger
     return closure[0] if closure else None
 
 
 def get_known_groups() -> Mapping[Any, tuple[str, Store]]:
-    """Return torch's own table of the process groups that it made and that are not destroyed.
+    """Return torch's own table of the process groups that it created and has not destroyed.
 
-    The value of each is its backend and its store. A bare ``ProcessGroupGloo`` is not in it.
+    Each value is a group's backend and store. A bare ``ProcessGroupGloo`` is not in the table.
     """
     groups: Mapping[Any, tuple[str, Store]] = _c10d._world.pg_map
     return groups
@@ -68,7 +68,7 @@ def open_group(
 ) -> Any:
     """Open a process group of the members of `group`, which are `ranks` of the world, under a name that they agree on.
 
-    All members call this, and no one else. torch enters the group in its tables; see :func:`forget_group`.
+    All members call this, and no other ranks. torch adds the group to its tables; see :func:`forget_group`.
     """
     opened, _ = _c10d._new_process_group_helper(
         group.size(), group.rank(), ranks, dist.Backend(backend), store, name, timeout=timeout
@@ -77,13 +77,13 @@ def open_group(
 
 
 def forget_group(group: Any, name: Any) -> None:
-    """Take a new group out of torch's tables."""
+    """Remove a new group from torch's tables."""
     # All tables that _new_process_group_helper() fills in torch 2.11 to 2.15. A remaining entry would be counted, or
     # destroyed a second time.
     world = _c10d._world
     for table in (world.pg_map, world.pg_names, world.pg_backend_config):
         table.pop(group)
-    # A table of torch 2.15, which would keep the group's descriptors and threads as long as the process.
+    # Added in torch 2.15; it would keep the group's descriptors and threads until the process ends.
     getattr(world, "pg_flight_recorder_hooks", {}).pop(group, None)
     for groups in world.tags_to_pg.values():
         groups[:] = [other for other in groups if other is not group]

@@ -1,4 +1,4 @@
-"""DTensors as gradient averaging, its hooks and checkpoints see them: by this rank's own part, or whole."""
+"""Access to DTensors for gradient averaging, its hooks and checkpoints: this rank's part, or the whole tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_sharded(tensor: Tensor) -> bool:
     """Whether `tensor` is a DTensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # not before there may be one: it takes a while to load
+    from torch.distributed.tensor import DTensor  # only if there may be one, because it is slow to load
 
     return isinstance(tensor, DTensor)
 
@@ -27,19 +27,19 @@ def has_sharded(values: Iterable[Any]) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, in place; any other tensor as it is."""
+    """This rank's part of a DTensor, not copied; any other tensor unchanged."""
     return cast("DTensor", tensor)._local_tensor if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
 def whole_of(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, which takes a collective of the ranks of its mesh."""
+    """The full tensor of a DTensor; needs a collective among the ranks of its mesh."""
     return cast("DTensor", tensor).full_tensor()
 
 
 @torch.no_grad()
 def part_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Lay `whole`, which every rank has, out as the DTensor `tensor`; takes no collective."""
+    """Return `whole`, which every rank has, in the layout of the DTensor `tensor`, without a collective."""
     from torch.distributed.tensor import distribute_tensor
 
     like = cast("DTensor", tensor)
@@ -61,13 +61,13 @@ def release(parameter: nn.Parameter) -> None:
 class _Shard:
     """This rank's shard of a DTensor parameter: its shape, and its gradient as a plain tensor.
 
-    It has the members that the reducer uses of a parameter.
+    It has those attributes of a parameter that the reducer uses.
     """
 
     def __init__(self, parameter: DTensor) -> None:
         self._parameter = parameter
-        # At arrival, because it may take a collective: gradients arrive in the same order on all ranks that share a
-        # parameter, while buckets are launched in an order that each group of replicas settles for itself.
+        # Done on arrival, because it may need a collective: gradients arrive in the same order on all ranks that share
+        # a parameter, but each group of replicas chooses its own order for launching buckets.
         self._handle = parameter.register_post_accumulate_grad_hook(_lay_out)
 
     @property
@@ -106,10 +106,10 @@ class _Shard:
 
 @torch.no_grad()
 def _lay_out(parameter: Any) -> None:
-    """Give the gradient its parameter's layout: that of a replicated one may still have to be summed up."""
+    """Give the gradient its parameter's layout. The gradient of a replicated parameter may still be a partial sum."""
     gradient = parameter.grad
     if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
         parameter.grad = gradient
-    if hasattr(gradient._local_tensor, "trigger_wait"):  # a functional collective under way
+    if hasattr(gradient._local_tensor, "trigger_wait"):  # a functional collective is running
         gradient._local_tensor = gradient._local_tensor.wait()

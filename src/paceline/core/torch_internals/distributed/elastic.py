@@ -1,4 +1,4 @@
-"""torchelastic's way of starting a rank, its agent, and a slow module that most ranks import."""
+"""Replaces how torchelastic starts a rank, and its agent; names a slow module that most ranks import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import IO, Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 OPTIMIZERS_NEED = "torch._dynamo"
-"""The module that torch imports, in seconds, when the first optimizer is made."""
+"""The module that torch imports when the first optimizer is created; this takes seconds."""
 
 Start = Callable[[tuple[str, ...], dict[str, str], IO[Any] | None, IO[Any] | None], Any]
 
@@ -35,7 +35,7 @@ def starting_ranks_with(start: Start) -> Iterator[None]:
 
 
 def close_outputs(handlers: Iterable[SubprocessHandler]) -> None:
-    """Close the files that torchelastic opened for the output of ranks, and leaves to the garbage collector."""
+    """Close the files that torchelastic opened for the output of ranks; it leaves them to the garbage collector."""
     for handler in handlers:
         for file in (handler._stdout, handler._stderr):
             if file is not None:
@@ -44,11 +44,11 @@ def close_outputs(handlers: Iterable[SubprocessHandler]) -> None:
 
 @contextmanager
 def making_agents_with(make: Callable[..., Any]) -> Iterator[None]:
-    """Make torchrun's launcher in this process use the agent `make(spec=…, …)`, which it gives no other way to choose.
+    """Make torchrun's launcher in this process use the agent `make(spec=…, …)`; torch has no option for this.
 
-    Its own reports of ranks that it ends, and of a first failure by the clock, are not logged until the block ends.
+    In the block, torch does not log which ranks it ends, or which failure was the earliest by the clock.
     """
-    from torch.distributed.launcher import api as launcher  # here, because jobs on one host do without it
+    from torch.distributed.launcher import api as launcher  # here, because jobs on one host do not need it
 
     api: Any = launcher
     chatty, agent = logging.getLogger("torch.distributed.elastic.multiprocessing.api"), api.LocalElasticAgent

@@ -29,13 +29,13 @@ def nccl_of(group: Any) -> Any:
 
 
 def bound_device(group: Any) -> torch.device | None:
-    """Return the device of ``device_id=``, with which the communicator of `group` exists from the start."""
+    """Return the ``device_id`` of `group`, if any. With one, the NCCL communicator exists from the start."""
     device: torch.device | None = group.bound_device_id
     return device
 
 
 def bare_group(store: Store, rank: int, size: int) -> Any:
-    """Return a process group without a backend, which torch does not know."""
+    """Return a process group without a backend, which is not in torch's tables."""
     return ProcessGroup(store, rank, size)
 
 
@@ -51,8 +51,8 @@ def attach_nccl(
 ) -> None:
     """Add a new NCCL communicator to `group`, for its CUDA tensors; `group` has the same `ranks` as `parent`.
 
-    It is split from the parent's communicator if that exists already on all ranks, which is so if the parent is bound
-    to a device. All ranks call this together.
+    It is split from the parent's communicator if the parent is bound to a device, because then all ranks already have
+    that communicator. All ranks call this together.
     """
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     options._timeout = timeout
@@ -74,7 +74,7 @@ def attach_nccl(
 
 @contextmanager
 def grouped_aborts(nccl: Any) -> Iterator[None]:
-    """Abort the communicators that the block aborts as one, so that they do not wait for each other."""
+    """Group the block's aborts of communicators into one, so that they do not wait for each other."""
     if nccl is None:
         yield
         return
@@ -86,5 +86,5 @@ def grouped_aborts(nccl: Any) -> Iterator[None]:
 
 
 def abort_known_groups() -> None:
-    """Abort every process group that torch knows, and forget them; as ``destroy_process_group`` without waiting."""
+    """Abort and remove every process group that torch knows, like ``destroy_process_group`` but without waiting."""
     _c10d._abort_process_group()

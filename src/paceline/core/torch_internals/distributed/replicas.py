@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 def bare_replica(module: nn.Module) -> nn.Module:
-    """Return a shallow copy of one module that has no parameters; :func:`set_tensor` puts tensors in their place."""
+    """Return a shallow copy of one module, without its parameters; :func:`set_tensor` puts tensors in their place."""
     replica: nn.Module = module._replicate_for_data_parallel()
     return replica
 
@@ -16,4 +16,4 @@ def set_tensor(replica: nn.Module, name: str, tensor: Tensor | None) -> None:
     if tensor is None:
         replica._parameters[name] = None
     else:
-        setattr(replica, name, tensor)  # recurrent layers notice, and keep it in their list of weights
+        setattr(replica, name, tensor)  # recurrent layers also add it to their list of weights
