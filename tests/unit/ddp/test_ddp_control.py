@@ -113,8 +113,8 @@ def test_an_aborted_rank_is_named_by_the_others_and_silent_itself() -> None:
     first, second, third = statuses(Status(), Status(aborted=True), Status())
     second.check(second.statuses())
     assert messages([first, third]) == [
-        f"rank {rank}: backward was ended by an exception on rank 1, so the gradients of this step are not whole; "
-        "see that rank's own error, and leave this step out on every rank if training is to go on"
+        f"rank {rank}: backward was ended by an exception on rank 1, so the gradients of this step are incomplete; "
+        "see that rank's own error, and skip this step on every rank to continue training"
         for rank in (0, 2)
     ]
 

@@ -1,1 +1,1 @@
-"""Compares the ranks' status in every synchronized backward, besides gradients, and acts on it."""
+"""Compares the ranks' status in every synchronized backward, alongside the gradients, and acts on it."""

@@ -1,12 +1,13 @@
-"""The control block: reports that ranks exchange besides the gradients, where digests do not suffice.
+"""The control block: what ranks report to each other alongside the gradients when digests do not suffice.
 
 One float64 vector, summed over the ranks in a separate collective:
 
     [ presence × P | non-finite × P | late × P | sparse × P | status of rank 0 | status of rank 1 | … | order × P ]
 
-Per parameter, a count of ranks; per rank, the fields of :class:`Status`; each rank fills only its own part. The order
-of arrival of the gradients, counted from 1, is rank 0's part and is left out once it is known.
-Float64 holds whole numbers exactly up to 2**53. Everything here is a function of plain values.
+The first four sections hold a count of ranks for each parameter. A status holds the fields of :class:`Status`, filled
+in by its own rank. The order is the one in which rank 0's gradients arrived, counted from 1; it is left out once it is
+known. Float64 represents whole numbers exactly up to 2**53. Nothing here communicates; all functions work on plain
+values.
 
 Decision 0002 says why.
 """
@@ -42,26 +43,26 @@ class Status:
     weight: float = 0.0
     """Sum of ``model.weight(w)`` since the last synchronization."""
     weighting: int = 0
-    """Bits ``UNWEIGHTED``, ``WEIGHTED``: how backwards ran since the last synchronization; ``UNCOUNTED``: the rank has
-    no data and is left out of the mean."""
+    """Bits. ``UNWEIGHTED`` and ``WEIGHTED`` record how backwards ran since the last synchronization; ``UNCOUNTED``
+    marks a rank that has no data and is left out of the mean."""
     non_finite: int = 0
     """Number of this rank's own gradients that hold NaN or Inf, if the check is on."""
     aborted: bool = False
     """Whether an exception ended this rank's backward before its end."""
     idle: bool = False
-    """Whether this rank has no gradient at all, like a rank without data."""
+    """Whether this rank has no gradients at all, like a rank without data."""
     joined: bool = False
-    """Whether this rank has run out of data inside ``join``; comparisons between ranks leave it out."""
+    """Whether this rank has run out of data inside ``join``; comparisons between ranks skip it."""
     hook_failed: bool = False
     """Whether a communication hook raised on this rank, or returned no future."""
     has_new_parameters: bool = False
-    """Whether the module of this rank has parameters that are not averaged yet."""
+    """Whether this rank's module has parameters that are not averaged yet."""
     asks_to_stop: bool = False
-    """Whether this rank has asked all ranks to end their training."""
+    """Whether this rank has asked all ranks to stop training."""
     inputs: int = 0
-    """Digest of the first forward's inputs, in the first synchronization; 0 in later ones, and if there is none."""
+    """Digest of the first forward's inputs, reported in the first synchronization; 0 otherwise."""
     compares: bool = False
-    """Whether this rank asks for a comparison of the replicas, without ``check_replicas_every``."""
+    """Whether this rank requests a comparison of the replicas; used when ``check_replicas_every`` is not set."""
     data: Origin = NO_DATA
     """Origin of the batches since the last synchronization."""
 
@@ -78,14 +79,14 @@ class Status:
 _EQUAL = {
     "forwards": (
         "forward passes in training mode",
-        # The numbers of broadcasts must be equal; where none broadcasts, `forwards` stays 0 and may be anything.
+        # Ranks must broadcast equally often. If none broadcasts, `forwards` stays 0 on all ranks.
         "each broadcasts the model's buffers, so run every forward on all ranks, evaluate under model.eval() or "
         "torch.no_grad(), and call model.sync_gradients() on a rank that has no data; forward_sync_buffers=False lets "
         "the numbers differ",
     ),
     "optimizer_steps": ("optimizer steps", "call optimizer.step() on all ranks in the same steps"),
 }
-_SECTIONS = 4  # a number for each parameter in each: presence, non-finite, late, sparse
+_SECTIONS = 4  # presence, non-finite, late, sparse: one number per parameter in each
 _KINDS: dict[str, Any] = {field.name: type(field.default) for field in fields(Status) if field.name != "data"}
 _NAMES = tuple(_KINDS)
 _plain_fields = attrgetter(*_NAMES)
@@ -101,14 +102,14 @@ class ControlBlock:
         self.rank, self.size, self.count = rank, size, len(names)
         self._end = _SECTIONS * self.count + size * _WIDTH  # start of the order, which is dropped once it is known
         self.vector = allocate(self._end + self.count, dtype=torch.float64)
-        # This rank's part of a step with every gradient. The status is written into the array, and the
-        # tensor shares its memory, so a step needs one copy and creates no tensor.
+        # What this rank contributes when it has every gradient. The status is written into the array, whose memory the
+        # tensor shares, so a step needs one copy and creates no tensor.
         self._numbers = array("d", [1.0] * self.count + [0.0] * (len(self.vector) - self.count))
         self._usual = torch.frombuffer(self._numbers, dtype=torch.float64)
-        # The sums of such a step, if all ranks have had one: counts of ranks, without the statuses.
+        # The summed counts, without the statuses, if every rank has every gradient.
         self._usual_counts = torch.tensor([float(size)] * self.count + [0.0] * (_SECTIONS - 1) * self.count).double()
         self._counts = self.vector[: _SECTIONS * self.count]
-        # Whether the sums are these; None until the first query.
+        # Whether the sums equal these counts; None until the first query.
         self._is_usual: bool | None = None
         # The last report of this rank, as numbers and as a status.
         self._own: tuple[list[float], Status] = [], Status()
@@ -138,7 +139,7 @@ class ControlBlock:
 
     def order(self) -> list[int]:
         """Return the parameters in rank 0's order of arrival; an empty list if it reported none."""
-        order = self.vector[self._end :]  # counted from 1, so that zeros mean that there is none
+        order = self.vector[self._end :]  # counted from 1; all zeros means that no order was reported
         return [int(place) - 1 for place in order.tolist()] if order.any() else []
 
     def forget_order(self) -> None:
@@ -146,11 +147,11 @@ class ControlBlock:
         self.vector, self._usual = self.vector[: self._end], self._usual[: self._end]
 
     def is_usual(self) -> bool:
-        """Return whether every rank had every gradient, each in its bucket, and none known not to be finite.
+        """Return whether every rank had every gradient in its bucket, and none was found to be non-finite.
 
-        Then the counts of parameters contain no further information.
+        If so, the counts of parameters contain no further information.
         """
-        # Compared once a step: every reader below asks this first.
+        # Computed once per step, because every reader below asks this first.
         if self._is_usual is None:
             self._is_usual = torch.equal(self._counts, self._usual_counts)
         return self._is_usual
@@ -176,13 +177,13 @@ class ControlBlock:
     def statuses(self) -> list[Status]:
         rows = self.vector[_SECTIONS * self.count : self._end].view(self.size, _WIDTH).tolist()
         numbers, status = self._own
-        # The usual case: ranks report the same, and this rank's own status stands for all without being read back.
+        # The usual case: all ranks report the same, so this rank's own status serves for all of them.
         if self.is_usual() and all(row == numbers for row in rows):
             return [status] * self.size
         return [_status_of(row) for row in rows]
 
     def missing_somewhere(self, statuses: Sequence[Status]) -> list[int]:
-        """Return the parameters without a gradient on a rank that has others.
+        """Return the parameters that lack a gradient on at least one rank that has other gradients.
 
         The list is empty if an exception ended a backward.
         """
@@ -201,7 +202,7 @@ class ControlBlock:
         return plain and self.is_usual()
 
     def is_settled(self, statuses: Sequence[Status]) -> bool:
-        """Return whether, beyond that, all ranks report the same, and none asks to stop or to compare replicas."""
+        """Return whether, in addition, all ranks report the same, and none asks to stop or to compare replicas."""
         asks = statuses[0].asks_to_stop or statuses[0].compares
         return _agree(statuses) and not asks and self.is_without_surprise(statuses[:1])
 
@@ -211,17 +212,17 @@ class ControlBlock:
 
     def check(self, statuses: Sequence[Status]) -> None:
         """Raise, on every rank, if ranks differ in numbers that must be equal or a gradient is not finite."""
-        if statuses[0].inputs and statuses[0].data.source == -1 and self.rank == 0:  # our loaders split the data
+        if statuses[0].inputs and statuses[0].data.source == -1 and self.rank == 0:  # not our loaders, which split data
             _warn_of_equal([status.inputs for status in statuses])
         if self.is_usual() and _agree(statuses):
             return
-        # First, because an aborted rank's numbers may differ as a consequence, and its gradients are not whole.
+        # First, because an aborted rank's numbers may differ as a consequence, and its gradients are incomplete.
         if aborted := [rank for rank, status in enumerate(statuses) if status.aborted]:
             if self.rank not in aborted:
                 raise DesyncError(
                     f"rank {self.rank}: backward was ended by an exception on {named_ranks(aborted)}, so the gradients "
-                    "of this step are not whole; see that rank's own error, and leave this step out on every rank "
-                    "if training is to go on"
+                    "of this step are incomplete; see that rank's own error, and skip this step on every rank to "
+                    "continue training"
                 ).because_of(())  # the launcher names the rank that raised the cause, not this one
             return
         for name, (noun, remedy) in _EQUAL.items():
@@ -254,11 +255,11 @@ def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFin
 
 
 def _agree(statuses: Sequence[Status]) -> bool:
-    """Return whether all ranks report the same and none of it is an error; true in most steps."""
+    """Return whether all ranks report the same, and no error; true in most steps."""
     first = statuses[0]
     if first.aborted or (first.weighting & UNWEIGHTED and first.weighting & WEIGHTED):
         return False
-    # One object, because statuses() returns the same one for every rank where their numbers are equal.
+    # Identity suffices: if all ranks report the same numbers, statuses() returns the same object for each.
     return all(status is first for status in statuses)
 
 
@@ -270,7 +271,7 @@ def _status_of(row: Sequence[float]) -> Status:
 def _warn_of_equal(digests: list[int]) -> None:
     if digests[0] and len(set(digests)) == 1 < len(digests):
         warn(
-            f"the inputs of the first forward are the same on all {len(digests)} ranks, so all train on the same "
+            f"the inputs of the first forward are the same on all {len(digests)} ranks, so they all train on the same "
             "samples; let paceline.data.DataLoader split the data, or give torch's DataLoader "
-            "sampler=DistributedSampler(dataset) in place of shuffle=True; if it is on purpose, ignore this"
+            "sampler=DistributedSampler(dataset) in place of shuffle=True; if this is intended, ignore this"
         )

@@ -1,13 +1,13 @@
-"""The digest: a few bytes that show ranks, without a further collective, that they need no control blocks.
+"""The digest: a few bytes that tell ranks, without another collective, that they need no control blocks.
 
-Each rank has a slot in the tail of the last bucket, which carries a digest of its status along with the gradients,
-and its weight. A rank with anything else to report leaves its slot at zero. When the bucket is reduced, every rank
-reads the same tail: if all digests are there and equal, the step is over; otherwise every rank exchanges its control
-block. So all ranks launch the same collectives, although each decides by itself.
+Each rank has a slot in the tail of the last bucket, where it writes a digest of its status, and its weight. A rank with
+anything else to report leaves its slot at zero. After the bucket is reduced, every rank reads the same tail: if all
+digests are present and equal, the step is over; otherwise all ranks exchange their control blocks. So all ranks launch
+the same collectives, although each decides by itself.
 
     [ slot of rank 0 | slot of rank 1 | … ]     a slot: 1, 8 bytes of digest, 8 bytes of weight, one byte an element
 
-A slot is written by one rank alone, so sums are exact in every floating-point type, bfloat16 included.
+Only one rank writes to each slot, so sums are exact in every floating-point type, including bfloat16.
 
 Decision 0049 says why.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.ddp.agreement.weight_block import UNWEIGHTED
 
-# A byte an element, as bfloat16 holds all whole numbers only up to 256.
+# One byte per element, because bfloat16 represents every whole number only up to 256.
 _DIGEST = 1 + 8  # elements of a slot before the weight
 _SLOT = _DIGEST + 8
 Notes = Sequence[tuple[float, float]]
@@ -32,7 +32,7 @@ Notes = Sequence[tuple[float, float]]
 
 
 def width(size: int) -> int:
-    """Return the number of elements of a tail, in a group of `size` ranks."""
+    """Return the number of elements in the tail for a group of `size` ranks."""
     return _SLOT * size
 
 
@@ -41,20 +41,20 @@ class StatusDigest:
 
     Args:
         rank: this rank in its group.
-        size: the group's ranks.
+        size: number of ranks in the group.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._bytes = bytearray(width(size))
-        self._slots = torch.frombuffer(self._bytes, dtype=torch.uint8)  # shares their memory: no new tensor in a step
+        self._slots = torch.frombuffer(self._bytes, dtype=torch.uint8)  # shares the memory: a step creates no tensor
         self._own = slice(rank * _SLOT, (rank + 1) * _SLOT)
         self._starts = range(0, width(size), _SLOT)
         self._unweighted = [(0.0, UNWEIGHTED)] * size
 
     def write(self, tail: Tensor, numbers: Sequence[int] | None, weight: float) -> None:
-        """Fill the `tail` of a bucket with a digest of `numbers`, which must be equal on every rank, and the weight.
+        """Fill the `tail` of a bucket with the weight and a digest of `numbers`, which must be equal on every rank.
 
-        Fill it with zeros if `numbers` is None, because this rank has more to report.
+        If `numbers` is None, this rank has more to report and fills it with zeros.
         """
         if numbers is None:
             tail.zero_()
@@ -65,10 +65,10 @@ class StatusDigest:
         tail.copy_(self._slots)
 
     def read(self, tail: Tensor, weighting: int) -> Notes | None:
-        """Return the weights of all ranks, whose `weighting` is the same if digests agree; None if they do not."""
+        """Return each rank's weight and the common `weighting` if the digests agree, else None."""
         slots = tail.tolist()
         first = slots[:_DIGEST]
-        # A rank with more to report writes zeros; Inf and NaN come from a sum that went wrong.
+        # Zeros mean that a rank has more to report; Inf or NaN means that the sum went wrong.
         if not 0 < first[0] < inf or any(slots[start : start + _DIGEST] != first for start in self._starts):
             return None
         if weighting == UNWEIGHTED:

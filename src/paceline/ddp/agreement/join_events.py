@@ -1,11 +1,11 @@
-"""Events inside ``join``: ranks with data announce the next collective to ranks that ran out.
+"""Events inside ``join``: ranks with data announce the next collective to ranks that have run out.
 
-One int64 vector, the maximum over the ranks in a separate collective:
+One int64 vector, reduced to its maximum over the ranks in a separate collective:
 
     [ event, layer, code | the same negated | wrapper, negated | 1 for each rank that has data ]
 
-The negated numbers give the minimum, so that a difference between ranks shows. A rank that ran out puts in numbers
-below all of these. Everything here is a function of plain values.
+The maximum of a negated number gives the minimum, which reveals any difference between ranks. A rank that has run out
+of data contributes smaller numbers than any message. Nothing here communicates; all functions work on plain values.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from paceline.errors import DesyncError, UsageError
 
 NOTHING = -(2**62)
-"""A number below all numbers in messages, negated ones included, so that the maximum never picks it over a message."""
-_HEAD = 8  # event, layer and code, the same negated, and the wrapper: one maximum also shows the smallest of each
+"""Smaller than any number in a message, negated or not, so the maximum never picks it over a message."""
+_HEAD = 8  # event, layer, code and their negations; the wrapper's number and its negation
 
 
 class Stage(Enum):
@@ -34,7 +34,7 @@ class Stage(Enum):
 
 
 class Event(IntEnum):
-    """The collective that comes next."""
+    """The next collective, or the end of a step."""
 
     FORWARD = 0
     """Beginning of a step, with no collective to take part in yet."""
@@ -45,20 +45,20 @@ class Event(IntEnum):
     BACKWARD = 3
     """Synchronized backward: its buckets and its control block."""
     END = 4
-    """End of that backward's collectives and of the step; only the buckets are still waited for."""
+    """End of that backward's collectives and of the step; only the wait for the buckets remains."""
     LOCAL = 5
     """End of a backward under ``no_sync``, and of the step."""
 
 
 class JoinEvents(Protocol):
-    """Tells the ranks that ran out of data, inside ``join``, this rank's next event."""
+    """Announces this rank's next event to ranks that have run out of data inside ``join``."""
 
     enabled: bool
     """Whether the wrapper is inside ``join``. Outside, all ranks have data and events are not sent."""
 
     @property
     def source(self) -> int:
-        """The rank whose buffers all ranks copy: the first that has data; rank 0 outside ``join``."""
+        """The rank whose buffers all ranks copy: the first one with data; rank 0 outside ``join``."""
 
     def announce(self, event: Event) -> bool:
         """Announce the collective that comes next; returns whether ranks without data take part in it."""
@@ -66,7 +66,7 @@ class JoinEvents(Protocol):
 
 @dataclass(frozen=True)
 class Message:
-    """An event; for that of a layer, the layer's number and the arguments of its collective."""
+    """An event; for a layer's collective, also the layer's number and a code for the collective's arguments."""
 
     event: Event
     layer: int = 0
@@ -90,14 +90,14 @@ def encode(message: Message | None, wrapper: int, rank: int, size: int) -> list[
 
 
 def decode(vector: Tensor) -> tuple[Message | None, list[int]]:
-    """Return the message of the ranks that have data, None if no rank has any; and these ranks."""
+    """Return the message of the ranks that have data (None if there are none), and the list of those ranks."""
     values: list[int] = vector.tolist()
     present = [rank for rank, has_data in enumerate(values[_HEAD:]) if has_data]
-    # The largest and the smallest number of a wrapper differ: ranks are in the steps of two of them.
+    # If the largest and the smallest wrapper number differ, ranks are in the steps of two different wrappers.
     if values[6] != -values[7]:
         raise UsageError(
             "inside join(), one wrapper's step began before another's had ended, which a rank without data cannot "
-            "follow; run forward and backward of one wrapper after the other"
+            "follow; finish one wrapper's backward before another's forward"
         )
     if not present:
         return None, present

@@ -17,28 +17,29 @@ from paceline.errors import UsageError
 
 
 class KeptGradients:
-    """Keeps gradients from before a weighted step as they are.
+    """Preserves gradients from before a weighted step.
 
-    ``p.grad`` ends as the sum over the ranks, divided by the sum of weights. So a rank of weight w multiplies by w what
-    it has kept, which leaves the average over weights, equal on every rank.
+    In the end ``p.grad`` is the sum over the ranks, divided by the sum of weights. So a rank of weight w multiplies its
+    kept gradients by w; the division then leaves their weighted average, equal on every rank.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Forget them: the step is over, or they were dropped."""
+        """Forget the kept gradients, because the step is over or they were dropped."""
         self.found: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
-        """By the parameter's id, what forwards have found, with its version; None before the first forward."""
+        """By parameter id, the gradient that the latest forward found and its version; None before the first
+        forward."""
         self.has_early = False
-        """Whether gradients of the step arrived in a backward before the one that reaches an output."""
-        # None before the first backward. Copies are needed only where more weights may follow, under no_sync().
+        """Whether a gradient of this step arrived before the backward reached an output."""
+        # None before the first backward. Copies are needed only if more weights may follow, under no_sync().
         self._copies: list[tuple[Tensor, Tensor]] | None = None
         self._weight = 0.0
         self._is_settled = False
 
     def look(self, parameters: Sequence[Tensor]) -> None:
-        """Find the gradients that are there before a backward; called after each forward in a block."""
+        """Record the gradients that exist before a backward; called after each forward in a block."""
         if self._copies is not None:
             return
         self.found = {}
@@ -63,7 +64,7 @@ class KeptGradients:
             parameters: the parameters.
             weight: returns the sum of this rank's weights.
             elsewhere: parameters that another wrapper averages in the backward.
-            is_last: whether the backward is synchronized, so that no other one follows.
+            is_last: whether the backward is synchronized, so that no other backward follows.
         """
         if self._copies is None:
             self._copies, kept, new = [], [], []
@@ -86,7 +87,7 @@ class KeptGradients:
             self._is_settled = is_last
 
     def _is_new(self, parameter: Tensor) -> bool:
-        """Return whether the gradient is another tensor than the forward has found."""
+        """Return whether the gradient is a different tensor from the one that the forward found."""
         if self.found is None:
             return False
         reference, _ = self.found.get(id(parameter), (None, 0))
@@ -115,9 +116,10 @@ class KeptGradients:
             _multiply(parameters, self._weight)
 
     def _keep_if_more_arrives(self, parameters: Sequence[Tensor], *, is_last: bool) -> None:
-        """Keep gradients that came after the forward, but not in the backward that begins.
+        """Keep gradients that arrived after the forward but before the backward that is starting.
 
-        That of a head outside of the forward has come in this backward, before it reached an output: no more arrives.
+        If a gradient arrived in this backward before it reached an output (a head outside the forward), no more
+        follows.
         """
         if not parameters:
             return
@@ -133,23 +135,23 @@ class KeptGradients:
             while handles:
                 handles.popitem()[1].remove()
 
-        task = weakref.ref(running, ended)  # if an exception ends the backward, autograd drops the callback uncalled
+        task = weakref.ref(running, ended)  # on an exception autograd drops the callback without calling it
         queue_callback(partial(ended, running))
         for parameter in parameters:
             handles[parameter] = parameter.register_hook(partial(arrives, parameter))
 
     def check_no_more(self) -> None:
-        """Refuse a further weight if it comes too late to multiply by it."""
+        """Refuse another weight if it is too late to multiply by it."""
         if self._is_settled:
             raise UsageError(
                 "one backward runs through forwards of several model.weight() blocks, and p.grad held gradients from "
-                "before it, which have to be multiplied by the sum of their weights before it begins; run a backward "
+                "before it, which must be multiplied by the sum of the weights before it begins; run a backward "
                 "for each block, or call optimizer.zero_grad() before it"
             )
 
 
 def _may_count(gradient: Tensor) -> bool:
-    """Return whether the gradient may be nonzero; does not wait for its device."""
+    """Return whether the gradient may be nonzero, without waiting for its device."""
     return is_queued(gradient.device) or _is_any(gradient)
 
 

@@ -37,11 +37,11 @@ class Ledger:
     has_peers = False
     """Whether gradients are averaged over several ranks."""
     compare_at: float = inf
-    """Number of synchronizations before this rank asks for the next comparison of the replicas."""
+    """Number of synchronizations after which this rank requests the next comparison of the replicas."""
     compares_out_of_turn = False
-    """Whether this rank asks for it earlier than the others expect."""
+    """Whether this rank requests that comparison earlier than the other ranks expect."""
     gradients_are_set_aside = False
-    """Whether gradients of local backwards lie outside ``p.grad``, so None does not mean that they were dropped."""
+    """Whether local gradients are kept outside ``p.grad``, so None there does not mean that they were dropped."""
 
     def __init__(self) -> None:
         self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
@@ -55,17 +55,17 @@ class Ledger:
         self.blocks = Blocks()
         self._counted: list[Block] = []  # the blocks of backwards since the last synchronization
         self.kept = KeptGradients()
-        """The gradients from before the present step."""
+        """Gradients from before the current step."""
         self.current: Block | None = None
         """Block of the latest backward."""
         self.task = self._local_task = -1
-        self._other_backwards = 0  # times that other backwards ran between two of this wrapper
+        self._other_backwards = 0  # how often other backwards ran between two of this wrapper's
         self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward whose gradients are multiplied
         self._mistaken_means = MistakenMeans()
 
     @property
     def steps_of_job(self) -> int:
-        """Optimizer steps of the job, including earlier starts if its black box has recorded them."""
+        """Optimizer steps of the job, including those of earlier starts if its black box recorded them."""
         box = black_box()
         return self.status.optimizer_steps if box is None or box.completed < 0 else box.completed
 
@@ -82,8 +82,8 @@ class Ledger:
     def position(self, size: int) -> tuple[int, ...] | None:
         """Return the numbers that describe this rank's progress and must be equal on all `size` ranks of the group.
 
-        Returns None where numbers do not suffice: some backwards were weighted and some not, the rank asks to stop or
-        to compare replicas.
+        Returns None if numbers do not suffice: some backwards were weighted and some were not, or the rank asks to stop
+        or to compare replicas.
         """
         status = self.status
         if status.asks_to_stop or self.synchronizations >= self.compare_at:
@@ -95,7 +95,7 @@ class Ledger:
         return (status.weighting, status.forwards, status.optimizer_steps, *data_position.report(size))
 
     def synchronized(self) -> None:
-        """Count a synchronized step, which has used up weights and pending forwards."""
+        """Count a synchronized step, which uses up weights and pending forwards."""
         self.forwards_since_sync = self.local_backwards = 0
         self.synchronizations += 1
         data_position.note_synchronization()
@@ -105,29 +105,29 @@ class Ledger:
             self._count_only([], 0)
 
     def contributes_nothing(self, *, counted: bool) -> None:
-        """Note that the rank has no data in this step; `counted` if a mean divides by it all the same."""
+        """Record that the rank has no data in this step; `counted` if the divisor of the mean includes it anyway."""
         self._count_only([], 0 if counted else UNCOUNTED)
 
     def count_slices(self, slices: int) -> None:
-        """Give this rank's `slices` with samples a weight of 1 each, unless the program weighs them."""
-        # A rank that has skipped all of them does not know whether the others' are weighted.
+        """Give each of this rank's `slices` non-empty slices a weight of 1, unless the program gives weights."""
+        # A rank that skipped all of its slices does not know whether the other ranks use weights.
         if self.status.weighting in (0, UNWEIGHTED):
             is_skipped = not self.status.weighting
             self._count_only([Block(slices, is_mean=False)], BY_SLICE if is_skipped else WEIGHTED | BY_SLICE)
 
     def forget_local(self) -> None:
-        """Forget backwards since the last synchronization, whose gradients count nowhere, and their weights."""
+        """Forget backwards since the last synchronization and their weights: their gradients will not be used."""
         self.local_backwards = 0
         self._count_only([], 0)
 
     def _count_only(self, blocks: Sequence[Block], weighting: int) -> None:
-        """Count the weights of `blocks` and no others since the last synchronization."""
+        """Count only the weights of `blocks` since the last synchronization."""
         self._counted = [*blocks]
         self.kept.forget()
         self.status.weight, self.status.weighting = 0.0, weighting
 
     def add_up(self) -> None:
-        # As late as possible: reading one from a GPU waits for the device.
+        # As late as possible: reading a weight from a GPU waits for the device.
         self.status.weight = self._total_weight()
 
     def _total_weight(self) -> float:
@@ -150,14 +150,14 @@ class Ledger:
         return self.status.forwards, self.forwards_since_sync
 
     def take_back_forwards(self, before: tuple[int, int]) -> None:
-        """Restore the counts of forwards `before`, because not all ranks may have run the later ones."""
+        """Reset the counts of forwards to `before`, because not all ranks may have run the later forwards."""
         self.status.forwards, self.forwards_since_sync = before
 
     # -- weights ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def weigh(self, weight: float | Tensor, *, is_mean: bool = False) -> Iterator[None]:
-        """Surround a micro-batch of `weight`, of a summed loss or a mean; one whose block raises does not count."""
+        """Give the micro-batch inside the block this `weight`; a micro-batch whose block raises does not count."""
         block = Block(weight, is_mean=is_mean)
         try:
             with self.blocks.inside(block):
@@ -175,7 +175,7 @@ class Ledger:
         return bool(self.status.weighting & WEIGHTED)
 
     def count_unused_blocks(self, local_gradient: Callable[[], str | None]) -> None:
-        """Count these blocks, if all gradients that ``sync_gradients()`` is to average went past the wrapper."""
+        """Count unused blocks if all gradients that ``sync_gradients()`` will average bypassed the wrapper."""
         if not (self._counted or self.local_backwards or self.gradients_are_set_aside):
             unused = self.blocks.without_forward()
             if unused and local_gradient() is not None:
@@ -183,9 +183,9 @@ class Ledger:
                     self._count(block)
 
     def backward_began(self, block: Block | None = None) -> None:
-        """Count a backward that begins, and with it the weight of its block.
+        """Count a backward that is starting, and with it the weight of its block.
 
-        That is the `block` of its forward, or else the one around the backward, or one that was left in between.
+        That is the `block` of its forward, else the one around the backward, else one that was exited between the two.
         Called by the hook of every output; a graph task counts once.
         """
         if (task := current_task()) == self.task and task != -1:
@@ -212,10 +212,10 @@ class Ledger:
             self._mistaken_means.check(block)
 
     def _note_other_backward(self) -> None:
-        """Compare the replicas in the next step, because a backward ran that this wrapper did not see.
+        """Request a comparison of the replicas in the next step, because a backward ran that this wrapper did not see.
 
-        That backward may have added different gradients to the averages on each rank, so that weights drift apart. A
-        program may run one in every step, so only the 1st, 2nd, 4th, 8th, … asks for a comparison.
+        On each rank that backward may have added a different gradient to the averages, making weights drift apart. A
+        program may run one in every step, so only the 1st, 2nd, 4th, 8th, … requests a comparison.
         """
         self._other_backwards += 1
         is_due = self._other_backwards & (self._other_backwards - 1) == 0
@@ -223,7 +223,7 @@ class Ledger:
             self.compare_at, self.compares_out_of_turn = self.synchronizations + 1, True
 
     def backward_goes_on(self, block: Block | None) -> None:
-        """Count the weight of another block whose forward the backward under way has reached."""
+        """Count the weight of another block whose forward the running backward has reached."""
         if block is None:
             return
         block, multiplied = self.blocks.of_backward(block), self.current if self._is_multiplied() else None
@@ -232,7 +232,7 @@ class Ledger:
         if block.factor != 1 or multiplied is not None:
             raise UsageError(
                 "one backward runs through forwards of several model.weight() blocks, and one of them has "
-                'reduction="mean", so there is not one factor for all gradients; run a backward for each block, '
+                'reduction="mean", so no single factor fits all gradients; run a backward for each block, '
                 "all but the last under model.no_sync()"
             )
         if block not in self._counted:
@@ -240,7 +240,7 @@ class Ledger:
             self._count(block)
 
     def begin_local(self, block: Block | None, parameters: Sequence[nn.Parameter]) -> None:
-        """Count a backward under ``no_sync``, whose hook is called for every output that it reaches."""
+        """Count a backward under ``no_sync``; called by the hook of every output that it reaches."""
         self.backward_began(block)
         if self.task != self._local_task or self.task == -1:
             self._local_task = self.task
@@ -250,9 +250,9 @@ class Ledger:
     def keep_gradients(
         self, names: Sequence[str], parameters: Sequence[Tensor], elsewhere: Collection[int] = (), *, is_last: bool
     ) -> None:
-        """Keep what ``p.grad`` held before the step's first backward as it is, if the backward that begins is weighted.
+        """Preserve what ``p.grad`` held before the step's first backward, if the backward that is starting is weighted.
 
-        Another wrapper averages the parameters `elsewhere` in it. `is_last` if the backward is synchronized.
+        `elsewhere` are the parameters that another wrapper averages in this backward. `is_last` if it is synchronized.
         """
         if self.status.weighting & WEIGHTED:
             self.kept.multiply(names, parameters, self._total_weight, elsewhere, is_last=is_last)
@@ -269,7 +269,7 @@ class Ledger:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the running graph task is a backward that has begun here."""
+        """Whether the running graph task is this wrapper's latest backward."""
         return current_task() == self.task != -1
 
     def factor(self, parameter: Tensor, *, is_common: bool) -> float:
@@ -284,8 +284,8 @@ class Ledger:
             return self.current.factor
         if is_common or self.is_under_way or not is_accumulated(parameter):
             return 1.0
-        # The gradient may come before backward has reached an output, such as that of a penalty on a parameter that
-        # the forward did not use. Then it begins the backward of the block that waits.
+        # A gradient may arrive before backward reaches an output, such as one from a penalty on a parameter that the
+        # forward did not use. It then starts the backward of the waiting block.
         waiting = self.blocks.waiting()
         if waiting is None or waiting.factor == 1:
             return 1.0
@@ -296,7 +296,7 @@ class Ledger:
     def forget_dropped(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
         """Forget the weight of local backwards whose gradients were dropped (``zero_grad``).
 
-        Then only the backward that is beginning, if any, counts.
+        Only the backward that is starting, if any, still counts.
         """
         if (
             not self.local_backwards
@@ -314,4 +314,4 @@ class Ledger:
 
 
 def _ended(_task: GraphTask) -> None:
-    """Hold the object, which dies with the graph task."""
+    """Do nothing: as a callback it only keeps the object alive until the graph task ends."""

@@ -1,8 +1,8 @@
-"""Finds a mean loss inside ``model.weight(n)``, which takes a sum: its gradient would come out n times too small.
+"""Detects a mean loss inside ``model.weight(n)``, which takes a sum: the gradient would be n times too small.
 
-The first few weighted backwards are looked at. The loss that a backward starts from is in the frame of torch's own
-``backward``, and its ``grad_fn`` shows which operations made it, as far as they can be read while the graph is
-running: the factors of a product are gone by then, and n times a mean is a sum, so products raise no warning.
+Only the first few weighted backwards are examined. The loss that a backward starts from is found in the frame of
+torch's own ``backward``, and its ``grad_fn`` shows which operations made it. While the graph is running, the factors of
+a product are no longer available; since n times a mean is a sum, products raise no warning.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paceline.core.torch_internals.autograd import backward_call, place_of
 from paceline.ddp.agreement.weight_block import Block
 
 LOOKS = 3
-"""Weighted backwards that are looked at, in each wrapper."""
+"""Number of weighted backwards to examine in each wrapper."""
 DEPTH = 8
-"""Largest number of nodes between the loss and the mean."""
+"""Maximum number of nodes between the loss and the mean."""
 MEAN = 1
 """ATen's number for ``reduction="mean"``."""
-# Operations on a mean whose result is still a mean. In the name of a node a number follows.
+# Operations on a mean whose result is still a mean. A node's name appends "Backward" and a number.
 _KEEPS = ("ToCopy", "Neg", "Div", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "UnsafeView", "ReshapeAlias")
 _SAME = tuple(f"{name}Backward" for name in _KEEPS)
 
@@ -39,13 +39,13 @@ class Origin(Enum):
 
 
 class MistakenMeans:
-    """Looks at the first weighted backwards of a wrapper, and warns once."""
+    """Examines the first weighted backwards of a wrapper, and warns once."""
 
     def __init__(self) -> None:
         self._looks = LOOKS
 
     def check(self, block: Block) -> None:
-        """Warn if the running backward starts from a mean, although the weight makes its loss count as a sum."""
+        """Warn if the running backward starts from a mean although the weight is for a summed loss."""
         if not self._looks:
             return
         self._looks -= 1
@@ -107,7 +107,7 @@ def origin(node: Any, depth: int = DEPTH) -> Origin:
 def _smooths_labels(terms: list[Any]) -> bool:
     """Return whether `terms` come from a mean cross entropy with ``label_smoothing``.
 
-    Both are products with a number, made in C++ (``MulBackward1``); products made in Python have another node.
+    Both are products with a number, computed in C++ (``MulBackward1``); products from Python have a different node.
     """
     if len(terms) != 2 or any(not term.name().endswith("MulBackward1") for term in terms):
         return False

@@ -1,4 +1,4 @@
-"""The guard: counts optimizer steps for the control block, and refuses steps over gradients that are not averages."""
+"""The guard: counts optimizer steps for the control block, and refuses steps with gradients that are not averages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.ddp.agreement.ledger import Ledger
 from paceline.errors import UsageError
 
 _BY_HAND = (
-    "; if they are the same on every rank already, call model.gradients_are_averaged() on all of them first, or name "
+    "; if they are already the same on every rank, call model.gradients_are_averaged() on all of them first, or name "
     "parameters whose gradients the module averages itself in module._ddp_params_and_buffers_to_ignore"
 )
 _params = itemgetter("params")
@@ -27,9 +27,9 @@ _params = itemgetter("params")
 class StepGuard:
     """Watches every optimizer that trains one of `parameters`.
 
-    ``local_gradient()`` names a parameter whose gradient the wrapper has not averaged, if there is one. It may be this
-    rank's own, or one that the training loop has made equal on all ranks. Only ``model.gradients_are_averaged()``
-    distinguishes the two, because the comparison is a collective that the script has to call on every rank.
+    ``local_gradient()`` returns the name of a parameter whose gradient the wrapper has not averaged, or None. Either
+    ranks have different gradients, or the training loop has made them equal. Only ``model.gradients_are_averaged()``
+    can tell, because the comparison is a collective that the script has to call on every rank.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class StepGuard:
         self._read_late = read_late
         self._stepped: Callable[[], object] = lambda: None  # ends the span of the step under way
         self.guard(parameters)
-        # By optimizer, the count of synchronizations at its last step.
+        # For each optimizer, the number of synchronizations at its last step.
         self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        # The optimizer (its id) whose step is under way, and the count of synchronizations at its beginning.
+        # The id of the optimizer whose step is under way, and the number of synchronizations when it began.
         self._outermost: tuple[int, int] | None = None
         _guards().add(self)
 
     def guard(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Guard optimizer steps over `parameters` from now on, which are averaged."""
+        """From now on, guard optimizer steps over `parameters`, which are averaged."""
         self._ours = {id(parameter) for parameter in parameters}
 
     def before(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """Check gradients before the optimizer steps. Raises errors of :meth:`check_whole` and ``read_late()``.
+        """Check gradients before the optimizer steps; raises the errors of :meth:`check_whole` and ``read_late()``.
 
-        With a closure they are checked each time it has run, because its backward may be the synchronized one.
+        With a closure, they are checked after each run of it instead, because its backward may be the synchronized one.
         """
         if self._trains_ours(optimizer):
             self._read_late()  # first, because it may complete averages that the step is going to use
@@ -68,7 +68,7 @@ class StepGuard:
                 self._synchronizations_seen[optimizer] = self._ledger.synchronizations
             self._ledger.optimizers.add(optimizer)
             # One optimizer may step inside another, on some ranks only (ZeroRedundancyOptimizer). An outer step that
-            # raised never came to its end; it is over once new gradients exist.
+            # raised never reached its end; it counts as over once new gradients exist.
             if self._outermost is None or self._outermost[1] != self._ledger.synchronizations:
                 self._outermost = (id(optimizer), self._ledger.synchronizations)
                 self._stepped = self._recorder.open(OPTIMIZER, id(self))
@@ -80,10 +80,10 @@ class StepGuard:
             self._synchronizations_seen[optimizer] = self._ledger.synchronizations
 
     def check_whole(self, caller: str, synchronizations_before: int | None = None) -> None:
-        """Refuse gradients with a part that was not averaged over the ranks, or not divided by its weight.
+        """Refuse gradients that are not fully averaged over the ranks or not divided by their weight.
 
-        A backward may have stayed local under ``no_sync``, or gone past the wrapper. The latter is looked for only if
-        no synchronization followed `synchronizations_before`, because averages may be replaced by hand.
+        A backward may have stayed local under ``no_sync``, or bypassed the wrapper. The latter is checked only if no
+        synchronization followed `synchronizations_before`, because a program may replace averages by hand.
         """
         if self._ledger.local_backwards:
             raise self._refusal(
@@ -110,7 +110,7 @@ class StepGuard:
         return UsageError(f"{problem}; {remedy}")
 
     def after(self, optimizer: Optimizer) -> None:
-        """Count the step of the optimizer, unless it ran inside another one's."""
+        """Count the optimizer's step, unless it ran inside another optimizer's step."""
         if self._outermost is not None and self._outermost[0] == id(optimizer):
             self._outermost = None
             self._stepped()
@@ -119,7 +119,7 @@ class StepGuard:
                 self.check_whole("optimizer.step(closure)")
 
     def known(self) -> set[int]:
-        """Return the parameters (ids) that the wrapper averages or leaves out by name."""
+        """Return the ids of the parameters that the wrapper averages or ignores by name."""
         return self._ours | {id(parameter) for parameter in self._all_parameters()}
 
     @property
@@ -127,15 +127,15 @@ class StepGuard:
         return self._ledger.has_peers
 
     def refuse(self, stranger: Stranger, optimizer: Optimizer) -> None:
-        """Refuse a step of `optimizer` over a gradient of `stranger` from the latest backward of this wrapper."""
+        """Refuse a step of `optimizer` if `stranger` has a gradient from this wrapper's latest backward."""
         if self.has_peers and stranger.task == self._ledger.task != -1 and stranger.is_local(optimizer):
             shape = tuple(stranger.parameter_in(optimizer).shape)
             raise UsageError(
                 f"optimizer.step() found a gradient of parameter {stranger.place} of group {stranger.group} of "
-                f"{type(optimizer).__name__}, of shape {shape}, which no DistributedDataParallel averages, "
-                "although it comes from a backward through the model; register the parameter in the wrapped module, "
-                "also in module._ddp_params_and_buffers_to_ignore if it is each rank's own, or call "
-                "model.gradients_are_averaged() before each step if its gradient is the same on every rank already"
+                f"{type(optimizer).__name__}, of shape {shape}, which is not averaged by any DistributedDataParallel, "
+                "although it comes from a backward through the model; register the parameter in the wrapped module "
+                "(and name it in module._ddp_params_and_buffers_to_ignore if ranks should keep their own), or call "
+                "model.gradients_are_averaged() before each step if its gradient is already the same on every rank"
             )
 
     def has_state(self) -> bool:
@@ -147,12 +147,12 @@ class StepGuard:
 
 
 class Stranger:
-    """A parameter in an optimizer that no wrapper knew at the optimizer's first step; see :meth:`StepGuard.refuse`.
+    """An optimizer's parameter that no wrapper knew at the optimizer's first step; see :meth:`StepGuard.refuse`.
 
-    Its gradient may come from a separate backward, which concerns no wrapper, so the graph task decides.
+    Its gradient may come from a separate backward that involves no wrapper; the graph task shows which it was.
     """
 
-    # By number, because torch.utils.swap_tensors refuses tensors with weak references.
+    # Stored by position, because torch.utils.swap_tensors refuses tensors with weak references.
     def __init__(self, group: int, place: int, parameter: nn.Parameter) -> None:
         self.group, self.place = group, place
         self.task = -1  # the graph task of its latest gradient
@@ -186,13 +186,13 @@ def _find_strangers(optimizer: Optimizer) -> list[Stranger]:
 
 @cache
 def _guards() -> WeakSet[StepGuard]:
-    """Return the guards of this process; each goes with its wrapper.
+    """Return the guards of this process; each lives as long as its wrapper.
 
-    torch's hooks for all optimizers are registered once and stay. A wrapper may be collected in the middle of a step,
-    and torch iterates over the hooks then, so they must not be removed.
+    torch's global optimizer hooks are registered once and stay. They must not be removed, because a wrapper may be
+    garbage-collected in the middle of a step, while torch iterates over the hooks.
     """
     guards: WeakSet[StepGuard] = WeakSet()
-    # By optimizer, its number of parameters when strangers were looked for, and the strangers among these.
+    # For each optimizer, its number of parameters at the last search for strangers, and the strangers found.
     strangers: WeakKeyDictionary[Optimizer, tuple[int, list[Stranger]]] = WeakKeyDictionary()
 
     @never_compiled
@@ -223,7 +223,7 @@ def _guards() -> WeakSet[StepGuard]:
 def _with_check(
     optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of ``optimizer.step()`` with a closure that checks gradients after each run."""
+    """Return the arguments of ``optimizer.step()``, with the closure replaced by one that checks gradients after it."""
 
     @never_compiled
     def checked() -> Any:

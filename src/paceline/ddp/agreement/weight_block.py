@@ -1,4 +1,4 @@
-"""Weights of micro-batches (``model.weight(w)``): their blocks, and the scale of gradients that follows from them."""
+"""Weights of micro-batches (``model.weight(w)``): their blocks, and the resulting scale of the gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paceline.core.state.device_streams import is_queued, read_later
 from paceline.errors import UsageError
 
 UNWEIGHTED, WEIGHTED, UNCOUNTED, BY_SLICE = 1, 2, 4, 8
-"""Bits of :attr:`~paceline.ddp.agreement.control_block.Status.weighting`. With the last one
-the weight is the number of this rank's slices, not the program's. Without ``WEIGHTED`` beside it the rank ran no
-backward, and its slices count only if no rank has weights of the program's."""
+"""Bits of :attr:`~paceline.ddp.agreement.control_block.Status.weighting`. ``BY_SLICE`` means that the weight is this
+rank's number of slices rather than a weight given by the program. Without ``WEIGHTED`` the rank ran no backward, and
+its slices count only if no rank has weights from the program."""
 
 
 def compute_scale(notes: Sequence[tuple[float, float]]) -> float:
-    """Return the factor that turns sums over ranks into means: 1/N, or 1/Σw where micro-batches were weighted.
+    """Return the factor that turns sums over ranks into means: 1/N, or 1/Σw if micro-batches were weighted.
 
     N counts the ranks except ``UNCOUNTED`` ones, which have no data.
 
@@ -40,13 +40,13 @@ def compute_scale(notes: Sequence[tuple[float, float]]) -> float:
 
 
 def total_weight(notes: Sequence[tuple[float, float]]) -> float:
-    """Return the sum of the weights that the program gave, or else of the numbers of slices."""
+    """Return the sum of the weights given by the program or, without any, of the numbers of slices."""
     is_given = any(int(weighting) & (WEIGHTED | BY_SLICE) == WEIGHTED for _, weighting in notes)
     return sum((weight for weight, weighting in notes if not (is_given and int(weighting) & BY_SLICE)), 0.0)
 
 
 def compute_correction(notes: Sequence[tuple[float, float]]) -> float:
-    """Return the factor from means over all ranks to means by :func:`compute_scale`; 1.0 if they are equal."""
+    """Return the factor that turns means over all ranks into those of :func:`compute_scale`; 1.0 if they are equal."""
     if any(int(weighting) & (WEIGHTED | UNCOUNTED) for _, weighting in notes):
         return compute_scale(notes) * len(notes)
     return 1.0
@@ -56,7 +56,8 @@ class Block:
     """One ``model.weight()`` block.
 
     Args:
-        weight: a number, or a tensor of one element. From a GPU it travels to the host until :attr:`weight` is read.
+        weight: a number, or a tensor of one element. From a GPU it is copied in the background; reading :attr:`weight`
+            waits for it.
         is_mean: whether the loss inside is a mean.
     """
 
@@ -65,7 +66,7 @@ class Block:
         self.has_forward = False
         """Whether a forward of the wrapper ran inside."""
         self.is_claimed = False
-        """Whether a backward of it has begun."""
+        """Whether its backward has begun."""
         self.is_on_its_way = isinstance(weight, Tensor) and is_queued(weight.device)
         """Whether reading the weight may have to wait."""
         if isinstance(weight, Tensor) and self.is_on_its_way:
@@ -87,15 +88,15 @@ class Block:
 
 
 class Blocks:
-    """The ``model.weight()`` blocks of a wrapper whose backward has not begun."""
+    """A wrapper's ``model.weight()`` blocks whose backward has not begun."""
 
     def __init__(self) -> None:
         self.open: list[Block] = []
         """Blocks that the program is inside of, the innermost last."""
-        # Blocks with a forward, in their order; weak, because one whose loss was dropped has no backward.
+        # Blocks with a forward, in order; weak references, because a block whose loss was dropped has no backward.
         self._with_forward: list[weakref.ref[Block]] = []
         self.unused: list[Block] = []
-        """Blocks that were left without a forward in them, since the last forward and synchronization."""
+        """Blocks that were exited without a forward, since the last forward and synchronization."""
 
     @contextmanager
     def inside(self, block: Block) -> Iterator[None]:
@@ -104,12 +105,12 @@ class Blocks:
             yield
         finally:
             self.open.pop()
-        # Without gradients the block is one of an evaluation, and has no backward.
+        # With gradients disabled, the block belongs to an evaluation and has no backward.
         if not (block.has_forward or block.is_claimed) and torch.is_grad_enabled():
             self.unused.append(block)
 
     def forward_ended(self) -> Block | None:
-        """Return the block around a forward that has just ended; None outside of blocks."""
+        """Return the block around a forward that has just ended, or None if there is none."""
         if self.unused:
             self.unused.clear()
         if not self.open:
@@ -122,7 +123,7 @@ class Blocks:
         return block
 
     def of_backward(self, block: Block | None) -> Block | None:
-        """Return the block of a backward whose forward ran in `block`, or outside of blocks; None if it has none."""
+        """Return the block of a backward, or None; its forward ran in `block` (None if outside any block)."""
         if self.open and (block is None or block.is_claimed):
             return self.open[-1]
         if block is None and self.unused:
@@ -130,15 +131,15 @@ class Blocks:
         return block
 
     def waiting(self) -> Block | None:
-        """Return the block that a backward is expected of next: the open one, or the first that was left.
+        """Return the block whose backward is expected next: the open one, or the first that was exited.
 
-        Returns None if none has a forward whose backward has not begun.
+        Returns None if no block has a forward whose backward has not begun.
         """
         blocks = self.open[-1:] if self.open else (each() for each in self._with_forward)
         return next((block for block in blocks if _waits(block)), None)
 
     def without_forward(self) -> list[Block]:
-        """Return the blocks without a forward of the wrapper, whose backward may have bypassed it."""
+        """Return the blocks in which the wrapper ran no forward; their backward may have bypassed it."""
         return [*self.unused, *(block for block in self.open if not block.has_forward)]
 
 
