@@ -1,1 +1,1 @@
-"""Keeps replicas equal: at the start, in their buffers, and checked from time to time."""
+"""Keeps replicas equal: their initial values, their buffers, and changes of the module."""

@@ -1,8 +1,8 @@
 """Buffer synchronization: keeps a module's buffers equal on all ranks.
 
-A counted forward has its broadcast after it: with the backward that follows (:mod:`.buffers_at_rest`), or before the
-next counted forward, if no synchronized backward came in between. Inside ``join`` every broadcast is announced to
-the ranks without data and runs before the forward.
+The broadcast for a counted forward comes after it: with the next synchronized backward (:mod:`.buffers_at_rest`), or
+before the next counted forward, whichever is first. Inside ``join`` every broadcast is announced to the ranks without
+data and runs before the forward.
 
 Decision 0024 says why.
 """
@@ -29,7 +29,7 @@ class Statistics(Protocol):
         """Launch the exchange at the end of a synchronized backward."""
 
     def wait(self, *, are_rank_0s: bool) -> None:
-        """Wait for it, and change the buffers, which `are_rank_0s` where these were broadcast before."""
+        """Wait for the exchange, and update the buffers; `are_rank_0s` if rank 0's buffers were just broadcast."""
 
 
 @class_never_compiled
@@ -46,7 +46,7 @@ class BufferSync:
     """
 
     _forwards: int
-    """Counted forwards since buffers were equal, the same number on every rank. Forwards under ``no_sync`` do not
+    """Counted forwards since buffers were last equal; the same number on every rank. Forwards under ``no_sync`` do not
     count, because ranks may run different numbers of them."""
     statistics: Statistics | None = None
     """Adds up BatchNorm's statistics over the slices of virtual ranks; None without them."""
@@ -72,22 +72,22 @@ class BufferSync:
         return bool(self._is_wanted())
 
     def each_ranks_own(self) -> dict[str, Tensor]:
-        """Return the buffers that no training forward synchronizes now, by name: ignored ones, or all."""
+        """Return the buffers, by name, that training forwards do not synchronize now: the ignored ones, or all."""
         return self._buffers.ignored() | ({} if self._is_wanted() else self._buffers.named())
 
     def begin_step(self) -> None:
-        """Make the buffers equal unless they are: before a forward, or a step of virtual ranks; on all ranks."""
+        """Make the buffers equal, unless they already are; called by all ranks before a forward or a step of slices."""
         if self._forwards:
             self.synchronize()
 
     def restored(self) -> None:
-        """Note that the buffers have their values from before the step, which are equal on all ranks."""
+        """Note that the buffers have been reset to their values from before the step, which are equal on all ranks."""
         self._forwards = 0
 
     def forward_begins(self) -> bool:
         """Count a forward that all ranks run, and return whether buffers are broadcast for it.
 
-        If so, make the buffers equal before it, unless they are.
+        If so, make the buffers equal first, unless they already are.
         """
         travels = bool(self._is_wanted())
         self._ledger.forward(broadcasts=travels)
@@ -122,7 +122,7 @@ class BufferSync:
             self._at_rest.launch()
 
     def wait(self) -> None:
-        """Wait for the broadcast that was launched, if one was, and copy its values into the buffers."""
+        """Wait for the broadcast, if one was launched, and copy its values into the buffers."""
         if is_broadcast := self._at_rest.is_under_way:
             self._at_rest.wait()
         if self.statistics is not None:  # after the broadcast of rank 0's buffers, which are as before the step
@@ -135,6 +135,6 @@ class BufferSync:
         self._buffers.broadcast(self._channel, self._join_events.source)
 
     def taken_along(self) -> list[Tensor]:
-        """Return the buffers, which the end of ``join`` broadcasts with the parameters, and count them as equal."""
+        """Return the buffers for the broadcast at the end of ``join``, and count them as equal."""
         self._forwards = 0
         return [buffer.data for buffer in self._buffers.named().values()]

@@ -13,24 +13,24 @@ from paceline.ddp.transport.channel import Channel
 
 
 class Buffers:
-    """Finds the buffers of `module`, without the `ignored` ones, by name; its gradients are on `device`."""
+    """Finds the buffers of `module` by name, except the `ignored` ones; the module's gradients are on `device`."""
 
     def __init__(self, module: nn.Module, ignored: set[str], device: torch.device) -> None:
         self.device = device
-        # Places rather than tensors: a module may assign a new tensor to a buffer's name (pytorch issue 63916).
+        # Module and name rather than tensors: a module may assign a new tensor to a buffer (pytorch issue 63916).
         self.places: list[tuple[str, nn.Module, str]] = []
         self._left_out: list[tuple[str, nn.Module, str]] = []
         self._ignored = ignored
-        # The modules whose buffers were looked at; buffers that one of them adds later stay local.
+        # The modules whose buffers are known; buffers that one of them adds later stay local.
         self._parts: WeakSet[nn.Module] = WeakSet()
         self.renew(module)
 
     def renew(self, module: nn.Module) -> None:
-        """Take in the buffers of new modules in `module`, and leave out the buffers of removed ones.
+        """Add the buffers of new submodules of `module`, and drop those of removed ones.
 
-        A persistent buffer that is None, such as a codebook that the first batch fills, is taken in as well, and
-        travels from when it is a tensor. A buffer that is registered later, or that is None and not saved, stays this
-        rank's own: most often it is a cache, whose size may differ between ranks.
+        A persistent buffer that is None, such as a codebook that the first batch fills, is added too, and is
+        synchronized once it is a tensor. A buffer that is registered later, or that is None and not saved, stays local:
+        usually it is a cache, whose size may differ between ranks.
         """
         before = {(id(part), name) for _, part, name in self.places}
         known, self.places = self._parts, []
@@ -42,12 +42,12 @@ class Buffers:
                 full = f"{prefix}.{name}" if prefix else name
                 if full in self._ignored:
                     self._left_out.append((full, part, name))
-                # Norms without statistics keep the names of these, as None for good.
+                # Norms without statistics keep these names, set to None permanently.
                 is_left_out = name in part._non_persistent_buffers_set or not getattr(part, "track_running_stats", True)
                 if (buffer is None and is_left_out) or full in self._ignored or id(buffer) in seen:
                     continue
                 if buffer is not None:
-                    seen.add(id(buffer))  # shared by two modules, it travels once
+                    seen.add(id(buffer))  # sent once even if two modules share it
                 if part not in known or (id(part), name) in before:
                     self.places.append((full, part, name))
 
@@ -55,15 +55,15 @@ class Buffers:
         return len(self.places)
 
     def named(self) -> dict[str, Tensor]:
-        """Return the tensors as they are now, by name."""
+        """Return the current tensors, by name."""
         return _present(self.places)
 
     def ignored(self) -> dict[str, Tensor]:
-        """Return the ignored ones as they are now, by name."""
+        """Return the current tensors of ignored buffers, by name."""
         return _present(self._left_out)
 
     def broadcast(self, channel: Channel, source: int = 0) -> None:
-        # Through .data, which leaves autograd's version counters alone: two forwards may precede a backward.
+        # Through .data, which does not bump autograd's version counters: two forwards may precede a backward.
         channel.broadcast([local_of(buffer.data) for buffer in self.named().values()], source)
 
 

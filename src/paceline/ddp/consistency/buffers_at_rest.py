@@ -1,8 +1,8 @@
-"""The broadcast of buffers that travels with a synchronized backward, so that they are equal between steps.
+"""The broadcast of buffers during a synchronized backward, which makes them equal between steps.
 
-torch DDP broadcasts before each training forward, so between steps BatchNorm's running statistics are each rank's own,
-and an evaluation differs by rank. Here the broadcast of a forward comes with the backward that follows it. There are as
-many broadcasts, and no forward waits for a rank.
+torch DDP broadcasts before each training forward, so between steps each rank has its own running statistics for
+BatchNorm, and evaluation results differ by rank. Here the broadcast runs with the backward that follows the forward.
+The number of broadcasts is the same, and no forward waits for another rank.
 
 Decision 0024 says why.
 """
@@ -21,34 +21,34 @@ from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.errors import DesyncError
 
-_ALIGNMENT = 16  # bytes: the size of the largest dtype, so a view in any dtype may begin at a multiple
+_ALIGNMENT = 16  # bytes, the size of the largest dtype: a view of any dtype may start at a multiple
 
 
 class BuffersAtRest:
-    """Copies the `buffers` of the channel's rank 0 to all ranks, without blocking in between."""
+    """Copies rank 0's `buffers` to all ranks of the channel, without blocking between launch and wait."""
 
     def __init__(self, buffers: Buffers, channel: Channel) -> None:
         self._buffers, self._channel = buffers, channel
-        # The flat tensors that travel, one for each device; made when first needed, and when buffers change their form.
+        # The flat tensors to broadcast, one per device; allocated on first use, and when buffers change shape or dtype.
         self._flats: list[Tensor] = []
-        # For each dtype, because a GPU copies tensors of one dtype in one kernel: the numbers of its buffers, and for
-        # each of them a view of its part of a flat tensor, in its own shape.
+        # For each dtype, because a GPU copies tensors of one dtype in one kernel: the numbers of the buffers, and for
+        # each buffer a view of its part of a flat tensor, in the buffer's shape.
         self._places: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
         # Likewise for tensors marked as conjugate or negative; torch cannot copy many of these at once.
         self._marked: list[tuple[int, Tensor]] = []
-        # The name and form of each buffer in the flat tensors.
+        # The name, shape, dtype and device of each buffer in the flat tensors.
         self._layout: list[tuple[str, torch.Size, torch.dtype, torch.device]] = []
         self._is_new_layout = False
         self._changed: list[tuple[str, torch.Size, torch.dtype, torch.device]] = []
-        # While a broadcast is under way: the buffers, and the collectives that carry them. Otherwise empty.
+        # During a broadcast, the buffers and the collectives that send them; otherwise empty.
         self._tensors: list[Tensor] = []
         self._launched: list[Launched] = []
         self.is_under_way = False
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Launch the broadcast; the same on all ranks."""
-        # Through .data, which leaves autograd's version counters alone: another backward may follow.
+        """Launch the broadcast; called by all ranks."""
+        # Through .data, which does not bump autograd's version counters: another backward may follow.
         named = self._buffers.named()
         self._tensors = [local_of(buffer.data) for buffer in named.values()]
         pairs = zip(named, self._tensors, strict=True)
@@ -67,8 +67,8 @@ class BuffersAtRest:
         if self._is_new_layout:
             for flat in self._flats:
                 flat[self._channel.rank] = self._digest()
-        # As a sum of whole numbers, zero on all ranks but rank 0: exact for every dtype, NaN included. Shared memory
-        # has no broadcast that is launched here and waited for later.
+        # As a sum of whole numbers, zero on all ranks but rank 0: exact for every dtype, including NaN. Over shared
+        # memory there is no broadcast that can be launched here and waited for later.
         self._launched = [self._channel.all_reduce(flat) for flat in self._flats]
         self.is_under_way = True
 
@@ -80,7 +80,7 @@ class BuffersAtRest:
             for launched in self._launched:
                 self._channel.meet(launched, "broadcast of buffers")
         except DesyncError as error:
-            if is_new:  # as many bytes as they took before on one rank, and more on another
+            if is_new:  # the layouts of two ranks take different numbers of bytes
                 raise self._of_other_forms("another rank", f" ({error})") from error
             raise
         if is_new:
@@ -96,7 +96,7 @@ class BuffersAtRest:
     def _allocate(self) -> None:
         for flat in self._flats:
             self._channel.free(flat)
-        # Each flat tensor begins with a digest of the layout of each rank, which that rank fills in.
+        # Each flat tensor begins with one layout digest per rank, which that rank fills in.
         head = -(-4 * self._channel.size // _ALIGNMENT) * _ALIGNMENT
         # Even if all buffers are still None, because another rank may have filled one.
         ends: dict[torch.device, int] = {} if self._tensors else {self._buffers.device: head}
@@ -106,7 +106,7 @@ class BuffersAtRest:
             offsets.append(start)
             size = tensor.numel() * tensor.element_size()
             ends[tensor.device] = -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
-        # In units of int32, which every backend sums; the ends are multiples of it.
+        # In units of int32, which every backend can sum; the ends are multiples of its size.
         flats = {device: self._channel.allocate(end // 4, torch.int32, device) for device, end in ends.items()}
         self._flats = list(flats.values())
         self._places, self._marked = {}, []
@@ -128,12 +128,12 @@ class BuffersAtRest:
             yield [self._tensors[number] for number in numbers], places
 
     def _digest(self) -> int:
-        """Return 31 bits of the names and forms of the buffers; device numbers may differ between ranks."""
+        """Return a 31-bit digest of the buffers' names, shapes and dtypes; device numbers may differ between ranks."""
         forms = [(name, tuple(shape), str(dtype), device.type) for name, shape, dtype, device in self._layout]
         return zlib.crc32(repr(forms).encode()) >> 1
 
     def _check_same_layout(self) -> None:
-        """Compare the layouts that came with the first broadcast of this rank's."""
+        """Compare the ranks' layouts, which are sent with the first broadcast of this rank's layout."""
         own = self._digest()
         for flat in self._flats:
             for rank, digest in enumerate(flat[: self._channel.size].tolist()):
@@ -141,10 +141,10 @@ class BuffersAtRest:
                     raise self._of_other_forms(f"rank {self._channel.members[rank]}")
 
     def _of_other_forms(self, others: str, reason: str = "") -> DesyncError:
-        """Return the error for buffers whose form differs from the buffers of `others`."""
+        """Return the error for buffers whose shape or dtype differs from the buffers of `others`."""
         forms = [f"{name} {list(shape)}" for name, shape, *_ in self._changed]
         some = ", ".join(forms[:5]) + ", …" * (len(forms) > 5) or "all None"
         return DesyncError(
-            f"rank {self._channel.members[self._channel.rank]}: its new buffers are {some}, and {others} has others"
-            f"{reason}; make them of one shape on every rank in the same step, or register caches with persistent=False"
+            f"rank {self._channel.members[self._channel.rank]}: its new buffers are {some}, but {others} has different "
+            f"ones{reason}; give them one shape on all ranks in the same step, or register caches with persistent=False"
         )

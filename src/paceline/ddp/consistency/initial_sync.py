@@ -25,7 +25,7 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
     """
     if init_sync is False:
         return
-    # First, because a broadcast among tensors of other shapes would hang, or mix them up.
+    # First, because broadcasting tensors of different shapes would hang or mix them up.
     _compare(channel, [(name, _description(tensor)) for name, tensor in tensors])
     if init_sync == "verify":
         remedy = (
@@ -37,7 +37,7 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
 
 
 class _Value(str):
-    """A digest; messages speak of `other values` rather than print it."""
+    """A digest; messages say `other values` rather than print it."""
 
 
 def _description(tensor: Tensor) -> str:
@@ -45,8 +45,8 @@ def _description(tensor: Tensor) -> str:
 
 
 def _describe_form(tensor: Tensor) -> str:
-    """Describe a parameter's memory, as far as it must be equal on all ranks."""
-    # Strides too: a bucket holds the gradient in the parameter's own memory layout.
+    """Describe the properties of a parameter's memory that must be equal on all ranks."""
+    # Including strides: a bucket holds the gradient in the parameter's own memory layout.
     strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
     shard = f", with a shard of {tuple(local_of(tensor).shape)} here" if is_sharded(tensor) else ""
     return f"shape {tuple(tensor.shape)}{shard}, {tensor.dtype}{strides}"
@@ -66,7 +66,7 @@ def _compare(
 
 
 def check_same_change(channel: Channel, named: Named, new: Named) -> None:
-    """Compare the parameters that the module has after a change, and the values of the `new` ones; on all ranks."""
+    """Compare the module's parameters after a change, and the values of the `new` ones; on all ranks."""
     remedy = "make the same change on every rank, or wrap the module again"
     added = {id(parameter) for _, parameter in new}
     usual = [(name, f"{_describe_form(p)}, on {p.device.type}") for name, p in named if id(p) not in added]
@@ -92,7 +92,7 @@ def _first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, 
     for name in there:
         if name not in here:
             return f"{name!r} is in the model of rank {rank} but not on rank 0; {remedy}"
-    # The same names with the same forms, so the order differs: buckets are cut by it.
+    # The names and forms are the same, so the order differs; buckets are assigned in this order.
     place = next(place for place, (a, b) in enumerate(zip(reference, theirs, strict=True)) if a != b)
     return (
         f"parameter {place} is {theirs[place][0]!r} on rank {rank} but {reference[place][0]!r} on rank 0, so the order "

@@ -1,12 +1,12 @@
-"""The parameters of a wrapper's module, and changes of them after the module was wrapped.
+"""The parameters of a wrapper's module, and changes to them after the module was wrapped.
 
 A new head, an adapter, an unfrozen parameter, ``load_state_dict(assign=True)``, ``model.to(dtype)``: none of these
 calls the wrapper, so the wrapper looks at the module when a synchronized backward begins.
 
-A rank that finds other parameters first runs a round of the collectives of a backward with zeros, and says so in its
-control block (:meth:`.Reducer.follow_module`). If all ranks do, they compare names, shapes, dtypes and the new values,
-and each rebuilds its buckets. A rank without a change meets the round in its own backward, so a change on one rank
-alone is an error on all of them and leaves no rank waiting.
+A rank that finds different parameters first runs one round of a backward's collectives with zeros, and reports this in
+its control block (:meth:`.Reducer.follow_module`). If all ranks do, they compare names, shapes, dtypes and the new
+values, and each rebuilds its buckets. A rank without a change takes part in the round with its own backward, so a
+change on only some ranks is an error on all of them and leaves no rank waiting.
 
 Decision 0013 says why.
 """
@@ -34,14 +34,14 @@ from paceline.errors import UsageError
 
 Named = list[tuple[str, nn.Parameter]]
 OnChange = Callable[[Named, bool], None]
-"""Function that takes all parameters to average, and whether they are averaged by now."""
+"""Function that takes all parameters to average, and whether they are already being averaged."""
 Form = tuple[torch.Size, torch.dtype, torch.device]
 _requires_grad, _look = attrgetter("requires_grad"), attrgetter("shape", "dtype")
 
 
 @dataclass(frozen=True)
 class Change:
-    """The difference between the module's parameters and the averaged ones."""
+    """The difference between the module's parameters and those that are averaged."""
 
     named: Named
     """All parameters to average from now on, in the module's order."""
@@ -50,21 +50,21 @@ class Change:
 
 
 class ModuleWatch:
-    """Notices that a wrapper's module has other parameters than the averaged ones.
+    """Detects that a wrapper's module has different parameters from those that are averaged.
 
     Args:
-        modules: the wrapper's ``_modules``, so that a new ``model.module`` is noticed as well.
-        ignored: names of parameters that are not averaged; names that the module adds later are added.
+        modules: the wrapper's ``_modules``, so that a new ``model.module`` is noticed too.
+        ignored: names of parameters that are not averaged; extended with names that the module lists later.
         trained: the parameters that are averaged.
     """
 
     def __init__(self, modules: dict[str, Any], ignored: set[str], trained: Named) -> None:
         self._modules, self._ignored = modules, ignored
         self.change: Change | None = None
-        """How the module differs from the parameters that are averaged, when it was last looked at."""
+        """How the module differed from the averaged parameters when it was last inspected; None if it did not."""
         self.changes = 0
-        """Times that the module was found to be another than before."""
-        self._looked_in = -1  # the graph task of the last look
+        """Number of times that the module was found to have changed."""
+        self._looked_in = -1  # the graph task of the last inspection
         self.follow(trained)
 
     @property
@@ -73,47 +73,47 @@ class ModuleWatch:
         return module
 
     def named_parameters(self) -> Named:
-        """Return the parameters as they are now, without the ignored ones."""
+        """Return the current parameters, without the ignored ones."""
         named = self.module.named_parameters()
         return [(plain_name(name), parameter) for name, parameter in named if name not in self._ignored]
 
     def untrained(self) -> str | None:
-        """Return the name of a parameter that has a gradient and is not averaged, as its name is ignored, or None."""
+        """Return the name of a parameter that requires a gradient but is ignored by name, or None."""
         named = self.module.named_parameters()
         return next((name for name, parameter in named if parameter.requires_grad and name in self._ignored), None)
 
     def follow(self, trained: Named) -> None:
-        """Expect the module to have the parameters `trained`, which are averaged from now on."""
-        self._trained = [parameter for _, parameter in trained]  # kept alive, so that no other object gets their ids
+        """From now on, expect the module to have the parameters `trained`, which are averaged."""
+        self._trained = [parameter for _, parameter in trained]  # kept alive so that their ids are not reused
         self._forms = {id(parameter): _form(parameter) for parameter in self._trained}
         self.change = None
         self._remember()
 
     def detect(self) -> Change | None:
-        """Return how the module has changed; None without new parameters to average."""
+        """Return how the module has changed, or None if there are no new parameters to average."""
         task = current_task()
-        # Once in each graph task: a module does not change inside one, and hooks may ask for every output.
+        # Once per graph task: the module does not change during one, and the hook of every output may ask.
         if task == self._looked_in != -1:
             return self.change
         self._looked_in = task
-        # A change that is not averaged yet may have been undone, such as by freezing, which _differs() does not see.
+        # A pending change may have been undone, for example by freezing, which _differs() does not see.
         if self.change is not None or self._differs():
             self.change = self._find()
             self._remember()
         return self.change
 
     def unchanged(self) -> Change:
-        """Return the averaged parameters, for a rank that has no change to compare with other ranks."""
+        """Return the averaged parameters, for a rank without a change of its own to compare with other ranks."""
         return Change([pair for pair in self.named_parameters() if id(pair[1]) in self._forms], [])
 
     def sparse(self, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
-        """Return the indices of those `parameters` whose layer gives sparse gradients."""
+        """Return the indices of the `parameters` whose layer produces sparse gradients."""
         ids = sparse_by_layer(self.module)
         return frozenset(index for index, parameter in enumerate(parameters) if id(parameter) in ids)
 
     def _find(self) -> Change | None:
         self._ignored |= set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-        # A tensor that functional_call puts in a parameter's place for a while is not a leaf, or is gone afterwards.
+        # A tensor that functional_call temporarily puts in a parameter's place is not a leaf, or is gone afterwards.
         named = [
             (name, parameter)
             for name, parameter in self.named_parameters()
@@ -132,8 +132,8 @@ class ModuleWatch:
         self._dicts: list[dict[str, Any]] = [self._modules, *(part._modules for part in parts)]
         self._dicts += [part._parameters for part in parts]
         self._copies = [dict(children) for children in self._dicts]
-        # Dicts compare values by identity first, then by ==, which for tensors gives a tensor: its truth value is an
-        # error, unless it has one element. So parameters of one element are compared by identity, one by one.
+        # Dicts compare values by identity first, then by ==, which for tensors returns a tensor: its truth value raises
+        # unless it has one element. So one-element parameters are compared separately, by identity.
         self._single = [
             (part._parameters, key, value)
             for part in parts
@@ -151,7 +151,7 @@ class ModuleWatch:
         try:
             if self._dicts != self._copies:
                 return True
-        except Exception:  # == of two different tensors, which has no truth value
+        except Exception:  # == of two different tensors has no truth value
             return True
         return (
             any(held[key] is not value for held, key, value in self._single)
@@ -166,7 +166,7 @@ def _form(parameter: Tensor) -> Form:
 
 
 def find_refusal(change: Change, channel: Channel, finisher: Finisher, device: torch.device) -> UsageError | None:
-    """Return the error for a `change` that is not the same on all ranks or cannot be taken in; called by all ranks."""
+    """Return the error for a `change` that differs between ranks or is not supported; called by all ranks."""
     try:
         check_same_change(channel, change.named, change.new)
         check_averaged(change.named)
@@ -175,7 +175,7 @@ def find_refusal(change: Change, channel: Channel, finisher: Finisher, device: t
     if not isinstance(finisher, AllReduce):
         return UsageError(
             f"parameters such as {change.new[0][0]!r} were added to the module after a communication hook was "
-            "registered, whose state may not fit them; wrap the module again and register the hook with the new wrapper"
+            "registered, and its state may not fit them; wrap the module again and register the hook with the wrapper"
         )
     devices = sorted({str(parameter.device) for _, parameter in change.named} | {str(device)})
     if len(devices) > 1:
@@ -189,8 +189,8 @@ def find_refusal(change: Change, channel: Channel, finisher: Finisher, device: t
 class Trained:
     """The parameters that are averaged, by their index in the module's order.
 
-    The object lives as long as the wrapper. Its lists are replaced between two backwards, when the module has got other
-    parameters.
+    The object lives as long as the wrapper. Its lists are replaced between two backwards if the module's parameters
+    have changed.
     """
 
     names: list[str]
@@ -198,7 +198,7 @@ class Trained:
     originals: list[nn.Parameter]
     """Parameters as the module holds them."""
     parameters: list[nn.Parameter]
-    """Parameters whose ``grad`` is averaged; for a DTensor, a parameter over this rank's shard."""
+    """Parameters whose ``grad`` is averaged; for a DTensor, a parameter that wraps this rank's shard."""
 
     def __init__(self, named: Named) -> None:
         self.use(named)
@@ -208,6 +208,6 @@ class Trained:
         self.parameters = [as_local(parameter) for parameter in self.originals]
 
     def release(self) -> None:
-        """Remove the hooks on DTensors, which lay out their gradients for the reducer."""
+        """Remove the hooks that lay out the gradients of DTensors for the reducer."""
         for parameter in self.parameters:
             release(parameter)
