@@ -1,4 +1,4 @@
-"""The connection: the parts of a wrapper that reach other ranks."""
+"""The connection: the parts of a wrapper that communicate with other ranks."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ TorchDDP = nn.parallel.DistributedDataParallel
 
 @dataclass(frozen=True)
 class Connection:
-    """The parts of a wrapper that reach other ranks, made by all of them together."""
+    """The parts of a wrapper that communicate with other ranks; all ranks create them together."""
 
     channel: Channel
     """The channel of the wrapper's collectives."""
     joined_steps: JoinedSteps
-    """Announces collectives to ranks without data, inside ``join``."""
+    """Announces collectives to ranks without data inside ``join``."""
     buffers: BufferSync
     """Keeps the module's buffers equal."""
     reducer: Reducer
     """Averages gradients."""
     replica_check: ReplicaCheck
-    """Compares the replicas once in a while."""
+    """Compares the replicas from time to time."""
     virtual_ranks: VirtualRanks | None = None
-    """Adds up the gradients of a rank's slices; None without virtual ranks."""
+    """Sums the gradients of a rank's slices; None without virtual ranks."""
     compute_check: ComputeCheck | None = None
-    """Computes slices twice; None without ``check_compute_every``."""
+    """Computes some slices twice to check them; None without ``check_compute_every``."""
 
     def with_virtual_ranks(self, options: Options) -> Connection:
         """Return the connection with gradients and statistics summed over slices; on all ranks."""
@@ -67,8 +67,8 @@ class Connection:
         count, every = options.virtual_ranks, options.check_compute_every
         virtual_ranks = VirtualRanks(self.reducer, count)
         self.buffers.statistics = virtual_ranks.statistics
-        # Before extensions that look at the gradients of all slices, and after the two that may refuse a backward:
-        # SharedParameters notes that parameters are shared.
+        # After the two extensions that may refuse a backward, because SharedParameters notes that parameters are
+        # shared; before those that look at the gradients of all slices.
         self.reducer.use_virtual_ranks(count, virtual_ranks, before=self.joined_steps)
         check = ComputeCheck(every, self.reducer, virtual_ranks) if every else None
         return replace(self, virtual_ranks=virtual_ranks, compute_check=check)
@@ -83,11 +83,11 @@ def connect(
     *,
     makes_equal: bool,
 ) -> Connection:
-    """Open a channel among the ranks, make their replicas equal, and begin to average; called by all ranks.
+    """Open a channel between the ranks, make their replicas equal, and start averaging; called by all ranks.
 
     Args:
-        wrapper: has the process group. While it lives it is asked, by torch's names, whether forwards synchronize
-            buffers, and for ``join``.
+        wrapper: holds the process group. While alive, it is asked, through torch's attributes, whether forwards
+            synchronize buffers, and is used for ``join``.
         replica: the wrapper's replica.
         options: the wrapper's options.
         recorder: records spans.
@@ -105,14 +105,14 @@ def connect(
             is_first = dist.get_rank(wrapper.process_group) == 0
             check_lookups(replica.module, wrapper.parameters_to_ignore, warns=is_first)
     channel = open_channel(wrapper.process_group, replica.device, options.nccl)
-    # Registered before anything below can raise, so that a refused wrapper also closes its channel.
+    # Registered before anything below can raise, so that the channel is closed even if the wrapper is refused.
     finalize(wrapper, channel.close)
     make_equal(channel, replicated, init_sync)
     buffers_may_differ = channel.size > 1 and not (replicated and init_sync)
     connection = _average_over(channel, wrapper, replica, options, recorder, on_change, buffers_may_differ)
     if options.virtual_ranks:
         connection = connection.with_virtual_ranks(options)
-    # The module outlives the wrapper, and must not keep hooks of it.
+    # The module outlives the wrapper, and must not keep its hooks.
     finalize(wrapper, connection.reducer.close)
     return connection
 
@@ -126,7 +126,7 @@ def _average_over(
     on_change: OnChange,
     buffers_may_differ: bool,
 ) -> Connection:
-    alive = weakref.ref(wrapper)  # which holds all that is made here
+    alive = weakref.ref(wrapper)  # weak: the wrapper holds everything created here
     recorder.groups[channel.name] = channel.members
     joined_steps = JoinedSteps(wrapper, channel, lambda: replica.module)
     every = options.check_replicas_every
@@ -153,28 +153,32 @@ def _extensions_of(
     joined_steps: JoinedSteps,
     replica_check: ReplicaCheck,
 ) -> list[Extension]:
-    """Return the rare cases of a step, in the order of their calls."""
+    """Return the extensions for the rare cases of a step, in the order in which they are called."""
     channel, trained = reducer.channel, reducer.trained
     cannot_be_captured = {
         CHECK_FINITE: lambda: reducer.checks_finite,
-        "check_replicas_every, which the host compares": replica_check.begin_capture,
-        "model.weight(), whose sum over the ranks would stay that of this step": (
+        "check_replicas_every, because the host compares the replicas": replica_check.begin_capture,
+        "model.weight(), because the sum of weights would always be the captured one": (
             lambda: reducer.ledger.is_weight_pending
         ),
-        "virtual_ranks, whose sums of earlier slices lie elsewhere in each step": lambda: bool(reducer.virtual_ranks),
-        "join(), in which ranks take part by turns": joined_steps.is_active,
-        "sparse gradients, whose size the host reads": lambda: bool(reducer.buckets.unbucketed),
-        "a communication hook or compressor, for which the host works": (lambda: not reducer.finisher.is_capturable),
-        "the wrapper's first steps, which find the order of the gradients": lambda: not reducer.arrivals.order_known,
+        "virtual_ranks, because the sums of earlier slices are in different memory in each step": lambda: bool(
+            reducer.virtual_ranks
+        ),
+        "join(), because ranks run out of data at different steps": joined_steps.is_active,
+        "sparse gradients, because the host reads their size": lambda: bool(reducer.buckets.unbucketed),
+        "a communication hook or compressor, because it needs the host": (lambda: not reducer.finisher.is_capturable),
+        "the wrapper's first steps, because they find the order of the gradients": lambda: (
+            not reducer.arrivals.order_known
+        ),
     }
     joined_steps.launches_at_end = lambda shadowed: reducer.finisher.launches_at_end(shadowed=shadowed)
     return [
         # These two may refuse a backward. GraphCapture first, because the other looks at gradients and sets some aside.
         GraphCapture(reducer.exposed_time.device, channel.rank, cannot_be_captured),
         SharedParameters(reducer),
-        # After them, because ranks without data must not hear of a backward that is refused.
+        # Then this one, because ranks without data must not be told about a backward that is refused.
         joined_steps,
-        # Before all that look at averages: late and sparse gradients complete these.
+        # Before all extensions that look at averages, because late and sparse gradients complete them.
         OutOfBucket(trained, reducer.buckets, channel),
         UnusedParameters(options.unused, reducer),
         replica_check,
@@ -183,7 +187,7 @@ def _extensions_of(
 
 
 def while_alive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result | None]:
-    """Return a function that calls `method` as long as its object lives."""
+    """Return a function that calls `method` as long as its object is alive."""
     alive = weakref.WeakMethod(method)
 
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result | None:

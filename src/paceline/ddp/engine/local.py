@@ -1,7 +1,7 @@
 """The local engine, for a single rank and for a copy of a wrapper until it is trained; it never communicates.
 
 A single rank pays for it only if micro-batches are weighted or checked. Most copies are never trained, so a copy
-connects to its peers in its first synchronized backward.
+connects to its peers only in its first synchronized backward.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from paceline.errors import DesyncError
 
 @class_never_compiled
 class LocalEngine:
-    """Leaves gradients as they are, but for ``model.weight(w)``: Σ gradient / Σ w over micro-batches, as on many ranks.
+    """Leaves gradients unchanged except with ``model.weight(w)``: Σ gradient / Σ w over micro-batches, as on many
+    ranks.
 
     Args:
         replica: the parameters, and the ledger that counts the steps.
         check_finite: whether gradients are checked for NaN and Inf.
-        on_change: called with all parameters when the module has got new ones.
-        connect: makes a reducer, together with all ranks, and puts it in this engine's place. A copy needs one when it
-            is trained, and a communication hook needs its buckets.
+        on_change: called with all parameters when the module has new ones.
+        connect: creates a reducer, together with all ranks, and puts it in this engine's place. A copy needs a reducer
+            when it is trained, and a communication hook needs the reducer's buckets.
         has_peers: whether this is a copy in a world of several ranks, whose gradients only a reducer can average.
     """
 
     sync_enabled = True
     """False inside ``no_sync``: a backward that starts now stays local."""
     exposed_time = None
-    """None, because no communication is waited for."""
+    """None, because there is no communication to wait for."""
 
     def __init__(
         self,
@@ -60,11 +61,11 @@ class LocalEngine:
     ) -> None:
         self._watch, self._ledger, self._check_finite = replica.watch, replica.ledger, check_finite
         self._on_change, self._connect, self._has_peers = on_change, connect, has_peers
-        # The reducer that took this engine's place; outputs that were hooked before still call this engine.
+        # The reducer that has replaced this engine; outputs hooked before that still call this engine.
         self._reducer: Reducer | None = None
-        # The running backward, if there is something to do at its end.
+        # The running backward, if it needs work at its end.
         self._task: weakref.ref[GraphTask] | None = None
-        # Its share of parameters in common with other wrappers.
+        # Its share of the parameters that other wrappers also have.
         self._share = NOTHING_SHARED
         self._follow(replica.trained)
 
@@ -82,11 +83,11 @@ class LocalEngine:
             self._on_change(change.named, True)
 
     def check_finite(self, enabled: bool) -> None:
-        """Look for NaN and Inf in gradients, or not, from the next backward on."""
+        """Turn the check of gradients for NaN and Inf on or off, from the next backward on."""
         self._check_finite = enabled
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
-        """Hook the outputs of a forward, because its micro-batch may be weighted."""
+        """Hook the outputs of a forward; its micro-batch may be weighted."""
         if hooked := [output for output in outputs if output.grad_fn is not None]:
             if (block := self._ledger.blocks.forward_ended()) is not None:
                 self._ledger.kept.look(self._trained.parameters)
@@ -118,10 +119,10 @@ class LocalEngine:
             return
         self._ledger.backward_began(block)
         self._ledger.forget_dropped(parameters, in_backward=True)
-        if self._is_end_needed():  # an ordinary backward of one rank is free
+        if self._is_end_needed():  # so an ordinary backward of one rank costs nothing
             check_eager_backward(0)
             self._share = self._sharing.begin()
-            # Held by the callback alone, so that its death shows an exception.
+            # Only the callback holds the task: if it is freed before the callback runs, backward raised.
             task = GraphTask()
             self._task = weakref.ref(task, self._task_ended)
             queue_callback(partial(self._end, task))
@@ -138,13 +139,13 @@ class LocalEngine:
         self._finish()
 
     def _task_ended(self, _: object) -> None:
-        """Put back others' averages if autograd dropped the graph task before its end, because of an exception."""
+        """Restore other wrappers' averages if an exception made autograd drop the graph task before its end."""
         if self._task is not None:
             self._task = None
             self._sharing.abort(self._share)
 
     def synchronize(self) -> None:
-        """Scale the gradients to the mean over the weights, without a backward; in a copy, connect and average them."""
+        """Scale the gradients to the weighted mean, without a backward; in a copy, connect and average them."""
         if self._has_peers:
             self.connected().synchronize()
             return
@@ -166,7 +167,7 @@ class LocalEngine:
             self._scale(compute_scale(self._ledger.notes))
         self._ledger.synchronized()
         self._ledger.stop_agreed = self._ledger.status.asks_to_stop
-        # This wrapper's average is in p.grad already, so only averages that were set aside are added.
+        # This wrapper's average is already in p.grad, so only averages that were set aside are added.
         self._sharing.show(dict.fromkeys(self._share.set_aside), self._share)
         self._sharing.end()
         if self._check_finite:
@@ -180,7 +181,7 @@ class LocalEngine:
             multiply_each(dense, scale)
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place
+                parameter.grad = parameter.grad * scale  # not in place: its values may be expanded
 
     def _refuse_non_finite(self) -> None:
         gradients = {index: parameter.grad for index, parameter in enumerate(self._trained.parameters)}
@@ -194,7 +195,7 @@ class LocalEngine:
             raise non_finite([0], [names[index] for index in bad], len(names))
 
     def local_gradient(self) -> str | None:
-        """Return the name of a parameter whose gradient may have gone past the wrapper inside ``model.weight()``."""
+        """Return the name of a parameter whose gradient may have bypassed the wrapper inside ``model.weight()``."""
         if self._ledger.blocks.without_forward():
             for name, parameter in zip(self._trained.names, self._trained.parameters, strict=True):
                 if parameter.grad is not None and bool(stored_elements(parameter.grad).any()):
@@ -202,13 +203,13 @@ class LocalEngine:
         return None
 
     def connected(self) -> Reducer:
-        """Return a reducer with buckets, which takes this engine's place; all ranks call this."""
+        """Return a reducer with buckets, which replaces this engine; called by all ranks."""
         if self._reducer is None:
-            self._inspect_module()  # first, so that the reducer has buckets for the module's present parameters
+            self._inspect_module()  # first, so that the reducer has buckets for the module's current parameters
             self._reducer = self._connect()
             assert self._reducer is not None, "the wrapper is gone"
             self._reducer.sync_enabled = self.sync_enabled
-            self.close()  # or it would count as another wrapper that has the same parameters
+            self.close()  # otherwise it would count as another wrapper with the same parameters
         return self._reducer
 
     def close(self) -> None:
@@ -219,18 +220,18 @@ class LocalEngine:
     # -- between peers ------------------------------------------------------------------------------------------
 
     def check_equal(self) -> None:
-        """Refuse gradients that are not the same on every rank; a copy connects for it."""
+        """Refuse gradients that are not the same on every rank; a copy connects to check this."""
         if self._has_peers:
             self.connected().check_equal()
 
     def read_late(self) -> None:
-        """Return at once, because only a reducer reads reports of other ranks."""
+        """Do nothing, because only a reducer reads reports from other ranks."""
 
     def resync_aborted(self) -> None:
-        """Return at once, because only a reducer can owe collectives to other ranks."""
+        """Do nothing, because only a reducer can owe collectives to other ranks."""
 
     def check_idle(self) -> None:
-        """Return at once, because a backward has always ended when ``backward()`` returns."""
+        """Do nothing, because here a backward is always complete when ``backward()`` returns."""
 
     def bucket_bytes(self) -> list[int]:
         """Return an empty list, because only a reducer has buckets."""
@@ -245,4 +246,4 @@ class LocalEngine:
 
 
 GradientEngine: TypeAlias = Reducer | LocalEngine
-"""An engine of either kind, which averages a wrapper's gradients."""
+"""Either kind of engine that averages a wrapper's gradients."""

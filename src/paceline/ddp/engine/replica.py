@@ -1,4 +1,4 @@
-"""The replica: the module of one rank as the wrapper sees it, without any communication."""
+"""The replica: one rank's module as the wrapper sees it, without any communication."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.errors import UsageError
 
 
 class MeanLosses:
-    """Multiplies gradients as they arrive, from the first block with a mean loss on."""
+    """Multiplies gradients as they arrive, starting with the first ``model.weight()`` block that has a mean loss."""
 
     def __init__(self, watch: ModuleWatch, ledger: Ledger) -> None:
         self._watch, self._ledger = watch, ledger
@@ -33,7 +33,7 @@ class MeanLosses:
         for _, parameter in self._watch.named_parameters():
             hooked = self._hooked.get(id(parameter))
             if parameter.requires_grad and (hooked is None or hooked[0]() is not parameter):
-                # Marked, because torch warns when a tensor with any other hook is pickled.
+                # Marked as unserializable: torch warns when a tensor with any other hook is pickled.
                 arrives = unserializable_hook(partial(_multiplied, self._ledger, weakref.ref(parameter)))
                 self._hooked[id(parameter)] = weakref.ref(parameter), parameter.register_hook(arrives)
 
@@ -44,7 +44,7 @@ def _remove(hooked: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]]) -> N
 
 
 def _multiplied(ledger: Ledger, to: weakref.ref[Tensor], gradient: Tensor) -> Tensor | None:
-    """Return the gradient to accumulate in place of `gradient`; None to leave it as it is."""
+    """Return the gradient to accumulate instead of `gradient`, or None to leave it unchanged."""
     parameter = to()
     if parameter is None:
         return None
@@ -54,18 +54,18 @@ def _multiplied(ledger: Ledger, to: weakref.ref[Tensor], gradient: Tensor) -> Te
         return None
     if any(partner.is_under_way for partner in partners):
         raise UsageError(
-            "one backward runs through two DistributedDataParallel that share a parameter, whose gradient is one sum, "
-            'and model.weight(…, reduction="mean") would multiply the part of both; use summed losses there'
+            "one backward runs through two DistributedDataParallel that share a parameter; its gradient is one sum, "
+            'and model.weight(…, reduction="mean") would multiply both parts of it; use summed losses instead'
         )
-    # A mean over no items is NaN; times a weight of 0 it would stay NaN.
+    # A mean over no items is NaN, and would stay NaN when multiplied by a weight of 0.
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 
 class Replica:
-    """Knows which parameters and buffers of a module are synchronized, and counts this rank's uses of them.
+    """Knows which parameters and buffers of a module are synchronized, and counts this rank's steps.
 
     Args:
-        modules: the wrapper's ``_modules``, so that a new ``model.module`` is noticed as well.
+        modules: the wrapper's ``_modules``, so that a new ``model.module`` is noticed too.
         ignored: names of parameters and buffers that are not synchronized.
     """
 
@@ -74,7 +74,7 @@ class Replica:
     trained: Named
     """The parameters that are averaged."""
     watch: ModuleWatch
-    """Notices when the module has got other parameters than these."""
+    """Detects when the module's parameters are no longer these."""
     buffers: Buffers
     """Finds the buffers that are synchronized."""
     ledger: Ledger
@@ -105,12 +105,13 @@ class Replica:
         return list(self.module.parameters())
 
     def initial_tensors(self, options: Options) -> list[tuple[str, torch.Tensor]]:
-        """Return the values that must be equal when averaging begins: parameters, also frozen ones, and buffers."""
+        """Return the tensors that must be equal when averaging begins: parameters (including frozen ones) and
+        buffers."""
         parameters = self.module.named_parameters()
         buffers = self.buffers.named().items() if options.syncs_initial_buffers else []
         return [*((name, tensor) for name, tensor in parameters if name not in self._ignored), *buffers]
 
     def adopt(self, named: Named) -> None:
-        """Average the parameters `named` from now on, and synchronize the buffers that came with them."""
+        """From now on, average the parameters `named`, and synchronize the buffers that were added with them."""
         self.trained = named
         self.buffers.renew(self.module)

@@ -1,4 +1,4 @@
-"""Capture of a step in a CUDA graph; features that a graph cannot replay are refused by name."""
+"""Capture of a step in a CUDA graph; a feature that a graph cannot replay is refused by name."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Extension
 from paceline.errors import UsageError
 
-CHECK_FINITE = "check_finite=True, which the host reads"
+CHECK_FINITE = "check_finite=True, because the host reads the result"
 
 
 class GraphCapture(Extension):
-    """Refuses to capture a backward with work of the host, because a graph replays operations of the device alone.
+    """Refuses to capture a backward that needs the host, because a graph replays only operations on the device.
 
     Args:
         device: the device of the gradients.
         rank: this rank.
-        unfit: by name of a feature, for the error, a function that returns whether it is in use.
+        unfit: for each feature, by its name in the error, a function that returns whether it is in use.
     """
 
     def __init__(self, device: torch.device, rank: int, unfit: Mapping[str, Callable[[], bool]]) -> None:
         self._device, self._rank, self._unfit = device, rank, unfit
 
     def is_active(self) -> bool:
-        """Return whether there may be a CUDA graph."""
+        """Return whether a CUDA graph is possible."""
         return self._device.type == "cuda"
 
     def check_change(self) -> None:
@@ -43,7 +43,7 @@ class GraphCapture(Extension):
 
 
 def cannot_capture(name: str, rank: int) -> UsageError:
-    """Return the error for a feature in a step that a CUDA graph cannot capture."""
+    """Return the error for a feature that a CUDA graph cannot capture."""
     return UsageError(
         f"rank {rank}: a CUDA graph cannot capture {name}; leave it out, or train this step without a graph; "
         "docs/gpu.md has the rules"
