@@ -1,4 +1,4 @@
-"""Gathers values of every rank for metrics, after a check that they fit together."""
+"""Gathers values from every rank for metrics, after checking that they fit together."""
 
 from __future__ import annotations
 
@@ -19,33 +19,36 @@ from paceline.core.processes.missing_ranks import called_by_all, collective
 from paceline.errors import UsageError
 
 Part = tuple[int, Any]
-"""A rank and its part at some place of the gathered value; the part is never None."""
+"""A rank and its part at one place in the gathered value; the part is never None."""
 
 
 def gather_for_metrics(value: Any) -> Any:
-    """Return every rank's `value`, concatenated along dimension 0 in the order of ranks, on every rank.
+    """Return every rank's `value`, concatenated along dimension 0 in rank order, on every rank.
 
-    Ranks may hold different numbers of rows; the result has every row exactly once. Called for each batch of a
-    :class:`paceline.data.DataLoader` without ``cost``, it returns rows in the order of the global batch, which is the
-    data set's without ``shuffle``. Called once for the rows of several batches, it returns all of rank 0's first, which
-    is not the data set's order; :func:`paceline.train.predict` returns the rows of a whole data set in its order.
+    Ranks may hold different numbers of rows; the result has every row exactly once. If called for each batch of a
+    :class:`paceline.data.DataLoader` without ``cost``, it returns rows in the order of the global batch, which without
+    ``shuffle`` is the data set's order. If called once for the rows of several batches, it returns all of rank 0's rows
+    first, which is not the data set's order; :func:`paceline.train.predict` returns the rows of a whole data set in its
+    order.
 
     Args:
-        value: a tensor of at least one dimension, a list of any picklable objects without tensors, such as texts, each
-            of them a row, or a tuple, list or dict of such tensors and lists (nested); ``None``, also inside, on a rank
-            that has no rows. A tensor without rows takes the others' dtype and shape, an empty list the others' kind.
+        value: a tensor with at least one dimension; a list of picklable objects without tensors, such as strings, where
+            each object is a row; or a (nested) tuple, list or dict of such tensors and lists. On a rank without rows,
+            ``None`` may replace any of these. A tensor without rows adopts the dtype and shape of the other ranks'
+            tensors.
 
     Returns:
-        The same structure on the CPU of every rank, tuples as tuples and named tuples by their names; ``None`` if no
-        rank had rows.
+        The same structure, on the CPU, on every rank; tuples and named tuples keep their type. ``None`` if no rank had
+        rows.
 
     Raises:
-        UsageError: on every rank, if one gave an object outside a list, one that cannot be pickled, or a tensor without
-            dimensions, or if ranks differ in structure, dtype or the shape of rows; names the place and the ranks.
+        UsageError: on every rank, if any rank passed an object outside a list, an object that cannot be pickled or a
+            tensor without dimensions, or if ranks differ in structure, dtype or row shape. The message names the place
+            and the ranks.
     """
     try:
         own, refusal = _rows_on_cpu(value, "value"), None
-    except UsageError as error:  # raised by all below: the others are on their way into the collective
+    except UsageError as error:  # raised on all ranks below, because the others are about to enter the collective
         own, refusal = None, str(error)
     everyone = _from_every_rank("gather_for_metrics", own, refusal)
     return _combine(enumerate(everyone), "value")
@@ -64,29 +67,29 @@ def mean_over_ranks(value: None, weight: float | Tensor = 1.0) -> Any: ...
 
 
 def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
-    """Return the mean of every rank's `value`, on every rank with the same bits: Σ weight · value / Σ weight.
+    """Return the weighted mean of all ranks' values, bitwise equal on every rank: Σ weight · value / Σ weight.
 
-    For a number that differs between ranks, such as the mean loss of a slice; with the number of samples as
-    `weight` it is the mean over all samples. It is computed in float64. Without a process group it is `value`.
+    For a number that differs between ranks, such as the mean loss of a slice; with the number of samples as `weight`,
+    the result is the mean over all samples. It is computed in float64. Without a process group it is `value`.
 
     Args:
-        value: a number, or a tensor of the same shape and dtype on every rank. It is not looked at where `weight` is 0,
-            so a rank without samples may give NaN or None.
+        value: a number, or a tensor of the same shape and dtype on every rank. It is ignored if `weight` is 0, so a
+            rank without samples may pass NaN or None.
         weight: the weight of this rank's value, at least 0.
 
     Returns:
-        A float for numbers; for tensors a tensor on this rank's device, of their dtype if that is a floating-point or
-        complex one, else of torch's default dtype.
+        A float for numbers; for tensors, a tensor on this rank's device, with the same dtype if it is floating-point or
+        complex, otherwise with torch's default dtype.
 
     Raises:
-        UsageError: on every rank, if one gave another type, if ranks differ in kind, shape or dtype, or if no rank has
-            a weight above 0; names the ranks.
+        UsageError: on every rank, if any rank passed another type, if ranks differ in kind, shape or dtype, or if no
+            rank has a weight above 0. The message names the ranks.
     """
     own, refusal = None, None
     try:
         number = _weight(weight)
         own = (number, _own_part(value) if number else None)
-    except UsageError as error:  # all ranks raise it below
+    except UsageError as error:  # raised on all ranks below
         refusal = str(error)
     everyone = _from_every_rank("mean_over_ranks", own, refusal)
     given = [(rank, weight, part) for rank, (weight, part) in enumerate(everyone) if weight]
@@ -96,7 +99,7 @@ def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
     _check_equal(seen, "value is", "give the same on every rank", "mean_over_ranks")
     first = given[0][2]
     total = sum(weight for _, weight, _ in given)
-    # Every rank adds up in the order of ranks, so that all get the same bits.
+    # Every rank adds in rank order, so that all get the same bits.
     mean = reduce(add, (weight * _wide(part) for _, weight, part in given)) / total
     if not isinstance(first, Tensor):
         return float(mean)
@@ -105,13 +108,13 @@ def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
 
 
 def _from_every_rank(call: str, own: Any, refusal: str | None) -> list[Any]:
-    """Return each rank's value, in the order of ranks; raise the first rank's refusal on all."""
+    """Return each rank's value, in rank order; on every rank, raise the first rank's refusal if there is one."""
     everyone: list[Any] = [(own, refusal)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
         try:
             packed = _packed(own)
-        except Exception as error:  # an object's own __getstate__ may raise anything
+        except Exception as error:  # an object's __getstate__ may raise anything
             packed, refusal = _packed(None), f"{call}: value cannot be pickled ({type(error).__name__}: {error})"
         with called_by_all(f"{call}()"), collective("all-gather"):
             dist.all_gather_object(everyone, (packed, refusal))
@@ -123,7 +126,7 @@ def _from_every_rank(call: str, own: Any, refusal: str | None) -> list[Any]:
 
 
 def _packed(own: Any) -> bytes:
-    """Return `own` as ``torch.save`` writes it."""
+    """Serialize `own` with ``torch.save``."""
     # A plain pickle cannot hold tensors of uint16, float8 and other new dtypes.
     buffer = io.BytesIO()
     torch.save(own, buffer)
@@ -131,7 +134,7 @@ def _packed(own: Any) -> bytes:
 
 
 def _unpacked(part: bytes) -> Any:
-    # From another rank of this job, which is trusted like in all_gather_object().
+    # From another rank of this job, which is trusted, as in all_gather_object().
     return torch.load(io.BytesIO(part), weights_only=False)
 
 
@@ -200,7 +203,7 @@ def _compact_on_cpu(value: Tensor) -> Tensor:
 
 
 def _combine(parts: Iterable[Part], place: str) -> Any:
-    """Combine the ranks' `parts` at `place` into one; all ranks return or raise the same."""
+    """Combine the ranks' `parts` at `place`; all ranks return or raise the same."""
     given = [(rank, part) for rank, part in parts if part is not None]
     if not given:
         return None
@@ -210,17 +213,17 @@ def _combine(parts: Iterable[Part], place: str) -> Any:
         return _concatenated(given, place)
     if isinstance(first, list) and not any(_holds_tensor(part) for _, part in given):
         rows = [row for _, part in given for row in part]
-        if any(row is not None for row in rows):  # else a structure of parts without rows
+        if any(row is not None for row in rows):  # otherwise a structure of parts without rows
             return rows
-    # An item of a list that holds rows on this rank, and parts of a structure on another.
+    # The item of a list that holds rows on this rank but parts of a structure on another.
     if not isinstance(first, dict | list | tuple):
         raise UsageError(f"gather_for_metrics: {place} is {_kind(first)} on rank {given[0][0]}, not a list of rows")
     if isinstance(first, dict):
         keys = [(rank, sorted(map(repr, part))) for rank, part in given]
-        _check_equal(keys, f"{place} has keys", "give the same on every rank, with None for what has no rows")
+        _check_equal(keys, f"{place} has keys", "give the same keys on every rank, with None for items without rows")
         return {key: _combine([(rank, part[key]) for rank, part in given], f"{place}[{key!r}]") for key in first}
     lengths = [(rank, len(part)) for rank, part in given]
-    _check_equal(lengths, f"{place} has length", "give as many on every rank, with None for what has no rows")
+    _check_equal(lengths, f"{place} has length", "give as many items on every rank, with None for items without rows")
     items = [
         _combine([(rank, part[index]) for rank, part in given], f"{place}[{index}]") for index in range(len(first))
     ]
@@ -228,19 +231,19 @@ def _combine(parts: Iterable[Part], place: str) -> Any:
 
 
 def _concatenated(given: Sequence[tuple[int, Tensor]], place: str) -> Tensor:
-    """Concatenate the rows of all tensors; tensors without rows do not determine dtype and shape."""
+    """Concatenate the rows of all tensors; tensors without rows do not affect dtype and shape."""
     with_rows = [(rank, tensor) for rank, tensor in given if len(tensor)]
     if not with_rows:
         return max((tensor for _, tensor in given), key=Tensor.dim)
     dtypes = [(rank, tensor.dtype) for rank, tensor in with_rows]
     _check_equal(dtypes, f"{place} is", "convert it to one dtype on every rank")
     shapes = [(rank, tuple(tensor.shape[1:])) for rank, tensor in with_rows]
-    _check_equal(shapes, f"{place} has rows of shape", "pad them to one shape, or gather what is computed from them")
+    _check_equal(shapes, f"{place} has rows of shape", "pad them to one shape, or gather what you compute from them")
     return torch.cat([tensor for _, tensor in with_rows])
 
 
 def _kind(part: Any) -> str:
-    """Return the kind that has to be the same on all ranks; a subclass of dict is a dict."""
+    """Return the kind that must be the same on all ranks; a subclass of dict counts as a dict."""
     if isinstance(part, Tensor):
         return "a tensor"
     return "a dict" if isinstance(part, dict) else with_article(type(part).__name__)
@@ -260,7 +263,7 @@ def _shown(value: Any) -> str:
 
 
 def _same_kind(model: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """Return `items` in a sequence of the type of `model`."""
+    """Return `items` as a sequence of the same type as `model`."""
     if isinstance(model, list):
         return items
     return type(model)(*items) if hasattr(model, "_fields") else tuple(items)

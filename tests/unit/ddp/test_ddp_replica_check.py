@@ -59,10 +59,10 @@ def test_what_most_ranks_hold_is_taken_for_right() -> None:
     assert drift(names, [[1, 2, 3]] * 3, 7) is None
     said = drift(names, [[1, 5, 3], [1, 2, 3], [1, 2, 3]], 7)
     assert said is not None
-    assert "after optimizer step 7, 'parameter a' has other bits on rank 0 than on rank 1" in said
+    assert "after optimizer step 7, 'parameter a' has different bits on rank 0 than on rank 1" in said
     both = drift(names, [[1, 2, 3], [4, 6, 3]], 7)
     assert both is not None
-    assert "'parameter a' (and 1 more tensors) has other bits on rank 1 than on rank 0" in both
+    assert "'parameter a' (and 1 more tensors) has different bits on rank 1 than on rank 0" in both
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_a_flipped_bit_is_found_within_the_interval_on_every_rank(
 
 def test_of_three_ranks_the_odd_one_is_named(pools: Pools) -> None:
     for message, _ in pools.run(3, train, 1, "bit", 0):
-        assert "has other bits on rank 0 than on rank 1" in message
+        assert "has different bits on rank 0 than on rank 1" in message
 
 
 @pytest.mark.parametrize("change", ["nothing", "statistics", "sharded"])

@@ -171,7 +171,7 @@ def unpicklable() -> None:
 
 
 IN_A_HOOK = "it runs in a hook, before this backward has averaged its gradients"
-SAME_BITS = "check_compute_every=10 compares slices that have the same bits on any rank; also give virtual"
+SAME_BITS = "check_compute_every=10 compares slices and needs virtual_ranks; also give virtual"
 EVERY = "check_compute_every must be a number of optimizer steps >= 1, or None, not"
 LOOP = "loop over paceline.accumulate(model, loader)"
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {

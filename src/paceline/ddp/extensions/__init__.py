@@ -1,1 +1,1 @@
-"""The rare cases of a step, which the reducer calls at named moments (:mod:`paceline.ddp.reducer.extension`)."""
+"""Extensions for the rare cases of a step, called by the reducer (:mod:`paceline.ddp.reducer.extension`)."""

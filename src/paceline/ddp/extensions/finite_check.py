@@ -1,4 +1,4 @@
-"""Finds gradients that hold NaN or Inf, and waits for the device only once in a step."""
+"""Finds gradients that hold NaN or Inf, waiting for the device only once per step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.ddp.transport.sparse import stored_elements
 
 
 class FiniteCheck(Extension):
-    """Looks for NaN and Inf in this rank's gradients, which it reads in the buckets.
+    """Looks for NaN and Inf in this rank's gradients, which it reads from the buckets.
 
     Args:
         is_wanted: returns whether the check is on.
@@ -34,31 +34,31 @@ class FiniteCheck(Extension):
         self._checked = Magnitudes()
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
-        """Look at the gradients in `bucket`, which are this rank's own until it is launched."""
+        """Check the gradients in `bucket`, which are local until the bucket is launched."""
         self._checked.add_bucket(bucket)
 
     def has_report(self, backward: Backward) -> bool:
-        """Note the parameters whose gradient is not finite, those outside of buckets included."""
+        """Record the parameters whose gradient is not finite, including those outside buckets."""
         self._checked.add(backward.out_of_bucket.keys(), list(map(stored_elements, backward.out_of_bucket.values())))
         backward.non_finite = self._checked.found()
         return bool(backward.non_finite)
 
 
 class Magnitudes:
-    """The largest magnitudes of one step's gradients; they may be changed or dropped after they were added."""
+    """The largest magnitudes of one step's gradients; a gradient may be changed or dropped after it was added."""
 
     def __init__(self) -> None:
-        # By device: the parameters that were added, and the largest magnitude in the gradient of each.
+        # For each device, the parameters added and the largest magnitude in the gradient of each.
         self._largest: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
 
     def add_bucket(self, bucket: Bucket) -> None:
-        # On a CPU, reading is free, and one finite sum shows that all gradients are finite. On a GPU it would
-        # make the host wait, so magnitudes are computed for all, and read once at the end.
+        # On a CPU, reading a value is free, and a finite sum shows that all gradients are finite. On a GPU, reading
+        # would make the host wait, so magnitudes are computed for all gradients and read once at the end.
         if is_queued(bucket.flat.device) or not torch.isfinite(bucket.flat.sum()):
             self.add(bucket.indices, bucket.views)
 
     def add(self, indices: Collection[int], gradients: Collection[Tensor]) -> None:
-        """Add the `gradients` of the parameters `indices`; for a sparse one, the values that it stores."""
+        """Add the `gradients` of the parameters `indices`; for a sparse gradient, pass its stored values."""
         pairs = [(index, gradient) for index, gradient in zip(indices, gradients, strict=True) if gradient.numel()]
         reals = [as_real(gradient) if gradient.is_complex() else gradient for _, gradient in pairs]
         if not reals:
@@ -79,5 +79,5 @@ class Magnitudes:
 
 
 def as_real(gradient: Tensor) -> Tensor:
-    """Return the real numbers of a complex gradient, which autograd may leave conjugated without computing it."""
+    """Return a complex gradient as real numbers; autograd may have conjugated it lazily."""
     return torch.view_as_real(gradient.resolve_conj())

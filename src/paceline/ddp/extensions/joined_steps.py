@@ -1,4 +1,4 @@
-"""Steps inside ``join``: ranks with data announce each collective to ranks that ran out.
+"""Steps inside ``join``: ranks with data announce each collective to ranks that have run out.
 
 Decision 0008 says why; :mod:`paceline.ddp.agreement.join_events` has the messages.
 """
@@ -26,10 +26,10 @@ from paceline.errors import UsageError
 
 @class_never_compiled
 class JoinedSteps(Extension):
-    """Announces the collectives in the steps of one wrapper to ranks that ran out of data.
+    """Announces the collectives in one wrapper's steps to ranks that have run out of data.
 
     Args:
-        wrapper: has the group and the device of ``Join``'s own messages.
+        wrapper: provides the group and the device of ``Join``'s own messages.
         channel: the wrapper's channel.
         module: returns the wrapper's module.
     """
@@ -38,18 +38,17 @@ class JoinedSteps(Extension):
     """Whether the wrapper is inside ``join``; set by :meth:`enable`. Outside, events are not sent."""
 
     channel: Channel
-    """The wrapper's channel. Events travel on the group that it was opened for."""
+    """The wrapper's channel. Events are sent over the group that the channel was opened for."""
     stage: Stage
-    """The stage of this rank; ``IDLE`` outside ``join``."""
+    """This rank's stage; ``IDLE`` outside ``join``."""
     present: Sequence[int]
     """Ranks of the group that had data when the step began; ``(0,)`` outside ``join``."""
 
     launches_at_end: Callable[[bool], bool] = staticmethod(bool)
-    """Function that returns whether buckets are launched when backward has ended; takes whether ranks without data
-    take part."""
+    """Function that returns whether buckets are launched after backward, given whether ranks without data take part."""
 
     def __init__(self, wrapper: Joinable, channel: Channel, module: Callable[[], nn.Module]) -> None:
-        self._wrapper = weakref.ref(wrapper)  # which holds this object
+        self._wrapper = weakref.ref(wrapper)  # weak: the wrapper holds this object
         self.channel, self._module = channel, module
         self.reset()
 
@@ -73,17 +72,17 @@ class JoinedSteps(Extension):
 
     def begin(self, backward: Backward) -> None:
         """Announce a synchronized backward with an exchange of control blocks."""
-        # A rank without data has no gradients that would show whether blocks come, or are read later.
+        # A rank without data cannot tell from its gradients whether blocks are exchanged or read later.
         backward.sends_block = backward.reads_in_backward = True
         backward.launches_at_end = self.launches_at_end(self.announce(Event.BACKWARD))
 
     def begin_local(self) -> None:
-        """Announce the end of the step when its backward, which is not synchronized, has ended."""
+        """Announce the end of the step after its local backward."""
         if self.enabled:
             queue_callback(partial(self.announce, Event.LOCAL))
 
     def backward_ended(self, backward: Backward) -> None:
-        """Announce that no more collectives of layers come."""
+        """Announce that no more collectives of layers follow."""
         self.announce(Event.END)
 
     def reset(self) -> None:
@@ -92,16 +91,17 @@ class JoinedSteps(Extension):
 
     @property
     def source(self) -> int:
-        """The rank whose buffers all ranks copy: the first that has data; rank 0 outside ``join``."""
+        """The rank whose buffers all ranks copy: the first one with data; rank 0 outside ``join``."""
         return self.present[0]
 
     def forward_begins(self) -> None:
-        """Begin a step, unless the forward is a further one in a step that others shadow; only inside ``join``."""
+        """Begin a step, unless the forward belongs to a step that ranks without data already shadow; only inside
+        ``join``."""
         if self.stage in (Stage.IDLE, Stage.ALL_HAVE_DATA):
             self._open_step()
 
     def announce(self, event: Event, layer: int = 0, code: int = 0) -> bool:
-        """Announce the next collective to the ranks that ran out of data; returns whether there are any."""
+        """Announce the next collective to ranks that have run out of data; returns whether there are any."""
         if not self.enabled or self.stage is Stage.SHADOWING:
             return self.stage is Stage.SHADOWING
         ends = event in (Event.END, Event.LOCAL)
@@ -116,13 +116,13 @@ class JoinedSteps(Extension):
         return is_followed
 
     def exchange(self, message: Message | None) -> Message | None:
-        """Exchange the next event of the ranks that have data, and their numbers; None for a rank that ran out."""
+        """Exchange the next event, and which ranks have data; a rank that has run out of data passes None."""
         wrapper, channel = self._wrapper(), self.channel
         assert wrapper is not None
         values = encode(message, event_number(channel.name), channel.rank, channel.size)
         vector = torch.tensor(values, device=wrapper.join_device)
-        # On the group of Join's own messages: the events of two wrappers meet on it, so that interleaved steps are
-        # refused. Collectives of layers and of communication hooks on it are ordered with the events.
+        # On the group of Join's own messages, which all wrappers share, so that interleaved steps are detected and
+        # refused. Collectives of layers and of communication hooks on that group are ordered with the events.
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=wrapper.join_process_group)
         message, self.present = decode(vector)
         if message is not None and message.event is Event.FORWARD and len(self.present) < channel.size:
@@ -140,7 +140,7 @@ class JoinedSteps(Extension):
 
 
 def _check_shadowable(module: nn.Module) -> None:
-    """Refuse layers whose collectives no one can take part in without data."""
+    """Refuse layers whose collectives a rank without data cannot take part in."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm) and layer.training and not isinstance(layer, Communicates):
             raise UsageError(

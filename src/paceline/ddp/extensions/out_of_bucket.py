@@ -1,4 +1,4 @@
-"""The second pass: averages gradients that are in no bucket, because they are sparse or came too late for theirs.
+"""The second pass: averages gradients outside the buckets, because they are sparse or arrived too late for a bucket.
 
 The control block lists their parameters.
 """
@@ -19,7 +19,7 @@ from paceline.ddp.transport.sparse import as_dense, average_sparse
 
 
 class OutOfBucket(Extension):
-    """Averages gradients outside of buckets, on all ranks, when the buckets hold averages."""
+    """Averages gradients outside the buckets, on all ranks, once the buckets hold averages."""
 
     def __init__(self, trained: Trained, buckets: BucketSet, channel: Channel) -> None:
         self._trained, self._buckets, self._channel = trained, buckets, channel
@@ -27,7 +27,7 @@ class OutOfBucket(Extension):
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
         """Average late deltas and sparse gradients; add late deltas to the average in their bucket."""
         sparse, late = exchanged.control.second_pass()
-        # The same lists on every rank, from the same sums; a rank without such a gradient contributes zeros.
+        # Every rank gets the same lists from the same sums; a rank without such a gradient contributes zeros.
         trained, local, scale = self._trained, backward.out_of_bucket, exchanged.scale
         targets = {index: self._target(index) for index in late}
         if late:
@@ -49,14 +49,14 @@ class OutOfBucket(Extension):
 def _add_late(
     local: Mapping[int, Tensor], targets: Mapping[int, Tensor], scale: float, channel: Channel
 ) -> Pausing[None]:
-    """Sum the ranks' deltas, of which this rank has `local`, and add them, scaled, to the averages in `targets`."""
+    """Sum all ranks' deltas (`local` holds this rank's), scale them, and add them to the averages in `targets`."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, target in targets.items():
         kinds.setdefault((target.dtype, target.device), []).append(index)
     launched = []
     for same in kinds.values():
         parts = [local[index] if index in local else torch.zeros_like(targets[index]) for index in same]
-        # Half precision is added up in single precision: a sum of N may overflow although the mean does not.
+        # Half precision is summed in single precision: the sum over N ranks may overflow although the mean does not.
         dtype = torch.promote_types(targets[same[0]].dtype, torch.float32)
         flat = torch.cat([part.detach().reshape(-1).to(dtype) for part in parts])
         launched.append((same, flat, channel.all_reduce(flat)))

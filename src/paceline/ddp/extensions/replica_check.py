@@ -1,15 +1,16 @@
 """The replica check: compares the bits of all ranks' replicas after step 1, 3, 7, 15, …, or every k steps.
 
-It also does so in the step after a backward that the wrapper did not see (:meth:`.Ledger.backward_began`).
+It also runs in the step after a backward that the wrapper did not see (:meth:`.Ledger.backward_began`).
 
-A backward past the wrapper, a forward or a hook that writes to weights, a flipped bit, or optimizers that were built
-differently make replicas drift apart, which no other check notices. Each rank digests its tensors to 64 bits each, and
-all of them to one number. These numbers are gathered in one small collective, in a synchronized backward, when all
-ranks are at the same step. Only if they differ are all digests gathered, to find the tensor.
+Replicas can drift apart, unnoticed by any other check, because of a backward that bypasses the wrapper, a forward or a
+hook that writes to weights, a flipped bit, or optimizers that differ between ranks. Each rank computes a 64-bit digest
+of each tensor, and one number from all digests. These numbers are gathered in one small collective during a
+synchronized backward, when all ranks are at the same step. Only if they differ are all digests gathered, to find the
+tensor.
 
-It compares every parameter. With ``check_replicas_every`` it also compares the optimizers' state, as far as all ranks
-hold it (with sharded optimizers they do not). Buffers are left out: a broadcast makes them equal in every step, and the
-ones that are not broadcast may differ, such as the running statistics of BatchNorm.
+It compares every parameter. With ``check_replicas_every`` it also compares the optimizer state that all ranks hold
+(sharded state is not held by all). Buffers are not compared: a broadcast makes them equal in every step, and those that
+are not broadcast, such as BatchNorm's running statistics, may differ.
 
 Decision 0058 says why.
 """
@@ -40,9 +41,9 @@ _WHAT = "comparison of replicas"
 
 
 class ReplicaCheck(Extension):
-    """Compares the parameters that the ranks of `channel` hold, every `every` optimizer steps; 0 for ever fewer checks.
+    """Compares the parameters of the ranks of `channel` every `every` optimizer steps, or at doubling intervals if 0.
 
-    ``named_parameters()`` gives them as they are at the time of a check: a module may get others after it was wrapped.
+    ``named_parameters()`` returns the current ones, because a module's parameters may change after it was wrapped.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class ReplicaCheck(Extension):
         self._every, self._ledger, self._channel = every, ledger, channel
         self._named_parameters = named_parameters
         self._checked_at = 0
-        # Digests of the parameters, and the number of synchronizations when they were made.
+        # Digests of the parameters, and the number of synchronizations when they were computed.
         self._noted: dict[str, Tensor] = {}
         self._noted_at = -1
         self._common: list[str] = []  # names of the tensors that all ranks hold
-        self._layouts: list[int] = []  # a digest of the names that each rank held when `_common` was agreed on
+        self._layouts: list[int] = []  # a digest of each rank's tensor names when `_common` was agreed on
 
     def is_active(self) -> bool:
         """Return whether checks are due at regular intervals; others are requested by :attr:`.Ledger.compare_at`."""
@@ -73,7 +74,7 @@ class ReplicaCheck(Extension):
     def note(self) -> None:
         """Digest the parameters before a forward of a step that ends with a comparison.
 
-        At the first forward of a step, because SAM may perturb the weights locally afterwards.
+        Only at the first forward of a step, because SAM may perturb the weights locally afterwards.
         """
         if self._noted_at != self._ledger.synchronizations:
             self._noted_at, self._noted = self._ledger.synchronizations, self._parameters()
@@ -91,15 +92,15 @@ class ReplicaCheck(Extension):
             backward.defer_error(ReplicaMismatch(message))
 
     def _compare(self, statuses: Sequence[Status]) -> Pausing[str | None]:
-        """Compare if a check is due on all ranks; returns one sentence about the first difference, or None."""
-        # Decided from the statuses, which are the same on every rank, and not from this rank's own count.
+        """Compare if a check is due on all ranks; returns a sentence about the first difference, or None."""
+        # Decided from the statuses, which are the same on every rank, not from this rank's own count.
         steps, ledger = statuses[0].optimizer_steps, self._ledger
-        # A rank that ran out of data, inside join(), takes no steps; it gets the others' model at the end.
+        # A rank that has run out of data inside join() takes no steps; it receives the others' model at the end.
         stands_apart = any(one.aborted or one.joined or one.optimizer_steps != steps for one in statuses)
         is_asked = all(status.compares for status in statuses)
         if any(status.compares for status in statuses) or ledger.synchronizations >= ledger.compare_at:
-            # The interval doubles, so the cost fades away. But if some ranks asked out of turn, the others have not
-            # digested their parameters before the forward, so all ranks compare in the next step instead.
+            # The interval doubles, so the cost becomes negligible. If only some ranks asked, out of turn, the others
+            # have not digested their parameters before the forward, so all ranks compare in the next step instead.
             is_postponed = not (is_asked or stands_apart)
             ledger.compare_at = (1 if is_postponed else 2) * ledger.synchronizations + 1
             ledger.compares_out_of_turn = False
@@ -131,7 +132,7 @@ class ReplicaCheck(Extension):
         return _number(" ".join(str(digests.get(name)) for name in self._common))
 
     def _digests(self) -> dict[str, int]:
-        # Digests noted in an earlier step are out of date, for instance if a rank was inside join() then.
+        # Digests from an earlier step are out of date, for instance if a rank was inside join() at that time.
         is_current = self._noted_at == self._ledger.synchronizations
         tensors = self._noted if is_current else self._parameters()
         self._noted = {}
@@ -145,15 +146,15 @@ class ReplicaCheck(Extension):
 
 
 def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> str | None:
-    """Describe in one sentence the first tensor that differs, given every rank's digests; None if none does.
+    """Describe in one sentence the first tensor that differs, given every rank's digests; None if all are equal.
 
-    The value of most ranks counts as right, that of rank 0 in a tie.
+    The value that most ranks hold counts as correct; in a tie, rank 0's value does.
     """
     columns = {name: [row[place] for row in rows] for place, name in enumerate(names)}
     differing = [name for name, column in columns.items() if len(set(column)) > 1]
     if not differing:
         return None
-    # A parameter first: the optimizers' state for it differs as a consequence.
+    # Parameters first, because optimizer state differs as a consequence.
     name = next((each for each in differing if each.startswith("parameter ")), differing[0])
     column = columns[name]
     counts = Counter(column)
@@ -161,16 +162,16 @@ def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> st
     odd = [rank for rank, value in enumerate(column) if value != usual]
     others = f" (and {len(differing) - 1} more tensors)" if len(differing) > 1 else ""
     return (
-        f"after optimizer step {steps}, {name!r}{others} has other bits on {named_ranks(odd)} than on "
+        f"after optimizer step {steps}, {name!r}{others} has different bits on {named_ranks(odd)} than on "
         f"rank {column.index(usual)}, so the replicas have drifted apart; start again from the last checkpoint, and "
-        "look for a backward past the wrapper, an update from gradients under no_sync() (as in SAM, whose first "
-        "backward must be synchronized, too), a hook or a forward that changes weights by the samples of one rank, or "
-        "for faulty memory; name parameters that may differ in module._ddp_params_and_buffers_to_ignore"
+        "look for a backward that bypasses the wrapper, an update from gradients under no_sync() (in SAM, the first "
+        "backward must be synchronized too), a hook or a forward that changes weights based on one rank's samples, or "
+        "faulty memory; list parameters that may differ in module._ddp_params_and_buffers_to_ignore"
     )
 
 
 def _on_host(digests: Mapping[str, Tensor]) -> dict[str, int]:
-    """Read `digests`, which are one number each, and wait only once for each device."""
+    """Read `digests`, each a single number, waiting only once per device."""
     names: dict[torch.device, list[str]] = {}
     for name, digest in digests.items():
         names.setdefault(digest.device, []).append(name)

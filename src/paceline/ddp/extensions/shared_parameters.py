@@ -6,7 +6,7 @@ A wrapper acts only in a backward through one of its forwards. Two rules make co
   it arrives. The wrapper that began first averages it; the others launch zeros for it.
 * An average that a wrapper has left in ``p.grad`` is set aside when a backward begins, and added back at its end.
 
-So each contribution goes through one wrapper, and ``p.grad`` ends as the sum of all wrappers' averages.
+So each contribution is averaged by one wrapper, and ``p.grad`` ends up as the sum of all wrappers' averages.
 
 Decision 0020 says why.
 """
@@ -36,12 +36,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """The common parameters of one backward of one wrapper, by index."""
+    """One wrapper's common parameters in one backward, by index."""
 
     averaged_elsewhere: Mapping[int, Sharing] = field(default_factory=dict)
-    """By parameter that another wrapper averages in this backward, that wrapper's sharing."""
+    """For each parameter that another wrapper averages in this backward, that wrapper's sharing."""
     set_aside: Mapping[int, Tensor] = field(default_factory=dict)
-    """Averages of these wrappers that were in ``p.grad`` before this backward."""
+    """Wrappers' averages that were in ``p.grad`` before this backward."""
 
 
 NOTHING_SHARED = Share()
@@ -55,13 +55,13 @@ class Sharing:
         trained: the parameters.
         ledger: the wrapper's ledger.
         ranks: the global ranks that the wrapper averages over.
-        changed: called when other wrappers have begun or ceased to have parameters of this one.
+        changed: called when the set of wrappers that share parameters with this one has changed.
     """
 
     is_active: bool
     """Whether a synchronized backward of the wrapper is under way."""
     left_to_others: frozenset[int]
-    """Parameters that another wrapper has averaged last, whose step guard answers for them."""
+    """Parameters that another wrapper averaged last, so that wrapper's step guard is responsible for them."""
 
     def __init__(
         self, trained: Trained, ledger: Ledger, ranks: Sequence[int], changed: Callable[[], None] = _nothing
@@ -71,13 +71,13 @@ class Sharing:
         self._names, self._parameters, self._ledger, self._ranks = trained.names, trained.parameters, ledger, [*ranks]
         self._keys = [id(parameter) for parameter in trained.originals]
         self._index_of = {key: index for index, key in enumerate(self._keys)}
-        # For each wrapper with common parameters, our indices of these. An entry goes with its wrapper.
+        # For each wrapper with common parameters, their indices in this wrapper. An entry is removed with its wrapper.
         self._partners: WeakKeyDictionary[Sharing, frozenset[int]] = WeakKeyDictionary()
-        # By the parameter's id, the average last shown of a common parameter, and the version that it had.
+        # For each common parameter, by id, the average last written to p.grad, and its version.
         self._shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        # What was set aside in the backward under way and is not shown again yet, by the parameter's id.
+        # By parameter id, averages set aside in the running backward that are not yet added back.
         self._to_add: dict[int, Tensor] = {}
-        # Common parameters (ids) without a gradient on this rank in the backward under way.
+        # Ids of common parameters without a gradient on this rank in the running backward.
         self._absent: frozenset[int] = frozenset()
         for other in list(_sharings()):
             common = self._index_of.keys() & other._index_of.keys()
@@ -97,8 +97,8 @@ class Sharing:
 
     @property
     def is_partner_active(self) -> bool:
-        """Whether a backward of a wrapper with common parameters is under way."""
-        # A list, because a collection may remove a partner during the iteration.
+        """Whether another wrapper with common parameters is in a backward."""
+        # A list, because garbage collection may remove a partner during the iteration.
         return any(partner.is_active for partner in list(self._partners))
 
     # -- a synchronized backward ----------------------------------------------------------------------------------
@@ -114,14 +114,14 @@ class Sharing:
             for partner in set(elsewhere.values()):
                 self._check_same_mean(partner, elsewhere)
             set_aside = {}
-            # All that is decided here is the same on every rank, which average common parameters in orders of their
-            # own; so no average is set aside if it may contain local gradients of some ranks.
+            # Every decision here must be the same on all ranks, although each averages common parameters in its own
+            # order. So no average is set aside if it may contain local gradients on some ranks.
             everyone = [self, *self._partners]
             is_accumulated = any(sharing._ledger.local_backwards for sharing in everyone)
             for index in () if is_accumulated else self.common - elsewhere.keys():
                 gradient = self._parameters[index].grad
                 if gradient is not None and self._was_shown(index, gradient, everyone):
-                    # A copy, because it may lie in a bucket of the partner, which the next backward overwrites.
+                    # A copy, because it may be part of the partner's bucket, which the next backward overwrites.
                     set_aside[index] = gradient.detach().clone()
                     self._parameters[index].grad = None
             share = Share(elsewhere, set_aside)
@@ -130,18 +130,20 @@ class Sharing:
         return share
 
     def note_absent(self, absent: Sequence[int]) -> None:
-        """Remember, when all is launched, the parameters whose gradient is `absent` on this rank."""
+        """After all buckets are launched, remember the parameters whose gradient is `absent` on this rank."""
         if self._partners:
             self._absent = frozenset(self._keys[index] for index in absent)
 
     def lacks(self, index: int, share: Share) -> bool:
-        """Return whether the wrapper that averages parameter `index` now has no gradient for it on this rank."""
+        """Return whether the wrapper that averages parameter `index` in this backward has no gradient for it on this
+        rank."""
         return self._keys[index] in share.averaged_elsewhere[index]._absent
 
     def show(self, averages: Mapping[int, Tensor | None], share: Share) -> None:
-        """Add this wrapper's averages of common parameters to those shown by another one, or set aside.
+        """Add this wrapper's averages of common parameters to averages that were set aside or are in ``p.grad``.
 
-        What was set aside comes first, whoever did that: a sum has other bits in another order.
+        Averages that were set aside come first, no matter which wrapper did so: the order determines the bits of the
+        sum.
         """
         for index, average in averages.items():
             parameter = self._parameters[index]
@@ -149,7 +151,7 @@ class Sharing:
             parameter.grad = _sum(average, _sum(parameter.grad, set_aside))
 
     def end(self) -> None:
-        """End the backward, and remember which gradients are averages of this wrapper."""
+        """End the backward, and remember which gradients are this wrapper's averages."""
         self.is_active = False
         if not self._partners:
             return
@@ -163,14 +165,14 @@ class Sharing:
             partner.left_to_others |= partner._partners.get(self, frozenset())
 
     def abort(self, share: Share) -> None:
-        """Put back the averages that were set aside, after an exception has ended the backward."""
+        """Restore the averages that were set aside, after an exception has ended the backward."""
         self.is_active = False
         self._to_add = {}
         for index, gradient in share.set_aside.items():
             self._parameters[index].grad = gradient
 
     def close(self) -> None:
-        """Remove this wrapper, which is gone, from the partners of the others."""
+        """Remove this wrapper, which is no longer used, from the partners of the others."""
         self.is_active = False
         _sharings().discard(self)
         for partner in list(self._partners):
@@ -182,14 +184,14 @@ class Sharing:
     # -- refusals ---------------------------------------------------------------------------------------------------
 
     def check_no_average(self) -> None:
-        """Refuse a weighted backward under ``no_sync`` over another wrapper's average, which it would scale again."""
+        """Refuse a weighted backward under ``no_sync`` onto another wrapper's average, which would be scaled again."""
         if not self._partners or not self._ledger.is_weight_pending:
             return
         for index in self.common:
             gradient = self._parameters[index].grad
             if gradient is not None and self._was_shown(index, gradient, list(self._partners)):
                 raise UsageError(
-                    f"the gradient of {self._names[index]!r} is an average of another DistributedDataParallel already, "
+                    f"the gradient of {self._names[index]!r} is already an average of another DistributedDataParallel, "
                     "and a backward inside model.weight() and no_sync() would add undivided gradients to it; run "
                     "this model's micro-batches first, or set gradients to None before them"
                 )
@@ -204,7 +206,8 @@ class Sharing:
                 "group, or run a backward for each"
             )
         weight, theirs = self._weight(), first._weight()
-        # A wrapper inside a wrapped model: the outer one averages all of its parameters, with the outer one's weight.
+        # If this wrapper is inside a wrapped model, the outer wrapper averages all of its parameters, with the outer
+        # weight.
         is_inside = weight is None and len(elsewhere) == len(self._parameters)
         if weight != theirs and not is_inside:
             shown = [f"model.weight({given:g})" if given is not None else "no weight" for given in (theirs, weight)]
@@ -221,7 +224,7 @@ class Sharing:
 
     def _was_shown(self, index: int, gradient: Tensor, by: Sequence[Sharing]) -> bool:
         """Return whether `gradient` is an unchanged average of one of these wrappers."""
-        # The same tensor with the same version: a backward that accumulates raises the version.
+        # It must be the same tensor with the same version: accumulation in a backward increases the version.
         for wrapper in by:
             reference, version = wrapper._shown.get(self._keys[index], (None, 0))
             if reference is not None and reference() is gradient and gradient._version == version:
@@ -230,7 +233,7 @@ class Sharing:
 
 
 def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """Return `total` + `more`, in place where both are dense; a sparse one stays sparse if the other is zero."""
+    """Return `total` + `more`, in place if both are dense; a sparse tensor stays sparse if the other one is zero."""
     if total is None or more is None:
         return more if total is None else total
     if not total.is_sparse and not more.is_sparse:
@@ -253,7 +256,7 @@ def _sharings() -> WeakSet[Sharing]:
 
 
 class SharedParameters(Extension):
-    """Makes a reducer average common parameters once, and add its averages to other wrappers' averages."""
+    """Makes a reducer average common parameters only once, and add its averages to other wrappers' averages."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
@@ -271,7 +274,7 @@ class SharedParameters(Extension):
         self.mark_stale()
 
     def is_active(self) -> bool:
-        """Return whether another live wrapper has parameters of this one."""
+        """Return whether another live wrapper shares parameters with this one."""
         return bool(self._sharing)
 
     def other_wrapper_in_backward(self) -> bool:
@@ -289,13 +292,13 @@ class SharedParameters(Extension):
         backward.is_shared, backward.averaged_elsewhere = True, share.averaged_elsewhere.keys()
 
     def has_report(self, backward: Backward) -> bool:
-        """Note for the other wrappers which common parameters lack a gradient here; always makes ranks exchange."""
-        if not self._sharing:  # a wrapper that was collected has not called _note_partners()
+        """Tell the other wrappers which common parameters lack a gradient here; always requires control blocks."""
+        if not self._sharing:  # a garbage-collected wrapper does not call _note_partners()
             self._note_partners()
         for index in self._sharing.common & backward.out_of_bucket.keys():
-            # This backward holds it now; in p.grad another wrapper would take it for its own.
+            # This backward holds the gradient now; another wrapper would mistake it for its own in p.grad.
             self._reducer.trained.parameters[index].grad = None
-        # Averaged by another wrapper, and absent from its gradients as well: only then may the parameter end as None.
+        # Averaged by another wrapper, but absent there too: only then may the parameter's gradient end up as None.
         lacking = [index for index in self._share.averaged_elsewhere if self._sharing.lacks(index, self._share)]
         backward.absent = [*backward.absent, *lacking]
         self._sharing.note_absent(backward.absent)
@@ -304,12 +307,12 @@ class SharedParameters(Extension):
     def show(self, backward: Backward, averages: list[Tensor | None]) -> None:
         """Add the averages of common parameters to other wrappers' averages."""
         parameters = self._reducer.trained.parameters
-        common = self._sharing.common | self._share.set_aside.keys()  # other wrappers may have gone since
+        common = self._sharing.common | self._share.set_aside.keys()  # other wrappers may be gone by now
         self._sharing.show({index: averages[index] for index in common}, self._share)
         for index in common:
             averages[index] = parameters[index].grad
-        # It remembers the gradients that are shown, so it comes after buckets may have got other memory, with the order
-        # of arrival; and first of the deferred functions, because one of the others may raise.
+        # _end() remembers the gradients in p.grad, so it runs after buckets may have been reallocated in the order of
+        # arrival. It is the first deferred function, because one of the others may raise.
         backward.deferred = [self._end, *backward.deferred]
 
     def _end(self) -> None:
@@ -317,18 +320,18 @@ class SharedParameters(Extension):
         self._share = NOTHING_SHARED
 
     def abort(self, backward: Backward) -> None:
-        """Put back the averages that were set aside."""
+        """Restore the averages that were set aside."""
         self._sharing.abort(self._share)
         self._share = NOTHING_SHARED
 
     def parameters_changed(self) -> None:
-        """Find the new parameters that other wrappers also have."""
+        """Find out which of the new parameters other wrappers also have."""
         self._sharing.close()
         shown = self._sharing._shown
         self._make_sharing()
         self._sharing._shown = shown
 
     def close(self) -> None:
-        """Take the wrapper out of all sharing, and drop the function that refers back to this object."""
+        """Remove the wrapper from all sharing, and drop the function that refers back to this object."""
         self._sharing.close()
         self._reducer.averages.left_to_others = frozenset

@@ -1,8 +1,8 @@
-"""Unused parameters: those without a gradient on some rank. They are harmless, and may be reported or refused.
+"""Unused parameters: those without a gradient on some rank. They are harmless, but can be reported or refused.
 
-The control block has the number of ranks with a gradient for each parameter. The ranks that had none are found
-out only when a parameter is missing for the first time. A rank without any gradient had no data, and does not count.
-Frozen parameters do not count either.
+For each parameter, the control block holds the number of ranks that have a gradient. Which ranks lack it is determined
+only the first time that a parameter is missing. A rank without any gradients had no data, and does not count. Frozen
+parameters do not count either.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.errors import UnusedParameterWarning, UsageError
 
 
 class UnusedParameters(Extension):
-    """Reports unused parameters: in a warning on rank 0, once for each, or in an error on every rank."""
+    """Reports unused parameters: once each in a warning on rank 0, or in an error on every rank."""
 
     def __init__(self, mode: UnusedParameterMode, reducer: Reducer) -> None:
         self._mode, self._trained, self._channel = mode, reducer.trained, reducer.channel
@@ -30,11 +30,11 @@ class UnusedParameters(Extension):
 
     def parameters_changed(self) -> None:
         everything = range(len(self._trained.names))
-        # One set for both: once a parameter was reported, a step without its gradient needs no control blocks.
+        # One set serves both: once a parameter was reported, a step without its gradient needs no control blocks.
         self._expected = self._reducer.expected_absent = set(everything if self._mode == "allow" else ())
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
-        """Find out which ranks lack the parameters that are missing somewhere and were not reported before."""
+        """Find out which ranks lack gradients, for parameters that are missing somewhere and not yet reported."""
         missing = exchanged.control.missing_somewhere(exchanged.statuses)
         asked = [index for index in missing if index not in self._expected]
         if not asked or self._mode == "allow":
@@ -54,12 +54,12 @@ class UnusedParameters(Extension):
         if self._mode == "error":
             raise UsageError(f"{message}; use every parameter in every step, or pass unused_parameters='allow'")
         if self._channel.rank == 0:
-            message += "; where missing they count as zero, pass unused_parameters='allow' if that is meant"
+            message += "; missing gradients count as zero; pass unused_parameters='allow' if that is intended"
             warn(message, UnusedParameterWarning)
 
 
 def unused_message(names: Sequence[str], without: Sequence[Sequence[int]]) -> str | None:
-    """Describe in one sentence which of the parameters `names` lacked a gradient, with the ranks; None if none did.
+    """Describe in one sentence which of the parameters `names` lacked a gradient on which ranks; None if none did.
 
     ``without[i][rank]`` is 1 if that rank had no gradient for parameter i.
     """
