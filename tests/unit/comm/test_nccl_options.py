@@ -108,9 +108,7 @@ def wrap_with_settings(world: World) -> list[str]:
 
 def test_settings_of_nccl_are_refused_by_name_where_there_is_none(pools: Pools) -> None:
     for said in pools.run(2, wrap_with_settings):
-        assert [
-            line.partition(" is for gradients that travel over NCCL, but the model is on cpu")[0] for line in said
-        ] == [
+        assert [line.partition(" is for gradients sent over NCCL, but the model is on cpu")[0] for line in said] == [
             "NcclOptions(registered_buckets=True)",
             "NcclOptions(high_priority=True)",
         ]
@@ -136,7 +134,7 @@ def test_registered_memory_is_refused_where_the_device_cannot(monkeypatch: pytes
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
     check_nccl_group(NcclOptions(high_priority=True), GPU, group)
     with pytest.raises(
-        UsageError, match=r"registered_buckets=True\) cannot be used, as this torch, .*, lacks register"
+        UsageError, match=r"registered_buckets=True\) cannot be used because this torch, .*, lacks register"
     ):
         check_nccl_group(NcclOptions(registered_buckets=True), GPU, group)
 

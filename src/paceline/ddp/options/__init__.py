@@ -1,1 +1,1 @@
-"""The wrapper's arguments and its module, checked."""
+"""Checks of the wrapper's arguments and module."""

@@ -1,8 +1,8 @@
-"""The bucket: a flat tensor that holds the gradients of neighbouring parameters, reduced as one.
+"""The bucket: a flat tensor that holds the gradients of neighboring parameters, which are reduced together.
 
-Assignment of parameters to buckets is a function of plain values, so that every rank computes the same one. Bucketing
-and its overlap with backward follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", VLDB 2020.
+The assignment of parameters to buckets depends only on plain values, so every rank computes the same one. Bucketing and
+its overlap with backward follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+VLDB 2020.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.core.state.flat_views import views_of
 
 MIB = 2**20
 FIRST_CAPACITY = MIB
-"""Bytes of the first bucket to be launched: small, so that communication starts early in backward."""
+"""Bytes of the first bucket launched: small, so that communication starts early in backward."""
 CAPACITY = 25 * MIB
 """Bytes of every other bucket. Measured on two cores through shared memory, with models of 3 to 17 million parameters:
 1, 4, 25 and 100 MiB differ by less than the noise (benchmarks/results, step-time-variants)."""
@@ -33,11 +33,11 @@ def assign(
         sizes: bytes of each parameter's gradient.
         kinds: (dtype, device) for each parameter; a bucket cannot mix them.
         order: indices of all parameters in the expected order of arrival during backward.
-        capacities: bytes of the first, second, … bucket; the last one holds for all that follow. A bucket is
-            closed by the parameter that fills it, so it may be larger by one parameter.
+        capacities: bytes of the first, second, … bucket; the last one applies to all further buckets. A bucket is
+            closed by the parameter that fills it, so it may exceed its capacity by one parameter.
 
     Returns:
-        Parameter indices of each bucket, in the order of completion and launch.
+        Parameter indices of each bucket, in the order in which buckets are completed and launched.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[Hashable, list[int]] = {}
@@ -48,7 +48,7 @@ def assign(
         bucket = open_buckets.setdefault(kind, [])
         bucket.append(index)
         filled[kind] = filled.get(kind, 0) + sizes[index]
-        # By the number of closed buckets, because they are launched in the order of closing.
+        # Indexed by the number of closed buckets, because buckets are launched in the order in which they are closed.
         if filled[kind] >= capacities[min(len(buckets), len(capacities) - 1)]:
             buckets.append(open_buckets.pop(kind))
             del filled[kind]
@@ -57,9 +57,9 @@ def assign(
 
 
 def arrival_order(observed: Sequence[int], count: int) -> list[int]:
-    """Return all `count` parameters in the `observed` order of arrival, those never seen last, in reverse order.
+    """Return all `count` parameters in the `observed` order of arrival; unobserved ones come last, in reverse order.
 
-    A parameter that arrived more than once (reentrant checkpointing) counts at its last arrival.
+    If a parameter arrived more than once (reentrant checkpointing), its last arrival counts.
     """
     last = {index: place for place, index in enumerate(observed)}
     seen = sorted(last, key=last.__getitem__)
@@ -73,23 +73,23 @@ class Overlap:
     full: tuple[float, ...]
     """Arrival time of the bucket's last gradient."""
     begin: tuple[float, ...]
-    """Begin of its all-reduce."""
+    """Start of its all-reduce."""
     end: tuple[float, ...]
     """End of its all-reduce."""
 
     @property
     def exposed(self) -> float:
-        """Seconds that backward waits for communication at its end."""
+        """Seconds that backward waits for communication when it ends."""
         return max(0.0, self.end[-1] - self.full[-1])
 
 
 def overlap(backward: Sequence[float], reduce: Sequence[float], launch_when_full: bool = True) -> Overlap:
-    """Return the timeline of a backward whose buckets are reduced one after the other.
+    """Return the timeline of a backward whose buckets are reduced one after another.
 
     Args:
         backward: seconds that backward takes to fill each bucket, in the order of launch; one or more.
-        reduce: seconds of each bucket's all-reduce. It is taken to cost backward no time, as on a network card.
-        launch_when_full: launch a bucket as soon as it is full; else all of them when backward has ended.
+        reduce: seconds of each bucket's all-reduce, assumed not to slow backward down, as on a network card.
+        launch_when_full: whether each bucket is launched as soon as it is full, or all of them after backward.
     """
     full = tuple(accumulate(backward))
     begin: list[float] = []
@@ -110,19 +110,19 @@ class Bucket:
     indices: list[int]
     """Parameters, by their index in the reducer."""
     flat: Tensor
-    """All gradients, one after the other, without gaps."""
+    """All gradients, one after another, without gaps."""
     views: list[Tensor] = field(default_factory=list)
-    """``flat`` seen as each parameter's gradient: same shape, and same strides where those are dense."""
+    """Views of ``flat`` as each parameter's gradient: same shape, and same strides if those are dense."""
     largest: int = 0
-    """Elements of the largest gradient."""
+    """Number of elements in the largest gradient."""
     is_last: bool = False
-    """Whether no bucket is launched after it."""
+    """Whether this is the last bucket to be launched."""
     prescale: float = 1.0
-    """The factor of gradients that are copied in; unless it is 1 the bucket holds means, not sums."""
+    """The factor applied to gradients as they are copied in; unless it is 1, the bucket holds means, not sums."""
     memory: Tensor = field(default=NOTHING)
-    """The whole allocation: ``flat``, and the tail behind it."""
+    """The whole allocation: ``flat`` followed by the tail."""
     tail: Tensor = field(default=NOTHING)
-    """Elements behind the gradients that travel with them but are not gradients."""
+    """Elements after the gradients that are reduced with them but are not gradients."""
 
     @classmethod
     def allocate(
@@ -135,7 +135,7 @@ class Bucket:
     ) -> Bucket:
         """Return a zeroed bucket for `indices` of `parameters`, which share a device; `dtype` is theirs by default.
 
-        ``allocate(numel, dtype=…, device=…)`` gives its memory, with room for `tail` more elements.
+        ``allocate(numel, dtype=…, device=…)`` provides its memory, with room for `tail` more elements.
         """
         members = [parameters[index] for index in indices]
         total = sum(parameter.numel() for parameter in members)

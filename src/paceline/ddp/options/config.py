@@ -1,4 +1,4 @@
-"""The arguments of the wrapper, checked before ranks communicate."""
+"""The wrapper's arguments, checked before ranks communicate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NcclOptions:
     """Whether buckets are allocated in memory that is registered with NCCL, which it then reads and writes without a
     copy if the hardware can (``torch.cuda.MemPool``)."""
     high_priority: bool = False
-    """Whether NCCL's kernels run on a stream of high priority, before waiting kernels of backward."""
+    """Whether NCCL's kernels run on a high-priority stream, ahead of backward kernels that are waiting."""
 
     @property
     def chosen(self) -> list[str]:
@@ -44,29 +44,29 @@ class Options:
     """Settings of the gradient averaging, checked once by the wrapper."""
 
     capacities: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
-    """Bytes of the first, second, … bucket; the last holds for all that follow."""
+    """Bytes of the first, second, … bucket; the last one applies to all further buckets."""
     check_finite: bool = False
     """Whether gradients are checked for NaN and Inf."""
     reduce_dtype: torch.dtype | None = None
-    """The dtype for summing gradients; None for each parameter's own."""
+    """The dtype for summing gradients; None for each parameter's own dtype."""
     unused: UnusedParameters = "allow"
-    """The reaction to a parameter that has no gradient on some rank."""
+    """What to do about a parameter that has no gradient on some rank."""
     algorithm: Algorithm | None = None
     """The algorithm that sums the buckets; None for the backend's own all-reduce."""
     init_sync: InitSync = True
     """Whether the replicas are made equal at the start, or compared."""
     syncs_buffers: bool = True
-    """Whether training forwards synchronize buffers, at first: frameworks may change the wrapper's attribute."""
+    """Whether training forwards initially synchronize buffers; frameworks may change the wrapper's attribute."""
     syncs_initial_buffers: bool = True
     """Whether buffers are made equal at the start."""
     check_replicas_every: int = 0
     """Optimizer steps between two comparisons of the replicas; 0 for none."""
     check_compute_every: int = 0
-    """Steps between two checks that a slice's gradients are computed right; 0 for none."""
+    """Steps between two checks that a slice's gradients are computed correctly; 0 for none."""
     nccl: NcclOptions = NcclOptions()
     """Settings of the communicator."""
     virtual_ranks: int = 0
-    """Slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
+    """Number of slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
 
     @classmethod
     def checked(
@@ -85,8 +85,8 @@ class Options:
 
         Args:
             capacity: ``bucket_cap_mb`` and ``bucket_cap_mb_list``.
-            buffer_sync: ``broadcast_buffers`` and ``forward_sync_buffers``, torch's old and new name for one setting.
-            unused: ``unused_parameters``, and whether an argument of torch's says that some are expected.
+            buffer_sync: ``broadcast_buffers`` and ``forward_sync_buffers``, torch's old and new names for one setting.
+            unused: ``unused_parameters``, and whether one of torch's arguments says that some are expected.
             lazy_buckets: ``lazy_bucket_allocation``.
             sums: ``reduce_dtype``, ``algorithm`` and ``virtual_ranks``, which determine the bits of the sums.
             checks: ``check_finite``, ``check_replicas_every`` and ``check_compute_every``.
@@ -108,14 +108,15 @@ class Options:
             nccl=check_nccl(nccl),
             virtual_ranks=check_summable(virtual_ranks, algorithm, reduce_dtype),
             syncs_buffers=syncs,
-            # torch's rule: broadcast_buffers=False also leaves buffers alone at the start; the new name does not.
+            # As in torch, broadcast_buffers=False also leaves buffers alone at the start; forward_sync_buffers does
+            # not.
             syncs_initial_buffers=new is not None or syncs,
         )
 
 
 def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
-    """Return bucket capacities in bytes: first, second, …; the last one holds for all further buckets."""
-    asked = list(cap_mb_list or ([] if cap_mb is None else [cap_mb]))  # the list wins, like torch's
+    """Return bucket capacities in bytes: first, second, …; the last one applies to all further buckets."""
+    asked = list(cap_mb_list or ([] if cap_mb is None else [cap_mb]))  # the list wins, as in torch
     for value in asked:
         if not (value > 0 and math.isfinite(value)):
             raise UsageError(f"a bucket's capacity must be a number of MiB > 0, not {value!r}")
@@ -127,11 +128,11 @@ def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tup
 
 
 def check_lazy(lazy_bucket_allocation: bool) -> None:
-    """Refuse torch 2.15's buckets that exist only during backward: a user would count on their memory."""
+    """Refuse torch 2.15's buckets that exist only during backward, because a user would rely on the memory saved."""
     if lazy_bucket_allocation:
         raise UsageError(
-            f"lazy_bucket_allocation={lazy_bucket_allocation!r} is not supported: gradients lie in Paceline's buckets, "
-            "without the second copy that torch's have by default, and stay there between steps; leave it out"
+            f"lazy_bucket_allocation={lazy_bucket_allocation!r} is not supported: Paceline keeps gradients in its "
+            "buckets between steps, without the second copy that torch makes by default; leave it out"
         )
 
 
@@ -159,9 +160,9 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
 
 
 def check_delayed(named: Any, hooked: Any, module: nn.Module) -> None:
-    """Refuse parameters outside of `module` whose all-reduce torch would delay; others are in ordinary buckets here."""
+    """Refuse delayed all-reduces of parameters outside `module`; parameters inside are in ordinary buckets here."""
     if (named is None) != (hooked is None):
-        raise UsageError("give both delay_all_reduce_named_params and param_to_hook_all_reduce, or none of them")
+        raise UsageError("give both delay_all_reduce_named_params and param_to_hook_all_reduce, or neither")
     inside = set(map(id, module.parameters()))
     for name, parameter in named or []:
         if id(parameter) not in inside:
@@ -178,7 +179,7 @@ def check_algorithm(algorithm: Algorithm | None) -> Algorithm | None:
 
 
 def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameters:
-    """Return the reaction to unused parameters if it exists; ``"allow"`` for ``"warn"`` if they are `expected`."""
+    """Check ``unused_parameters``; if unused parameters are `expected`, ``"warn"`` becomes ``"allow"``."""
     if value == "warn":
         return "allow" if expected else "warn"
     if value == "allow" or value == "error":
@@ -194,7 +195,7 @@ def check_init_sync(value: object) -> InitSync:
 
 
 def check_nccl(options: object) -> NcclOptions:
-    """Return the settings of the communicator; the default ones for None."""
+    """Return the settings of the communicator; None gives the defaults."""
     if options is None:
         return NcclOptions()
     if not isinstance(options, NcclOptions) or any(not isinstance(value, bool) for value in vars(options).values()):
@@ -203,22 +204,22 @@ def check_nccl(options: object) -> NcclOptions:
 
 
 def check_nccl_group(options: NcclOptions, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Refuse settings of an NCCL communicator that does not exist or does not support them."""
+    """Refuse NCCL settings if there is no NCCL communicator or it does not support them."""
     if not options.chosen:
         return
     backend = str(dist.get_backend_config(group))
     nccl = nccl_of(group)
     if device.type != "cuda" or nccl is None or "nccl" not in backend:
         raise UsageError(
-            f"NcclOptions({options.chosen[0]}=True) is for gradients that travel over NCCL, but the model is on "
+            f"NcclOptions({options.chosen[0]}=True) is for gradients sent over NCCL, but the model is on "
             f"{device} and the group's backend is {backend!r}; leave it out, or use 'cpu:gloo,cuda:nccl' and GPUs"
         )
     if options.registered_buckets and (reason := why_not(nccl, device)) is not None:
-        raise UsageError(f"NcclOptions(registered_buckets=True) cannot be used, as {reason}; leave it out")
+        raise UsageError(f"NcclOptions(registered_buckets=True) cannot be used because {reason}; leave it out")
 
 
 def check_interval(name: str, every: int | None) -> int:
-    """Return the interval in optimizer steps that the argument `name` gives; 0 for none."""
+    """Return the interval, in optimizer steps, given by the argument `name`; 0 for none."""
     if every is None:
         return 0
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -231,7 +232,7 @@ def check_computed(every: int | None, virtual_ranks: int | None) -> int:
     interval = check_interval("check_compute_every", every)
     if interval and virtual_ranks is None:
         raise UsageError(
-            f"check_compute_every={every} compares slices that have the same bits on any rank; also give virtual_ranks"
+            f"check_compute_every={every} compares slices and needs virtual_ranks; also give virtual_ranks"
         )
     return interval
 
@@ -245,7 +246,7 @@ def check_summable(count: int | None, algorithm: object, reduce_dtype: torch.dty
         raise UsageError(f"algorithm={algorithm!r} sums in another order; leave it out with virtual_ranks={count}")
     if reduce_dtype is torch.float16:
         raise UsageError(
-            "reduce_dtype=torch.float16 divides before it sums, by the number of ranks; give torch.float32 or bfloat16 "
+            "reduce_dtype=torch.float16 divides by the number of ranks before it sums; give torch.float32 or bfloat16 "
             f"with virtual_ranks={count}"
         )
     return count

@@ -1,4 +1,4 @@
-"""Finds the parameters of a module that are averaged, and refuses modules that cannot be averaged."""
+"""Finds the parameters of a module to average, and refuses modules that cannot be averaged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.errors import UsageError, WrapError
 
 
 def trained_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters to average, each once however often it is shared, in the module's order."""
+    """Return the parameters to average in the module's order, each one only once even if it is shared."""
     trained = [
         (name, parameter)
         for name, parameter in module.named_parameters()
@@ -35,17 +35,17 @@ def trained_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, 
 
 
 def check_initialized(module: nn.Module) -> None:
-    """Refuse a module whose lazy layers do not know their shapes yet."""
+    """Refuse a module with lazy layers whose shapes are not known yet."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise WrapError(
-                f"{name!r} is not initialized, because it belongs to a lazy layer without an input so far; run a dummy "
-                "forward through the module on every rank before wrapping it"
+                f"{name!r} is not initialized, because it belongs to a lazy layer that has had no input yet; run a "
+                "dummy forward through the module on every rank before wrapping it"
             )
 
 
 def check_lookups(module: nn.Module, ignored: set[str], *, warns: bool) -> None:
-    """Refuse embeddings whose forward rescales the rows that a rank reads, and warn of frequencies counted by rank."""
+    """Refuse embeddings whose forward rescales the rows that a rank reads, and warn if row frequencies are per rank."""
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or f"{name}.weight".lstrip(".") in ignored:
             continue
@@ -65,7 +65,7 @@ def check_lookups(module: nn.Module, ignored: set[str], *, warns: bool) -> None:
 
 
 def check_averaged(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters whose gradients cannot be summed over ranks, or are used before they are."""
+    """Refuse parameters whose gradients cannot be summed over ranks, or are used before they are summed."""
     for name, parameter in named:
         if hasattr(parameter, "_in_backward_optimizers"):
             raise UsageError(
@@ -85,11 +85,11 @@ def check_broadcast(named: Sequence[tuple[str, Tensor]], backend: str) -> None:
     unfit = _NEVER_BROADCAST if "gloo" not in backend else (*_NEVER_BROADCAST, torch.int16)
     for name, tensor in named:
         obstacle = _unfit_layout(tensor)
-        # Floating-point numbers of one byte are one of the float8 dtypes.
+        # A one-byte floating-point dtype is one of the float8 dtypes.
         if not obstacle and (tensor.dtype in unfit or (tensor.dtype.itemsize == 1 and tensor.is_floating_point())):
             obstacle = f"of dtype {tensor.dtype}"
         if not obstacle and has_overlap(tensor):
-            obstacle = f"expanded, of dtype {tensor.dtype}, so that several of its elements share memory,"
+            obstacle = f"expanded, of dtype {tensor.dtype}, with elements that share memory,"
         if obstacle:
             raise UsageError(
                 f"{name!r} is {obstacle} and cannot be broadcast to the other ranks; make it contiguous, dense and of "
@@ -102,7 +102,7 @@ _NEVER_BROADCAST = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _unfit_layout(tensor: Tensor) -> str:
-    """Describe a tensor that is quantized, nested, sparse or without memory; an empty text for ordinary tensors."""
+    """Describe a tensor that is quantized, nested, sparse or on the meta device; empty for ordinary tensors."""
     if tensor.is_quantized:
         return f"quantized, of dtype {tensor.dtype}"
     if tensor.is_nested:
@@ -118,7 +118,7 @@ def check_devices(
     output_device: int | torch.device | None,
     device: torch.device,
 ) -> torch.device | None:
-    """Return the device for inputs: the one of `device_ids`, if any."""
+    """Return the device for inputs: the one in `device_ids`, if any."""
     ids = list(device_ids or [])
     if not ids:
         if output_device is not None and device.type == "cpu":
