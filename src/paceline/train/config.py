@@ -32,16 +32,16 @@ class TrainConfig:
     max_steps: int | None = None
     """Number of steps, over as many passes as needed. Required for data of unknown length."""
     accumulate: int = 1
-    """Batches of the loader in each step, whose global batch is larger by this factor."""
+    """Number of the loader's batches in each step; the step's global batch is larger by this factor."""
     virtual_ranks: int | None = None
     """Number of slices of each global batch, a power of two: training has the same bits on every number of ranks that
     divides it. Applies to the model and the loaders, and replaces ``accumulate``."""
     clip_norm: float | None = None
-    """Largest norm of the gradient of all parameters in the optimizer; None for no clipping."""
+    """Maximum norm of the gradient over all parameters in the optimizer; None for no clipping."""
     precision: Precision = "fp32"
     """Precision of forward and loss, also in evaluations: ``"bf16"`` and ``"fp16"`` use ``torch.autocast``, and weights
-    keep their dtype. ``"fp16"`` scales the loss with a ``GradScaler``, whose state is in checkpoints. A step that it
-    skips does not count; its batches belong to the next step."""
+    keep their dtype. ``"fp16"`` scales the loss with a ``GradScaler``, whose state is in checkpoints. A skipped
+    step does not count; its batches belong to the next step."""
     check_finite: bool = True
     """Whether NaN or Inf in a gradient ends the training on every rank before the optimizer steps. On a GPU, the CPU
     waits for this check in every step. Ignored with ``"fp16"``, because the GradScaler skips such steps."""
@@ -50,14 +50,14 @@ class TrainConfig:
     monitor: str = "loss"
     """The evaluation's metric that a ``ReduceLROnPlateau`` follows."""
     load_best_at_end: bool = False
-    """Whether to load the best checkpoint at the end, by the Checkpointer's ``keep_best``, and return its metrics."""
+    """Whether to load the best checkpoint, according to ``keep_best``, at the end and return its metrics."""
     resume: bool = False
     """Resume from the newest checkpoint of the Checkpointer."""
     allow_changed_settings: bool = False
-    """Resume although settings differ from the checkpoint's. This run's settings apply, and rank 0 logs them. Batch
-    size and seed cannot change, because the position in the data depends on them."""
+    """Resume even if settings differ from the checkpoint's. This run's settings apply, and rank 0 logs them. Batch size
+    and seed cannot change, because the position in the data depends on them."""
     allow_changed_data: bool = False
-    """Resume although the training data have changed; rank 0 logs the changes. If the number of samples differs, the
+    """Resume even if the training data have changed; rank 0 logs the changes. If the number of samples differs, the
     current epoch starts again."""
     log_every: int = 10
     """Steps between lines of metrics."""

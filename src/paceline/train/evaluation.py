@@ -35,7 +35,7 @@ class Evaluation:
     loader: DataLoader
     sums: Sums
     names: tuple[str, ...]
-    """Names of the metrics, which a rank with only empty slices needs."""
+    """Names of the metrics; needed by ranks whose slices are all empty."""
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
     """Computes metrics that are not means, such as F1, from the means; None to report the means."""
 
@@ -46,9 +46,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of each metric over all samples of the evaluation's loader. Collective; equal on every rank.
 
-    With ``evaluation.derive``, return its result for the means. The module runs without its wrapper, in eval mode,
-    with rank 0's buffers. Random generators are restored afterwards, so an evaluation does not change the training. For
-    a model with ``virtual_ranks``, the means have the same bits on any number of ranks.
+    If there is an ``evaluation.derive``, return its result for the means instead. The module runs without its wrapper,
+    in eval mode, with rank 0's buffers. Random generators are restored afterwards, so an evaluation does not change the
+    training. For a model with ``virtual_ranks``, the means have the same bits on any number of ranks.
 
     Args:
         model: the wrapped model.
@@ -85,7 +85,7 @@ def evaluate(
 
 
 def begin_anew(loader: DataLoader, model: DistributedDataParallel) -> None:
-    """Make the next pass read the first epoch from the beginning, cut for the model's virtual ranks."""
+    """Make the next pass read the first epoch from the beginning, in slices for the model's virtual ranks."""
     if (slices := model.virtual_ranks) is not None:
         loader.use_virtual_ranks(slices)
     loader.progress.set_epoch(0)
@@ -93,7 +93,7 @@ def begin_anew(loader: DataLoader, model: DistributedDataParallel) -> None:
 
 
 def parts_of(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
-    """Yield number and samples of this rank's slices of a global batch, without empty slices.
+    """Yield the number and samples of each of this rank's slices of a global batch, except empty slices.
 
     Without virtual ranks there is one slice, with the rank's number.
     """
@@ -110,7 +110,7 @@ def parts_of(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
 
 @contextmanager
 def in_eval_mode(model: DistributedDataParallel) -> Iterator[nn.Module]:
-    """Enter a block with the module without its wrapper, in eval mode, with rank 0's buffers. Collective.
+    """Yield the module without its wrapper, in eval mode, with rank 0's buffers. Collective.
 
     Modes and random generators are restored afterwards.
     """
@@ -148,7 +148,7 @@ def validate_evaluation(evaluation: Any, training: DataLoader | None = None) -> 
 def wanted_metrics(
     config: TrainConfig, keep_best: tuple[str, str] | None, scheduler: Any, callbacks: Iterable[Any]
 ) -> dict[str, str]:
-    """Return the metrics of the evaluation that a run depends on, by a description of the object that names them."""
+    """Return the evaluation metrics that a run depends on, each by a description of the object that names it."""
     wanted = {} if keep_best is None else {"keep_best": keep_best[0]}
     if isinstance(scheduler, ReduceLROnPlateau):
         wanted["monitor, which the ReduceLROnPlateau follows,"] = config.monitor

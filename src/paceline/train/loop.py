@@ -32,8 +32,8 @@ from paceline.train.training_step import Loss, TrainingStep
 class Loop:
     """Runs steps. Every rank makes the same decisions.
 
-    They depend on the configuration, on the position in the data, which ranks compare in every step, and on metrics
-    that are reduced over the ranks. Ranks agree on requests to stop; see :class:`.run.run.StopRequest`.
+    Decisions depend on the configuration, on the position in the data (compared between ranks in every step), and on
+    metrics that are reduced over the ranks. Ranks agree on stop requests; see :class:`.run.run.StopRequest`.
     """
 
     def __init__(
@@ -57,24 +57,24 @@ class Loop:
         self.run = Run(model, optimizer, self.position, asdict(config), self.state)
         self.callbacks = Callbacks(callbacks, self.run)
         self.wanted: Mapping[str, str] = {}
-        """The evaluation's metrics that the run depends on, by a description of the object that names them."""
+        """The evaluation metrics that the run depends on, each by a description of the object that names it."""
         self.checkpointer: Checkpointer | None = None
-        """Learns of the end of every step."""
+        """Marks the end of every step."""
         self.saves: Saves | None = None
         """The saves; None if the user gave no Checkpointer."""
         self.interrupts = Interrupts()
         """Defers Ctrl-C during the latest fit()."""
         self._is_save_due = False
-        """Whether the Checkpointer's interval ends with the present step."""
+        """Whether the Checkpointer's interval ends with the current step."""
         self._stepped = 0
         """The position in the epoch after the last optimizer step."""
         self._counted = 0
-        """Samples of the epoch that the result counts."""
+        """Samples of the epoch that the result already includes."""
         self._clock = 0.0
-        """The end of the time that the result's seconds count."""
+        """Time up to which the result's seconds have been counted."""
 
     def train(self, loggers: Sequence[Logger]) -> None:
-        """Train from the present position to the end."""
+        """Train from the current position to the end."""
         self.run.is_evaluation_due = self._is_evaluation_due
         log = Loggers(loggers)
         log.open(self.run)
@@ -96,7 +96,7 @@ class Loop:
             self.model.train()  # type: ignore[no-untyped-call]
         self.views.train()
         self.optimizer.zero_grad()
-        self.model.zero_grad()  # also outside the optimizer: gradients of an interrupted window
+        self.model.zero_grad()  # also clears gradients outside the optimizer, from an interrupted window
         self.position.rewind()
         self._clock = time.perf_counter()
         history = self.result.history
@@ -140,7 +140,7 @@ class Loop:
                     self.interrupts.check()
         finally:
             self.step.drop()
-            if self.position.position != self._stepped:  # repeat batches without a step
+            if self.position.position != self._stepped:  # repeat batches that did not end in a step
                 self.position.set_position(self._stepped)
             self._count_time()
             self.result.exposed_seconds += self.model.exposed_seconds - exposed
@@ -162,7 +162,7 @@ class Loop:
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
         self.state.is_stopped |= self.model.stop_agreed
-        # Before the end of the step is marked, so that a rescued step includes the callbacks' state; see decision 53.
+        # Called before the step's end is marked, so that a rescued step includes the callbacks' state; see decision 53.
         self.run.is_line_due, self.run.is_evaluation_due = self._is_line_due, self._is_evaluation_due
         self.callbacks.on_step()
         if self.checkpointer is not None:
@@ -178,7 +178,7 @@ class Loop:
             is_due = self._is_last_step or (
                 self._epoch_is_over if self.checkpointer.every is None else self._is_save_due
             )
-            # Before the evaluation, which may fail; with keep_best after it, because the checkpoint needs its result.
+            # Save before the evaluation, which may fail; with keep_best, after it, to have its result.
             if is_due and not (saves.keeps_best and self._is_evaluation_due):
                 self._save(saves)
         self._evaluate_if_due(log, display, is_save_due=is_due)
@@ -197,7 +197,7 @@ class Loop:
 
     @property
     def _total_steps(self) -> int | None:
-        """Number of steps of the training, if known."""
+        """Total number of training steps, if known."""
         config, position = self.config, self.position
         if config.epochs is None or isinstance(position, GlobalBatchStream) or position.varies:
             return config.max_steps
@@ -205,7 +205,7 @@ class Loop:
 
     @property
     def _epoch_is_over(self) -> bool:
-        """Whether the epoch's last step was taken and the next epoch has not begun."""
+        """Whether the epoch's last step has been taken and the next epoch has not begun."""
         return bool(self.position.position) and self.position.position == self.position.length
 
     @property
@@ -228,16 +228,16 @@ class Loop:
 
     @property
     def _is_line_due(self) -> bool:
-        """Whether the line of metrics of the present step is still to be written."""
+        """Whether the current step's line of metrics has yet to be written."""
         steps = self.result.steps
         if self.average.line_at >= steps:
             return False
-        # Not at every last step: a request to stop may arrive after the line would have been written.
+        # Not for every last step: a stop request may arrive after the line would have been written.
         return steps % self.config.log_every == 0 or steps == self.config.max_steps or self._epoch_is_over
 
     @property
     def _is_evaluation_due(self) -> bool:
-        """Whether the evaluation of the present step is still to be done."""
+        """Whether the current step has yet to be evaluated."""
         steps, every = self.result.steps, self.config.evaluate_every
         if self.evaluation is None or self.state.evaluated_at == steps:
             return False
@@ -278,7 +278,7 @@ class Loop:
             self._save(self.saves)
 
     def _save(self, saves: Saves) -> None:
-        """Save the present step, and call callbacks."""
+        """Save the current step, and call the callbacks."""
         with self.views.evaluating():
             saves.save(is_last=self._is_last_step)
             if self.callbacks.meet("on_save") and not self.state.is_stopped:

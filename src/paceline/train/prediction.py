@@ -47,7 +47,7 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
     validate_wrapper(model, "predict()")
     validate_loader(loader, "predict()")
     begin_anew(loader, model)
-    # Sample and place in the epoch of each row, because an order may repeat a sample.
+    # Each row's sample and its place in the epoch; both, because an epoch may repeat a sample.
     places: list[tuple[int, int]] = []
     rows: list[Any] = []
     with in_eval_mode(model) as module:
@@ -72,7 +72,7 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
 
 
 def _samples_by_slice(loader: DataLoader) -> Callable[[int, int, Sequence[int]], Sequence[int]]:
-    """Return a function from the numbers of a batch and a slice, and its places in the epoch, to its samples.
+    """Return a function that maps a batch number, a slice number and the slice's places in the epoch to samples.
 
     Samples of a stream are numbered by their places.
     """

@@ -85,7 +85,7 @@ def lr_factor(
 
 
 def validate_schedule(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuse an object that is not a scheduler of `optimizer`, and a scheduler that the Trainer was not given."""
+    """Refuse an object that is not a scheduler of `optimizer`, and a scheduler that was not given to the Trainer."""
     if scheduler is None:
         # A scheduler marks the groups and optimizer.step. A state_dict contains only the groups' mark.
         marked = any("initial_lr" in group for group in optimizer.param_groups)
@@ -99,11 +99,11 @@ def validate_schedule(scheduler: Any, optimizer: Optimizer) -> None:
             f"scheduler is {with_article(type(scheduler).__qualname__)}; give a scheduler of torch.optim.lr_scheduler"
         )
     elif scheduler.optimizer is not optimizer:
-        raise UsageError("the scheduler has another optimizer than the Trainer; create it from the Trainer's")
+        raise UsageError("the scheduler belongs to a different optimizer; create it from the Trainer's optimizer")
 
 
 def settings_of(scheduler: LRScheduler | None, config: TrainConfig) -> dict[str, Any]:
-    """Return the class of a scheduler and its plain values before its first step, which a resume compares.
+    """Return a scheduler's class and its plain values before its first step, for comparison at a resume.
 
     Arguments of ``functools.partial`` functions are a separate setting, because they may change at a resume.
     """

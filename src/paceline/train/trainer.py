@@ -52,9 +52,9 @@ class Trainer:
         loader: the training data. A step uses ``accumulate`` of its global batches. A stream needs ``max_steps``.
         config: settings of the training.
         evaluation: runs after every epoch, or every ``evaluate_every`` steps.
-        scheduler: a scheduler of ``torch.optim.lr_scheduler``, which checkpoints contain. It steps after every
-            optimizer step, a ``ReduceLROnPlateau`` after every evaluation, by the metric ``config.monitor``.
-            :func:`~paceline.train.lr_factor` has warm-ups and decays for a ``LambdaLR``.
+        scheduler: a scheduler of ``torch.optim.lr_scheduler``, saved in checkpoints. It steps after every optimizer
+            step; a ``ReduceLROnPlateau`` steps after every evaluation, with the metric ``config.monitor``.
+            :func:`~paceline.train.lr_factor` provides warm-up and decay for a ``LambdaLR``.
         loggers: receive the metrics on rank 0; see :class:`~paceline.train.Logger`.
         callbacks: called in this order at the moments of a run; see :class:`~paceline.train.Callback`. Checkpoints
             contain their state.
@@ -98,7 +98,7 @@ class Trainer:
         evaluated = [] if evaluation is None else [evaluation.loader]
         validation.share_virtual_ranks(config, model, [loader, *evaluated])
         check_same_data(loader, model)
-        loader.progress.rewind()  # batches read before training are not consumed
+        loader.progress.rewind()  # batches that were read before training do not count as consumed
         loop = self._loop = Loop(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks)
         loop.wanted = wanted
         loop.callbacks.check_same_on_all_ranks()
@@ -132,7 +132,7 @@ class Trainer:
 
     def _register(self, checkpointer: Checkpointer) -> None:
         loop, config = self._loop, self.config
-        # Without learning rates and seed, which the Checkpointer compares with the optimizer's and the loader's states.
+        # Without learning rates and seed: the Checkpointer compares these in the optimizer's and the loader's states.
         facts = {"batch_size": loop.position.batch_size * config.accumulate, **settings_of(loop.scheduler, config)}
         if loop.model.virtual_ranks is not None:
             facts["virtual_ranks"] = loop.model.virtual_ranks
@@ -164,9 +164,9 @@ class Trainer:
         Callbacks may end the training earlier (:meth:`Run.stop`).
 
         Ctrl-C ends it after the step, evaluation batch, restore or save in progress; a second Ctrl-C at once. (This
-        holds for a single process; the launcher ends several.) Afterwards, or after an error, call ``fit()`` again to
-        continue after the last optimizer step. An evaluation that was due comes first. The Checkpointer stays open
-        until the training ends or you close it.
+        applies to a single process; the launcher ends a job of several.) Afterwards, or after an error, call ``fit()``
+        again to continue after the last optimizer step. An evaluation that was due comes first. The Checkpointer stays
+        open until the training ends or you close it.
 
         A checkpoint that cannot be written does not end the training: rank 0 warns, and the next save tries again
         (:attr:`Result.failed_saves`). A job that has written no checkpoint ends with exit code 1.
@@ -174,8 +174,8 @@ class Trainer:
         Raises:
             NoCheckpoint: if there is no checkpoint to resume from.
             CheckpointMismatch: if the checkpoint has another model, other data or other settings.
-            NonFiniteGradient: if a gradient holds NaN or Inf, unless neither config nor wrapper checks for it.
-            CallbackError: if a callback raises; names its class and the rank.
+            NonFiniteGradient: if a gradient holds NaN or Inf, and the config or the wrapper checks for it.
+            CallbackError: if a callback raises; the message names its class and the rank.
             UsageError: if the Checkpointer was closed before the training ended, or an evaluation lacks a metric that
                 the run depends on.
         """
@@ -207,8 +207,8 @@ class Trainer:
     def predict(self, loader: DataLoader, predict_step: PredictStep = apply_module) -> Any:
         """Return the model's output for each sample of `loader`, in the data set's order. Call it on all ranks.
 
-        It runs in the config's precision, with the weights that evaluations use. `loader` must not be the training's.
-        See :func:`paceline.train.predict`.
+        It runs in the config's precision, with the weights that evaluations use. `loader` must not be the training
+        loader. See :func:`paceline.train.predict`.
         """
         validation.validate_loader(loader, "predict()")
         if loader.progress is self._loop.position:

@@ -47,8 +47,8 @@ class TrainingStep:
         self._model, self._optimizer, self._loss, self._average = model, optimizer, loss, average
         self._clip_norm = config.clip_norm
         self._precision = config.precision
-        self._window: list[tuple[Tensor, float, int]] = []  # losses, weights and numbers of slices since the last step
-        self._has_stepped = False  # the optimizer has, since finish() was called
+        self._window: list[tuple[Tensor, float, int]] = []  # losses, weights and slice numbers since the last step
+        self._has_stepped = False  # whether the optimizer has stepped since finish() was called
         if config.precision == "fp16":
             self.scaler = GradScaler(model.device.type)
             # GradScaler.step() does not return whether it skipped the optimizer's step.
@@ -59,7 +59,7 @@ class TrainingStep:
         return autocast(self._model, self._precision)
 
     def micro_batch(self, batch: Any) -> None:
-        """Run forward and backward of one micro-batch; None if this rank has no samples in it."""
+        """Run forward and backward of one micro-batch; `batch` is None if this rank has no samples in it."""
         if batch is None:
             if self._model.do_sync:  # the other ranks' backwards wait for this rank
                 self._model.sync_gradients()
@@ -97,7 +97,7 @@ class TrainingStep:
             self.scaler.step(self._optimizer)
             self.scaler.update()
         self._optimizer.zero_grad()
-        # Also gradients outside the optimizer, which would accumulate over the whole run.
+        # Also clear gradients outside the optimizer, which would accumulate over the whole run.
         self._model.zero_grad()
         if self.scaler is None or self._has_stepped:
             return True

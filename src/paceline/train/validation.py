@@ -40,7 +40,7 @@ def validate_wrapper(model: Any, caller: str) -> None:
 
 
 def validate_loader(loader: Any, owner: str) -> None:
-    """Check that `loader` is Paceline's."""
+    """Check that `loader` is a Paceline DataLoader."""
     if not isinstance(loader, DataLoader):
         remedy = "give paceline.data.DataLoader(dataset, batch_size=…), with the batch size of all ranks together"
         if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_size:
@@ -56,13 +56,13 @@ def validate_training_loader(loader: Any, config: TrainConfig) -> None:
 
 
 def share_virtual_ranks(config: TrainConfig, model: DistributedDataParallel, loaders: Iterable[DataLoader]) -> None:
-    """Give the model and all `loaders` the number of virtual ranks that the config or one of them has."""
+    """Give the model and all `loaders` the number of virtual ranks that the config, the model or a loader has."""
     loaders = list(loaders)
     counts = [config.virtual_ranks, model.virtual_ranks, *(loader.virtual_ranks for loader in loaders)]
     count = next((count for count in counts if count is not None), None)
     if count is None:
         return
-    check_settings({**vars(config), "virtual_ranks": count})  # again, with a number from the model or a loader
+    check_settings({**vars(config), "virtual_ranks": count})  # again, with the number from the model or a loader
     for loader in loaders:
         loader.use_virtual_ranks(count)
     model.use_virtual_ranks(count)

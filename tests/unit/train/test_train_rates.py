@@ -89,7 +89,7 @@ def test_a_users_scheduler_is_stepped_saved_and_the_only_one(pools: Pools, tmp_p
     beginnings = (
         "the optimizer has a learning-rate scheduler, which the Trainer would not step; give it as ",
         "monitor, which the ReduceLROnPlateau follows, is 'loss', but the Trainer has no evaluation; give Trainer(",
-        "the scheduler has another optimizer than the Trainer",
+        "the scheduler belongs to a different optimizer; create it from the Trainer",
         "the checkpoint was written with scheduler={",
         "the checkpoint was written with scheduler={",
     )

@@ -17,10 +17,10 @@ class LearningRateMonitor:
 
 
 class ThroughputMonitor:
-    """Logs ``samples_per_second`` over all ranks since the last line, without evaluations.
+    """Logs ``samples_per_second`` over all ranks since the last line, excluding evaluations.
 
     Args:
-        counts_tokens: whether the weights that the loss function returns are numbers of tokens; then
+        counts_tokens: whether the weights that the loss function returns are numbers of tokens; if so,
             ``tokens_per_second`` is logged, too.
     """
 

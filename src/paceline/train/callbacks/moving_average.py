@@ -63,7 +63,7 @@ class ExponentialMovingAverage:
     @contextmanager
     def evaluating(self, run: Run) -> Iterator[None]:
         """Put the averages into the model, and restore the weights afterwards."""
-        if self.updates == 0:  # the averages are the weights from before this run
+        if self.updates == 0:  # the averages are still the weights from before this run
             yield
             return
         weights = {name: parameter.data for name, parameter in self._parameters.items()}
@@ -91,6 +91,6 @@ class ExponentialMovingAverage:
         self.updates = int(saved["updates"])
 
     def _point_to(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        # A copy would cost time and memory, and count as a change of parameters since the last step.
+        # A copy would cost time and memory, and would count as a change of the parameters since the last step.
         for name, parameter in self._parameters.items():
             parameter.data = tensors[name]

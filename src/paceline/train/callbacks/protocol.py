@@ -8,7 +8,7 @@ from typing import Protocol
 from paceline.train.run.run import Run
 
 MOMENTS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
-"""The methods of callbacks, in the order of their calls."""
+"""The methods of callbacks, in the order in which they are called."""
 
 
 class Callback(Protocol):
@@ -24,13 +24,13 @@ class Callback(Protocol):
     def on_start(self, run: Run) -> None:
         """Called when the training starts or resumes, after the state is restored.
 
-        The model is in training mode. Parts that you put into eval mode here, such as a BatchNorm, stay in it.
+        The model is in training mode. Parts that you put into eval mode here, such as a BatchNorm, stay in eval mode.
         """
 
     def on_step(self, run: Run) -> None:
         """Called after an optimizer step; ``run.metrics`` has the values of the latest line.
 
-        Launch no collective here: if a rank died in it, the step could not be rescued.
+        Do not launch collectives here: if a rank died in one, the step could not be rescued.
         """
 
     def on_evaluation(self, run: Run) -> None:

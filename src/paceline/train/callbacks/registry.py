@@ -1,4 +1,4 @@
-"""Calls a Trainer's callbacks, and makes ranks agree on their errors and requests to stop."""
+"""Calls a Trainer's callbacks, and makes ranks agree on their errors and stop requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Callbacks:
         self._methods = {moment: [callback for callback in callbacks if _has(callback, moment)] for moment in MOMENTS}
 
     def check_same_on_all_ranks(self) -> None:
-        """Refuse different callbacks on different ranks, which would wait for each other. Collective."""
+        """Check that all ranks have the same callbacks, because different ones could make ranks hang. Collective."""
         classes = consensus.gather(consensus.here(), [type(callback).__qualname__ for callback in self._all])
         for rank, names in enumerate(classes):
             if names != classes[0]:
@@ -78,7 +78,7 @@ class Callbacks:
             getattr(callback, moment)(self._run)
         except Exception as error:
             place = f"rank {consensus.here().rank}: {type(callback).__qualname__}.{moment}()"
-            if isinstance(error, UsageError):  # remains one, because it ends the program with exit code 2
+            if isinstance(error, UsageError):  # stays a UsageError, which ends the program with exit code 2
                 raise UsageError(f"{place}: {error}") from error
             raise CallbackError(f"{place} raised {type(error).__name__}: {error}; see the error above") from error
 

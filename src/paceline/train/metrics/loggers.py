@@ -161,7 +161,7 @@ class MLflow:
         mlflow = _imported("mlflow", "mlflow", "logging to MLflow")
         self._metric = mlflow.entities.Metric
         try:
-            # A separate client, because the module's functions would end or continue a run of the script.
+            # A separate client, because MLflow's module-level functions would end or continue the script's own run.
             self._client = mlflow.MlflowClient()
             experiment = self._client.get_experiment_by_name(self._experiment)
             number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
@@ -187,7 +187,7 @@ class MLflow:
 class JsonLines:
     """Writes one JSON object per line to `file`, with its step. NaN and infinities become null.
 
-    A new run appends to the lines of earlier runs. A resumed run first drops its lines of the steps and the evaluation
+    A new run appends to the lines of earlier runs. A resumed run first drops the lines of the steps and the evaluation
     that it repeats.
     """
 
@@ -236,7 +236,7 @@ def lines_to_keep(lines: Sequence[bytes], step: int, evaluates_first: bool) -> i
 
 
 def _step_of(line: bytes) -> float | None:
-    """Return the step of a line; None for an incomplete line of a killed run."""
+    """Return the step of a line; None for an incomplete line that a killed run left."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):

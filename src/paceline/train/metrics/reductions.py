@@ -14,19 +14,19 @@ from paceline.errors import DesyncError
 
 
 def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: int | None = None) -> None:
-    """Compare the data, and the order of `epoch` unless it is None, over the model's ranks. Collective.
+    """Compare the data between the model's ranks, and unless `epoch` is None, its sample order. Collective.
 
-    Synchronized backwards also compare them, but an evaluation has no backward, and a checkpoint may be loaded before
-    the first one.
+    Synchronized backwards make the same comparison, but an evaluation has no backward, and a checkpoint may be loaded
+    before the first backward.
     """
     size, rank = dist.get_world_size(model.process_group), dist.get_rank(model.process_group)
     if size == 1:
         return
     rows = torch.zeros(size, len(Origin._fields), dtype=torch.float64)
     if loader.progress.world_size == size:
-        # source=0, because ranks may have created the loader in different lines.
+        # source=0, because ranks may have created the loader on different lines of code.
         rows[rank] = torch.tensor(loader.progress.origin_in(epoch)._replace(source=0), dtype=torch.float64)
-    else:  # a loader for other ranks; this rank takes part in the collective
+    else:  # a loader for other ranks; this rank only takes part in the collective
         rows[rank] = -1
     origins = all_sum(rows, model, "the comparison of data").tolist()
     if message := difference({rank: Origin(*map(int, row)) for rank, row in enumerate(origins)}):

@@ -16,7 +16,7 @@ from paceline.train.metrics.reductions import all_sum
 
 
 class LossAverage:
-    """Sums of losses and weights: of this rank since the last line, and of all ranks in the epoch up to that line.
+    """Sums of losses and weights: this rank's since the last line, and all ranks' in the epoch up to that line.
 
     With virtual ranks, sums are kept per slice, so that their total has the same bits on any number of ranks.
     """
@@ -42,7 +42,7 @@ class LossAverage:
         """Add a micro-batch of this rank; with virtual ranks, its slice of that number."""
         own = self._own[self._rows[slice_number]]
         own[0] += loss.detach().squeeze().to(own.device)
-        on_device = isinstance(weight, Tensor)  # a number would make the host wait for the device
+        on_device = isinstance(weight, Tensor)  # converting to a number would make the host wait for the device
         own[1] += torch.as_tensor(weight).detach().squeeze().to(own.device) if on_device else float(weight)
 
     def line(self, step: int) -> float:

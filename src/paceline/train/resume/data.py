@@ -1,8 +1,8 @@
 """Fingerprints of training data, which detect changes at a resume without loading a sample.
 
-A fingerprint has a digest of every column from :func:`paceline.data.dataset_digest.columns`: of whole tensors of up to
-``WHOLE_BYTES``, and of ``MOST_ROWS`` evenly spaced rows of other columns. Edits of other rows are not detected. Only
-the names of files count.
+A fingerprint has a digest of every column from :func:`paceline.data.dataset_digest.columns`. A digest covers the whole
+column if it is a tensor of up to ``WHOLE_BYTES``, otherwise ``MOST_ROWS`` evenly spaced rows; changes of other rows are
+not detected. Files are compared only by name.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _column_digest(values: Any, count: int) -> str:
     if is_dense and values.numel() * values.element_size() <= WHOLE_BYTES:
         return f"{tuple(values.shape[1:])} {values.dtype} {int(quick_digest(values[:count])):x}"
     rows: Sequence[int] = range(count)
-    if count > MOST_ROWS:  # evenly spaced, with the first and the last
+    if count > MOST_ROWS:  # evenly spaced, including the first and the last
         rows = [number * (count - 1) // (MOST_ROWS - 1) for number in range(MOST_ROWS)]
     total = hashlib.sha256(f"{type(values).__name__} {count}".encode())
     for row in rows:

@@ -15,7 +15,7 @@ from paceline.train.run.run_state import RunState, is_better
 
 logger = logging.getLogger(__name__)
 _numbers = itertools.count()
-"""Numbers of the Trainers of this process without a Checkpointer."""
+"""Numbers the Trainers of this process that have no Checkpointer."""
 
 
 def is_restart() -> bool:
@@ -49,9 +49,9 @@ class Saves:
         self._result.failed_saves = checkpointer.due.failed
 
     def is_best(self) -> bool:
-        """Return whether the evaluation of the present step is the best one yet, and record it."""
+        """Return whether the current step's evaluation is the best so far; if so, record it."""
         best = self._state.best
-        # If the best step could not be saved, the next one is compared with the best saved one.
+        # If the best step could not be saved, compare with the best value before it.
         if self._best_saved_at in self._result.failed_saves:
             best = self._best_before
         value = self._result.metrics[self._metric]
@@ -61,14 +61,14 @@ class Saves:
         return True
 
     def save(self, *, is_last: bool) -> None:
-        """Save the present step, with the results of its evaluation, if any."""
+        """Save the current step, with the results of its evaluation, if any."""
         self._model.sync_buffers()  # rank 0's buffers are saved, and a resumed run uses them on every rank
         is_evaluated = self._state.evaluated_at == self._result.steps
         metadata = dict(self._result.metrics) if is_evaluated else None
         self._checkpointer.due.save(self._checkpointer, self._result.steps, metadata, is_last=is_last)
 
     def finish(self, best: Sequence[str] = ()) -> None:
-        """Wait until the last save is durable, find the best one, and restore its objects named in `best`."""
+        """Wait until the last save is durable, find the best save, and restore the objects named in `best` from it."""
         self._checkpointer.due.finish(self._checkpointer, is_last=True)
         if not self.keeps_best:
             return

@@ -10,9 +10,9 @@ from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.train.config import TrainConfig
 
 _DECISIVE = ("accumulate", "clip_norm", "precision")
-"""Without the length: a run may become longer, unless its schedule depends on the length."""
+"""The length is not among them: a run may become longer, unless its schedule depends on the length."""
 _FIXED = ("batch_size", "scheduler")
-"""Settings that cannot change: the position in the data depends on the first, a scheduler's state has its own."""
+"""Settings that cannot change: the position in the data depends on the batch size, and a scheduler restores its own."""
 
 
 class Settings:
@@ -43,6 +43,6 @@ class Settings:
             warn(f"the run continues with changed settings: {', '.join(changed)}", CheckpointWarning)
 
     def _changed(self, saved: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-        """Return name, saved value and this run's value of the settings that differ."""
+        """Return the name, the saved value and this run's value of each setting that differs."""
         both = [(name, saved.get(name), self._values.get(name)) for name in sorted(saved.keys() | self._values.keys())]
         return [(name, saved_value, value) for name, saved_value, value in both if saved_value != value]

@@ -62,7 +62,7 @@ class WeightViews:
                 self.train()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the training weights if the model has the evaluation weights."""
+        """Return the training weights if the model currently has the evaluation weights."""
         return {"weights": list(self._kept)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

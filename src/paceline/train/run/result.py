@@ -15,19 +15,19 @@ class Result:
     """Optimizer steps since the beginning of the run, including those before a resume."""
     resumed_from_step: int | None = None
     seconds: float = 0.0
-    """Time spent on training in this process, without evaluations."""
+    """Time spent on training in this process, excluding evaluations."""
     samples: int = 0
-    """Samples that all ranks trained on in this process."""
+    """Samples that all ranks together have trained on since this process started."""
     weight: float = 0.0
-    """Sum of the weights that the loss function returned on all ranks in this process."""
+    """Sum of the weights that the loss function has returned on all ranks since this process started."""
     learning_rates: tuple[float, ...] = ()
     """Learning rates of the latest step, one per parameter group."""
     exposed_seconds: float = 0.0
-    """Part of ``seconds`` that this rank waited for communication at the end of backward."""
+    """Part of ``seconds`` that this rank spent waiting for communication at the end of backward."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last evaluation, or of the best checkpoint with ``load_best_at_end``."""
     best_step: int | None = None
-    """Step of the best checkpoint, with ``keep_best``, after the training."""
+    """Step of the best checkpoint according to ``keep_best``, set after the training."""
     history: History | None = None
     """Restarts after failures, and repeated steps; None without a Checkpointer."""
     failed_saves: list[int] = field(default_factory=list)

@@ -31,7 +31,7 @@ class StopRequest:
         self._model.ask_to_stop()
 
     def state_dict(self) -> dict[str, Any]:
-        # Only a request that other ranks may not have received yet.
+        # Only save a request that other ranks may not have received yet.
         return {"is_asked": self.is_asked and not self._state.is_stopped}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def result(self) -> Result:
-        """The result up to now: samples, seconds, learning rates, …"""
+        """The result so far: samples, seconds, learning rates, …"""
         return self._state.result
 
     @property
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """The pass over the data, from 0."""
+        """The current pass over the data, counted from 0."""
         return self._position.epoch
 
     @property
@@ -96,8 +96,8 @@ class Run:
     def stop(self) -> None:
         """End the training on all ranks after the same step. A request of one rank is enough.
 
-        From ``on_start``, ``on_evaluation`` and ``on_save`` that is the present step. From ``on_step`` it is the next
-        step, which carries the request to the other ranks, or the present one if an evaluation or a save follows it.
-        This does not depend on the number of ranks.
+        Called from ``on_start``, ``on_evaluation`` or ``on_save``, it ends the training after the current step. Called
+        from ``on_step``, it does so after the next step, which sends the request to the other ranks, or after the
+        current step if an evaluation or a save follows it. This does not depend on the number of ranks.
         """
         self.stops.ask()

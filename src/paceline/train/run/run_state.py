@@ -1,4 +1,4 @@
-"""State of a run beside its model and data."""
+"""State of a run besides its model and data."""
 
 from __future__ import annotations
 
