@@ -339,4 +339,4 @@ def test_a_dead_peer_is_a_communication_error_and_so_is_further_use() -> None:
         first, second, third = ranks.answer(0, 60)
     assert re.match(r"CommunicationError: rank 0: rank 1 \(pid \d+\) has ended in shared all_reduce", first)
     for line in (second, third):
-        assert line.startswith("CommunicationError: rank 0: a step of this model has failed in the middle before")
+        assert line.startswith("CommunicationError: rank 0: an earlier step of this model failed partway")

@@ -1,1 +1,1 @@
-"""Averages gradients during backward: buckets, hooks, and the step from an output to the averages."""
+"""Averages gradients during backward: buckets, hooks, and the step from the outputs' hooks to the averages."""

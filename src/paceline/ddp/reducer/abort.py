@@ -1,12 +1,13 @@
-"""Backwards that an exception has ended: the collectives that this rank still owes to its peers, in all wrappers.
+"""Backwards that ended with an exception: the collectives that this rank still owes to its peers, in all wrappers.
 
-An exception on one rank ends the backward of every wrapper that it runs through, while the peers go on and wait for
-this rank's part. If a wrapper had not begun yet, it would owe collectives without knowing it. So the first
-wrapper that a backward reaches also begins the others. Gradients are as they were before as soon as autograd has
-dropped the graph task. The collectives are made up for when a wrapper is used next: all of them are launched before
-any is waited for, because the peers may wait in another order.
+An exception on one rank ends the backward of every wrapper involved, while the peers continue and wait for this rank.
+A wrapper that had not begun yet would owe collectives without knowing it. So the first wrapper that a backward reaches
+also begins the others. Gradients are restored as soon as autograd has dropped the graph task. The owed collectives are
+run when a wrapper is used next: all of them are launched before any is waited for, because the peers may wait in
+another order.
 
-The same registry knows the wrappers that have not read the other ranks' control blocks yet, as beside GPUs.
+The same registry finds the wrappers that have not read the other ranks' control blocks yet (with GPUs, they are read
+late).
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ class Member(Protocol):
     extensions: Extensions
     """The rare cases."""
     backward: Backward | None = None
-    """The backward under way, or one whose collectives are still owed or whose blocks are not read; else None."""
+    """The backward under way, or one that still owes collectives or has not read its blocks; else None."""
     number: int
-    """The number of the wrapper in the program's order of construction."""
+    """The wrapper's number in order of construction."""
 
     def is_expected(self) -> bool:
-        """Return whether the backward under way will reach an output of this wrapper, and be synchronized."""
+        """Return whether the backward under way will reach an output of this wrapper and be synchronized."""
 
     def follow_module(self) -> None:
-        """Average the parameters that the module has now, once all ranks agree."""
+        """Switch to the module's present parameters, once all ranks agree on them."""
 
     def begin_early(self) -> None:
-        """Begin in a backward that has reached another wrapper first, so that an exception ends both."""
+        """Begin in a backward that reached another wrapper first, so that an exception ends it here too."""
 
     def advance(self) -> bool:
-        """Run the end of backward up to its next pause; returns whether it goes on at once."""
+        """Run the end of backward up to its next pause; returns whether it continues at once."""
 
     def resync_aborted(self) -> None:
-        """Take part in collectives that other ranks wait for since an exception ended a backward of this process."""
+        """Run the collectives that other ranks are still waiting for after an exception ended a backward here."""
 
     def complete(self) -> None:
         while self.advance():
@@ -58,19 +59,19 @@ class Member(Protocol):
 
 
 unfinished: set[int] = set()
-"""Numbers of the reducers whose latest backward has not come to its end; empty between two ordinary steps."""
+"""Numbers of the reducers whose latest backward is not complete; empty between two ordinary steps."""
 _ENDING = threading.RLock()
-"""Lock held while an ended backward is handled: a thread of autograd may drop the task while the main thread also
-notices the exception. Reentrant, because a garbage collection inside may drop another task."""
+"""Lock held while the end of a backward is handled: an autograd thread may drop the task while the main thread also
+notices the exception. Reentrant, because garbage collection may drop another task while the lock is held."""
 
 
 # -- one wrapper ---------------------------------------------------------------------------------------------------
 
 
 def watch_task(member: Member, backward: Backward, callback: Callable[[], Any], number: int) -> None:
-    """Notice when autograd drops graph task `number`, which alone refers to `callback`.
+    """Watch for autograd to drop graph task `number`, which holds the only reference to `callback`.
 
-    If `backward` is under way then, an exception has ended it.
+    If `backward` is still under way at that point, an exception has ended it.
     """
     # Weak, because `backward` holds the reference that holds `ended`: a cycle would keep the launched works alive.
     ended = partial(_task_ended, weakref.ref(member), weakref.ref(backward))
@@ -78,12 +79,12 @@ def watch_task(member: Member, backward: Backward, callback: Callable[[], Any], 
 
 
 def notice_exception(member: Member) -> None:
-    """Notice an exception that has ended a backward while a thread of autograd still holds its task."""
+    """Detect that an exception has ended a backward although an autograd thread still holds its task."""
     backward = member.backward
     if backward is None or backward.task is None or not backward.is_under_way:
         return
     if has_ended(backward.task_number):
-        backward.task = None  # its death must not be noticed a second time, perhaps in the middle of a resync
+        backward.task = None  # so that its end is not noticed a second time, perhaps in the middle of a resync
         _ended_by_exception(member, backward)
 
 
@@ -94,7 +95,7 @@ def _task_ended(member: weakref.ref[Member], backward: weakref.ref[Backward], _:
 
 
 def _ended_by_exception(member: Member, backward: Backward) -> None:
-    """Put back the gradients from before `backward`, once, and leave its collectives to be made up for."""
+    """Restore the gradients from before `backward`, once; its collectives remain to be run later."""
     with _ENDING:
         if not backward.is_under_way:
             return
@@ -107,21 +108,21 @@ def _ended_by_exception(member: Member, backward: Backward) -> None:
                 parameter.grad = None
             elif index in backward.saved_gradients:
                 parameter.grad = backward.saved_gradients[index]
-        # They are the user's again: with `saved_gradients` the resync would write an average into one of them.
+        # They belong to the user again; if they stayed here, the resync would write an average into one of them.
         backward.saved_gradients = {}
         member.extensions.abort(backward)
 
 
 def break_off(member: Member, backward: Backward) -> None:
-    """Give `backward` up after a failed collective; other wrappers with its parameters may continue."""
+    """Abandon `backward` after a failed collective; other wrappers with the same parameters may continue."""
     backward.enter(Phase.BROKEN)
     member.extensions.abort(backward)
 
 
 def resync(member: Member, backward: Backward) -> Generator[None, None, None]:
-    """Carry `backward`, which an exception has ended, to its end, so that no peer waits for this rank.
+    """Complete `backward`, which an exception has ended, so that no peer waits for this rank.
 
-    Launches the rest, pauses, waits, and pauses again; when it is resumed or closed, the gradients come back.
+    Launches the remaining buckets, pauses, waits, and pauses again; when resumed or closed, it restores the gradients.
     """
     parameters = member.trained.parameters
     gradients = [parameter.grad for parameter in parameters]
@@ -129,12 +130,12 @@ def resync(member: Member, backward: Backward) -> Generator[None, None, None]:
     backward.is_resyncing = True
     try:
         for parameter in parameters:
-            parameter.grad = None  # the buckets that are left go with zeros; accumulated gradients stay the user's
+            parameter.grad = None  # the remaining buckets send zeros; accumulated gradients stay the user's
         if backward.is_cut_short:
             member.advance()
         yield  # the other wrappers launch
         member.complete()
-        yield  # wrappers may share parameters, so gradients stay away until all have finished
+        yield  # wrappers may share parameters, so gradients are restored only when all have finished
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -151,15 +152,15 @@ def register(member: Member) -> int:
 
 
 def unregister(number: int) -> None:
-    """Forget a wrapper that averages no more."""
+    """Forget a wrapper that no longer averages."""
     unfinished.discard(number)
     _members().pop(number, None)
 
 
 def follow_modules(last: Member) -> None:
-    """Follow the modules of wrappers up to `last` in one order on all ranks, whichever a rank's backward reaches first.
+    """Call ``follow_module()`` for the wrappers up to `last`, in the same order on all ranks.
 
-    Ranks wait for each other in this.
+    The order matters because the calls are collective, and ranks' backwards may reach different wrappers first.
     """
     for member in _in_order():
         if member is last:
@@ -170,7 +171,7 @@ def follow_modules(last: Member) -> None:
 
 
 def begin_others(first: Member) -> None:
-    """Begin a backward in every other wrapper that the one under way is going to reach."""
+    """Begin a backward in every other wrapper that the backward under way will reach."""
     if len(_members()) > 1:
         for member in _in_order():
             if member is not first and member.is_expected():
@@ -178,10 +179,10 @@ def begin_others(first: Member) -> None:
 
 
 def in_turn(member: Member) -> Member:
-    """Return the wrapper that goes on next at the end of the backward under way, where `member` was to do so.
+    """Return the wrapper that must continue next at the end of the backward under way, when `member` is about to.
 
-    All wrappers of a backward launch before any of them waits. Then each comes to its end before the next one waits, in
-    the order of the program: other ranks may run a backward for each, or call ``sync_gradients()`` for each.
+    All wrappers of a backward launch before any of them waits. Then each one finishes before the next one waits, in
+    order of construction: other ranks may run a separate backward, or call ``sync_gradients()``, for each.
     """
     if member.backward is not None and member.backward.phase is Phase.LAUNCHING:
         return member
@@ -193,7 +194,7 @@ def in_turn(member: Member) -> Member:
 
 
 def resync_all() -> None:
-    """Make up for the collectives of every wrapper whose backward was ended by an exception."""
+    """Run the collectives owed by every wrapper whose backward was ended by an exception."""
     running = []
     for member in _in_order():
         notice_exception(member)
@@ -204,26 +205,26 @@ def resync_all() -> None:
             for each in running:
                 next(each, None)
     finally:
-        # In reverse, because each restores the gradients that it found, the first the user's own.
+        # In reverse, because each restores the gradients it found, and the first one found the user's.
         for each in reversed(running):
             each.close()
 
 
 def read_all() -> None:
-    """Read the control blocks that are not read yet, of all wrappers in the same order on every rank."""
+    """Read the unread control blocks of all wrappers, in the same order on every rank."""
     errors: list[BaseException] = []
     for member in _in_order():
         if (backward := member.backward) is not None and backward.phase is Phase.UNREAD:
             try:
                 member.complete()
-            except BaseException as error:  # the other ranks read the next wrapper's blocks all the same
+            except BaseException as error:  # the other ranks will still read the next wrapper's blocks
                 errors.append(error)
     if errors:
         raise errors[0]
 
 
 def _in_order() -> list[Member]:
-    """Return all members in their order of construction, which is the same on every rank."""
+    """Return all members in order of construction, which is the same on every rank."""
     return [member for reference in _members().valuerefs() if (member := reference()) is not None]
 
 

@@ -1,8 +1,8 @@
-"""Finds out which gradients have arrived in the running backward, with as few Python hooks as possible.
+"""Determines which gradients have arrived in the running backward, with as few Python hooks as possible.
 
-A post-accumulate-grad hook costs microseconds. So once the order of arrival is known only the parameter that arrives
-last in a bucket keeps one, and ``p.grad is not None`` shows the others. If gradients
-existed before backward began (accumulation) or the order is not known yet, every parameter has a hook.
+A post-accumulate-grad hook costs microseconds. So once the order of arrival is known, only the parameter whose gradient
+arrives last in a bucket keeps a hook; ``p.grad is not None`` shows the other arrivals. If gradients existed before
+backward began (accumulation), or the order is not known yet, every parameter has a hook.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from paceline.core.torch_internals.tensors import content_of
 from paceline.ddp.reducer.gradients import gradient_of, is_none
 
 PATIENCE = 3
-"""Number of backwards in a row without a gradient before this rank stops waiting for a parameter. Otherwise the
-bucket of an unused parameter would always be launched at the end."""
+"""Number of backwards in a row without a gradient after which this rank stops waiting for a parameter. If it waited
+forever, a bucket with an unused parameter would always be launched at the end."""
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -29,30 +29,30 @@ class Arrivals:
 
     Args:
         parameters: the averaged parameters.
-        hook: called as ``hook(index, parameter)`` when a gradient was accumulated into a parameter.
+        hook: called as ``hook(index, parameter)`` when a gradient has been accumulated into a parameter.
     """
 
     observed: list[int]
-    """Parameters in the order of arrival of their gradients, in a backward with a hook for every parameter."""
+    """Parameters in the order in which their gradients arrived, in a backward with a hook for every parameter."""
     order_known: bool
-    """Whether buckets are in the order of arrival, so that few hooks do."""
+    """Whether buckets are in arrival order, in which case a few hooks are enough."""
     counts_each: bool
-    """Whether :meth:`arrived` has to be called for each gradient in this backward."""
+    """Whether :meth:`arrived` must be called for each gradient in this backward."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], hook: Callable[[int, Tensor], None]) -> None:
         self.observed = []
         self._parameters, self._hook = parameters, hook
         self._handles: dict[int, Any] = {}  # by parameter
         self._wanted: frozenset[int] | None = None  # the parameters to be hooked, frozen ones included
-        self._hooked: list[nn.Parameter] = []  # the parameter objects that hooks were put on
+        self._hooked: list[nn.Parameter] = []  # the parameter objects of `_wanted`
         self._content = content_of(parameters)
-        self._absences = [0] * len(parameters)  # backwards in a row without its gradient
-        self._had_absent = False  # whether a gradient has not come in the latest backward
-        # Place of each parameter in this rank's order of arrival; the reverse order is the usual one.
+        self._absences = [0] * len(parameters)  # per parameter, backwards in a row without its gradient
+        self._had_absent = False  # whether a gradient was absent in the latest backward
+        # Place of each parameter in this rank's order of arrival; initially reverse order, which is the usual one.
         self._place = [-index for index in range(len(parameters))]
 
     def use_layout(self, layout: list[list[int]], *, order_known: bool) -> None:
-        """Follow other buckets; with `order_known`, hooks are left to the last parameter of each."""
+        """Use the buckets of `layout`; with `order_known`, only the last parameter of each keeps a hook."""
         self._layout, self.order_known = layout, order_known
         self._everything = frozenset(index for indices in layout for index in indices)
         self._bucket_of = {index: at for at, indices in enumerate(layout) for index in indices}
@@ -66,7 +66,7 @@ class Arrivals:
         """Prepare the hooks for a backward.
 
         Args:
-            grads_were_none: whether no parameter has a gradient yet, so that one that is there later has arrived.
+            grads_were_none: whether no parameter has a gradient yet, so that any gradient seen later has arrived.
             hook_all: as in :meth:`hook_all`.
         """
         self.counts_each = not (grads_were_none and self.order_known)
@@ -74,21 +74,21 @@ class Arrivals:
             self.observed = []
             self._seen = bytearray(len(self._parameters))
             self._pending = [len(awaited) for awaited in self._awaited]
-        if content_of(self._parameters) != self._content:  # torch.utils.swap_tensors has taken the hooks along
+        if content_of(self._parameters) != self._content:  # torch.utils.swap_tensors has moved the hooks
             self._set_hooks(frozenset())
             self._content = content_of(self._parameters)
         wanted = self._everything if self.counts_each or hook_all else self._triggers
-        # Fewer handles than wanted: some parameters were frozen, and may have been thawed since.
+        # Fewer handles than wanted: some parameters were frozen, and may have been unfrozen since.
         is_missing = len(self._handles) != len(wanted)
         if wanted is not self._wanted or is_missing or not all(map(_requires_grad, self._hooked)):
             self._set_hooks(wanted)
 
     def hook_all(self) -> None:
-        """Hook every parameter until a backward begins: one of derivatives may miss the triggers."""
+        """Hook every parameter until a backward begins: a backward of derivatives may bypass the triggers."""
         self._set_hooks(self._everything)
 
     def arrived(self, index: int) -> None:
-        """Count the gradient that was accumulated into parameter `index`; called while :attr:`counts_each`."""
+        """Count a gradient accumulated into parameter `index`; called only while :attr:`counts_each` is set."""
         self.observed.append(index)
         # Reentrant checkpointing accumulates into a parameter more than once.
         if not self._seen[index]:
@@ -99,15 +99,15 @@ class Arrivals:
     def gradients_if_complete(self, number: int, latest: int) -> list[Tensor | None] | None:
         """Return the gradients of bucket `number` if all expected ones have arrived, else None.
 
-        Nor are they returned while other hooks of the `latest` parameter have not run. Users may register hooks at any
-        time, which must find the gradient and may change it. In the first backward with such a hook the bucket is
-        launched when the next gradient arrives, or at the end; from then on our hook is the last one.
+        Also returns None while other hooks of the `latest` parameter have yet to run. Users may register hooks at any
+        time; these hooks must find the gradient, and may change it. In the first backward with such a hook the bucket
+        is launched when the next gradient arrives, or at the end; from then on our hook runs last.
         """
         owned, awaited = self._owned[number], self._awaited[number]
-        # The cheap question first: usually no gradient of the bucket has arrived yet.
+        # The cheap check first: usually the bucket is not complete yet.
         if self._pending[number] if self.counts_each else awaited and awaited[-1].grad is None:
             return None
-        # Read once and handed on: torch makes a Python object for each gradient, which costs as much as its copy.
+        # Read once and passed on: torch creates a Python object for each gradient read, which costs as much as a copy.
         gradients = list(map(gradient_of, owned))
         if not self.counts_each and any(map(is_none, gradients if awaited is owned else map(gradient_of, awaited))):
             return None
@@ -115,7 +115,7 @@ class Arrivals:
         return gradients if handle is not None and comes_last(handle, ArrivalHook) else None
 
     def end(self, absent: Sequence[int]) -> None:
-        """Learn from a backward that has ended, without gradients for the `absent` parameters on this rank."""
+        """Learn from a backward that has ended without gradients for the `absent` parameters on this rank."""
         if not (absent or self._had_absent):  # true for most backwards
             return
         self._had_absent = bool(absent)
@@ -128,7 +128,7 @@ class Arrivals:
             self._plan_hooks()
 
     def close(self) -> None:
-        """Remove all hooks from the parameters, and forget the function that they called."""
+        """Remove all hooks from the parameters, and drop the reference to the function they called."""
         self._set_hooks(frozenset())
         self._hook = _nothing  # it refers back to the reducer
 
@@ -137,7 +137,7 @@ class Arrivals:
         expected = [[index for index in indices if self._absences[index] < PATIENCE] for indices in self._layout]
         self._triggers = frozenset(max(indices, key=self._place.__getitem__) for indices in expected if indices)
         self._owned = [[self._parameters[index] for index in indices] for indices in self._layout]
-        # If all are awaited it is the same list object, so that gradients_if_complete() reads gradients once.
+        # If all are awaited, this is the same list object, so that gradients_if_complete() reads gradients only once.
         self._awaited = [
             owned if len(indices) == len(owned) else [self._parameters[index] for index in indices]
             for owned, indices in zip(self._owned, expected, strict=True)
@@ -145,7 +145,7 @@ class Arrivals:
 
     def _set_hooks(self, wanted: frozenset[int]) -> None:
         self._wanted, self._hooked = wanted, [self._parameters[index] for index in wanted]
-        # torch refuses a hook on a frozen parameter; it gets one in the first backward after it is thawed.
+        # torch rejects a hook on a frozen parameter; the parameter gets one in the first backward after it is unfrozen.
         wanted = frozenset(index for index in wanted if self._parameters[index].requires_grad)
         for index in self._handles.keys() - wanted:
             self._handles.pop(index).remove()
@@ -159,4 +159,4 @@ class ArrivalHook(partial[None]):
 
 
 def _nothing(_index: int, _parameter: Tensor) -> None:
-    """Replace the hook of closed arrivals."""
+    """Do nothing; replaces the hook of closed arrivals."""

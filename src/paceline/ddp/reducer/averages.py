@@ -1,8 +1,8 @@
-"""The averages that a wrapper has shown in ``p.grad``: which gradients there are averages, and whether they are final.
+"""The averages that a wrapper has put in ``p.grad``: which gradients are averages, and whether they are final.
 
-Beside a GPU a backward shows averages before it has read the other ranks' control blocks. In the usual step these
-agree with them. If a rank reports a gradient that is in no bucket, the average becomes whole only when the blocks are
-read. If it was used before, the step would continue with a value other than the average.
+With GPUs, a backward publishes averages before it has read the other ranks' control blocks. In the usual step the
+blocks change nothing. If a rank reports a gradient that is in no bucket, the average becomes complete only when the
+blocks are read. If it was used before that, the step would continue with a value that is not the average.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class Averages:
-    """Shows averages, and distinguishes them from other gradients."""
+    """Publishes averages, and distinguishes them from other gradients."""
 
     left_to_others: Callable[[], Collection[int]] = staticmethod(frozenset)
-    """Function that returns the parameters another wrapper has averaged last; its step guard answers for them."""
+    """Returns the parameters whose gradients another wrapper averaged last; that wrapper's step guard checks them."""
 
     def __init__(self, trained: Trained, buckets: BucketSet) -> None:
         self._trained, self._buckets = trained, buckets
@@ -34,7 +34,7 @@ class Averages:
         self._out_of_bucket: dict[int, weakref.ref[Tensor]] = {}
 
     def publish(self, averages: Sequence[Tensor | None], absent: Collection[int] = ()) -> None:
-        """Set ``p.grad`` to the average, and to None for parameters that are `absent`."""
+        """Set ``p.grad`` to the average, or to None for `absent` parameters."""
         self._out_of_bucket = {}
         if absent:
             averages = list(averages)
@@ -52,7 +52,7 @@ class Averages:
             gradient = parameter.grad
             if gradient is None or self._is_average(index, gradient):
                 continue
-            # Zeros do not count: torch.distributed.checkpoint sets them so that an optimizer makes its state.
+            # Zeros do not count: torch.distributed.checkpoint sets them so that the optimizer creates its state.
             if bool(stored_elements(gradient).any()):
                 return name
         return None
@@ -64,13 +64,13 @@ class Averages:
 
 
 class EarlyAverages:
-    """Averages as they were shown in ``p.grad``, and whether they were changed or used since.
+    """Averages as first put in ``p.grad``, and whether they have been changed or used since.
 
     Args:
         rank: this rank.
         trained: the parameters, whose ``grad`` has been set.
         buckets: their buckets.
-        shown: the averages, one for each parameter.
+        shown: the averages as first published, one for each parameter.
     """
 
     def __init__(self, rank: int, trained: Trained, buckets: BucketSet, shown: Sequence[Tensor]) -> None:
@@ -78,32 +78,32 @@ class EarlyAverages:
         self._buckets, self._shown = buckets, shown
         # The views of a bucket share one version counter, because they are views of one tensor.
         self._versions = [bucket.views[0]._version for bucket in buckets.buckets]
-        # Averages in other memory: in another dtype, or because a user has kept an earlier gradient.
+        # Averages outside the buckets: they have another dtype, or a user kept an earlier gradient.
         self._copies = {
             index: shown[index]._version
             for index in (range(len(shown)) if shown is not buckets.views else ())
             if shown[index] is not buckets.views[index]
         }
-        # An optimizer step raises the versions of parameters, but not of gradients.
+        # An optimizer step increments the versions of parameters, but not of gradients.
         self._updates = sum(map(_version_of, self._parameters))
 
     def find_used(self, unfinished: Collection[int]) -> UsageError | None:
-        """Return the error if an average that was not final yet was used or changed."""
+        """Return an error if one of the `unfinished` averages was used or changed before it was final."""
         if not unfinished:
             return None
-        # A GradScaler changes gradients without raising their versions, so its unscaling counts for all of them.
+        # A GradScaler unscales gradients without incrementing their versions, so after it all of them count as used.
         all_used = sum(map(_version_of, self._parameters)) != self._updates or have_unscaled()
         used = [index for index in sorted(unfinished) if all_used or self._was_changed(index)]
         return self._error(used[0]) if used else None
 
     def complete(self, late: Collection[int], out_of_bucket: Mapping[int, Tensor]) -> None:
-        """Show the final averages of `late` and `out_of_bucket` gradients.
+        """Publish the final averages of `late` and `out_of_bucket` gradients.
 
-        A gradient that was dropped meanwhile stays so.
+        A gradient that the user has dropped since stays None.
         """
         for index in {*late, *out_of_bucket}:
             parameter = self._parameters[index]
-            # For an unbucketed parameter, None does not mean that the user dropped a gradient.
+            # An unbucketed parameter's gradient is None until now, so None does not mean that the user dropped it.
             if parameter.grad is None and index not in self._buckets.unbucketed:
                 continue
             if index in out_of_bucket:
@@ -126,6 +126,6 @@ class EarlyAverages:
     def _error(self, index: int) -> UsageError:
         return UsageError(
             f"rank {self._rank}: the gradient of {self._names[index]!r} was changed or used before its "
-            "last part, which came after its bucket was reduced, was added; look at gradients through the wrapper "
-            "before you change them (paceline.clip_grad_norm_(model, …), model.parameters()), which waits for all parts"
+            "last part was added, which arrived after its bucket was reduced; access gradients through the wrapper "
+            "(paceline.clip_grad_norm_(model, …), model.parameters()) before changing them: this waits for all parts"
         )

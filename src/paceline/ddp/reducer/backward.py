@@ -1,4 +1,4 @@
-"""One synchronized backward: the object that the reducer's stages hand on, and its phases."""
+"""One synchronized backward: the object passed through the reducer's stages, and its phases."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 class Backward:
     """One synchronized backward of one wrapper on this rank, from its first gradient to the averages.
 
-    An attribute that matters in a rare case alone has its usual value on the class, so that a step makes few objects.
+    An attribute that matters only in rare cases has its usual value on the class, so that a step creates few objects.
 
     Args:
-        sends_block: whether control blocks are launched at the end of backward, on all ranks, whatever digests say.
+        sends_block: whether all ranks launch control blocks at the end of backward, whatever the digests say.
         launches_at_end: whether buckets are launched when backward has ended rather than as they fill.
     """
 
     phase = Phase.LAUNCHING
-    """The present phase; changed by :meth:`enter` alone."""
+    """The present phase; only :meth:`enter` changes it."""
     grads_were_none = True
-    """Whether every ``p.grad`` was None when backward began, so that it made all gradients that are there now."""
+    """Whether every ``p.grad`` was None when backward began, so that this backward made all existing gradients."""
     owns_all_grads = True
-    """Whether, beyond that, no other wrapper averages any of them in this backward."""
+    """Whether, in addition, no other wrapper averages any of them in this backward."""
     is_traced = False
     """Whether spans of each bucket are recorded."""
     buckets_unreferenced = False
-    """Whether no user referred to the buckets' memory when backward began. It stays so until averages are published,
-    because until then no ``p.grad`` is a bucket view."""
+    """Whether no user held a reference to the buckets' memory when backward began. This stays true until averages are
+    published, because until then no ``p.grad`` is a bucket view."""
     is_shared = False
     """Whether other wrappers also have some of the parameters."""
     reads_in_backward = False
-    """Whether control blocks are read before backward ends, also beside a GPU."""
+    """Whether control blocks are read before backward ends, even with GPUs."""
     launches_at_end: bool
     """Whether buckets are launched when backward has ended rather than as they fill."""
     averaged_elsewhere: Collection[int] = frozenset()
@@ -71,36 +71,36 @@ class Backward:
     absent: Sequence[int] = ()
     """Parameters without a gradient on this rank."""
     saved_gradients: Mapping[int, Tensor] = _NONE
-    """Gradients that were there before backward, by parameter. Their values are in buckets that were launched; they
-    return to ``p.grad`` if an exception ends backward."""
+    """Gradients that existed before backward, by parameter, and whose values have been copied into launched buckets;
+    they are restored to ``p.grad`` if an exception ends backward."""
     sparse_in_buckets: Sequence[int] = ()
     """Parameters with a place in a bucket but a sparse gradient; zeros were launched for them."""
     out_of_bucket: Mapping[int, Tensor] = _NONE
     """This rank's gradients that are in no bucket, by parameter: late deltas and sparse gradients."""
     late: Sequence[int] = ()
-    """Parameters with a late delta: a gradient that came after its bucket was launched."""
+    """Parameters with a late delta: a gradient that arrived after its bucket was launched."""
     sparse: Sequence[int] = ()
     """Parameters with a sparse gradient."""
     non_finite: Sequence[int] = ()
-    """Parameters whose gradient on this rank holds NaN or Inf, if the check is on."""
+    """Parameters whose gradient on this rank contains NaN or Inf, if the check is on."""
     has_report = False
-    """Whether an extension has more to report to the other ranks, if buckets carry no digest."""
+    """Whether an extension has something to report to the other ranks; set only if buckets carry no digest."""
     block: Launched | None = None
-    """The control block, once it is launched and until it is read."""
+    """The control block, from its launch until it has been waited for."""
     exchange: Pausing[None] | None = None
     """The exchange of control blocks at the end of backward; None in an ordinary step."""
     out_of_bucket_averages: Mapping[int, Tensor] = _NONE
-    """Averages of :attr:`out_of_bucket` on all ranks that are not bucket views, by parameter."""
+    """Averages of all ranks' :attr:`out_of_bucket` gradients that are not bucket views, by parameter."""
     deferred: Sequence[Callable[[], None]] = ()
-    """Functions called in order once averages are shown, which may raise an error on all ranks; not called if an
+    """Functions to call in order once averages are published, which may raise an error on all ranks; not called if an
     exception has ended backward."""
     is_cut_short = False
-    """Whether an exception ended backward before all was launched; the control block reports it."""
+    """Whether an exception ended backward before everything was launched; the control block reports it."""
     is_resyncing = False
-    """Whether it is carried to its end after an exception, which the user has seen."""
+    """Whether this backward is being completed after an exception, which the user has already seen."""
     task: weakref.ref[Any] | None = None
-    """Reference to a callback that dies with autograd's graph task; None without a task (``sync_gradients()``), and
-    when backward has ended."""
+    """Weak reference to a callback that lives exactly as long as autograd's graph task; None without a task
+    (``sync_gradients()``), and when backward has ended."""
     task_number = -1
     """Number of the graph task."""
 
@@ -115,11 +115,11 @@ class Backward:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has neither come to its end nor failed."""
+        """Whether this backward has neither ended nor failed."""
         return self.phase in (Phase.LAUNCHING, Phase.WAITING)
 
     def defer(self, function: Callable[[], None]) -> None:
-        """Call `function` when averages are shown, after those deferred before it."""
+        """Call `function` once averages are published, after the functions deferred before it."""
         # A new list, because the default on the class is shared by all backwards.
         self.deferred = [*self.deferred, function]
 
@@ -127,7 +127,7 @@ class Backward:
         self.defer(partial(_raise, error))
 
     def end_arrival_span(self) -> None:
-        """End the span of the gradients' arrival; replaced on the instance if a span was opened."""
+        """End the span that covers the gradients' arrival; replaced on the instance if a span was opened."""
 
 
 def _raise(error: PacelineError) -> None:

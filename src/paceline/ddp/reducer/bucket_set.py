@@ -16,11 +16,11 @@ from paceline.ddp.transport.channel import Channel
 from paceline.errors import CheckpointMismatch
 
 _LISTS = 2
-"""Lists that hold each view: one of its bucket and one of the bucket set."""
+"""Number of our lists that hold each view: its bucket's and the bucket set's."""
 
 
 class BucketSet:
-    """Buckets for `parameters`, first assigned in reverse order, which is roughly that of backward.
+    """Buckets for `parameters`, at first assigned in reverse order, which is roughly the order of backward.
 
     Args:
         names: the parameters' names.
@@ -29,20 +29,21 @@ class BucketSet:
         channel: allocates the buckets.
         unbucketed: indices of parameters that get no place in a bucket.
         reduce_dtype: dtype of the buckets of real parameters; None for each parameter's own.
-        tail: elements behind the gradients of the last bucket, if these are real numbers; see :mod:`.digest`.
+        tail: number of extra elements after the gradients of the last bucket, if it holds real numbers; see
+            :mod:`.digest`.
     """
 
     views: list[Tensor]
-    """For each parameter, its bucket view; an empty tensor for those without a place in a bucket."""
+    """For each parameter, its bucket view; an empty tensor for an unbucketed parameter."""
     unbucketed: frozenset[int]
     """Parameters that have no place in a bucket."""
     owned: list[list[nn.Parameter]]
     """The parameters of each bucket."""
     rest: list[nn.Parameter]
-    """The parameters of all buckets but the last, and those without a bucket. If one of them has a gradient when the
-    last bucket has been filled, that gradient is in no bucket."""
+    """The parameters of all buckets but the last, and the unbucketed ones. If one of them has a gradient when the last
+    bucket has been filled, that gradient is in no bucket."""
     has_tail: bool
-    """Whether something else travels behind the gradients of the last bucket."""
+    """Whether the last bucket has a tail after its gradients."""
 
     def __init__(
         self,
@@ -61,9 +62,9 @@ class BucketSet:
         # Averages that are not bucket views, and their addresses. Weak, so that their memory is freed when the user
         # drops them.
         self._copies: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        # Buckets that show copies because a user has kept gradients, by number, with the memory of the latest copies.
+        # Numbers of buckets that publish copies because a user has kept gradients, with the latest copies' memory.
         self._shown_copies: dict[int, list[StorageWeakRef]] = {}
-        # Memory that buckets have left to users, with the views that count references to it.
+        # Former bucket memory that users still refer to, with the views that count these references.
         self._left_to_users: list[tuple[Tensor, BucketViews]] = []
         self.buckets: list[Bucket] = []
         self._bucket_views: list[BucketViews] = []
@@ -78,14 +79,14 @@ class BucketSet:
         return [bucket.indices for bucket in self.buckets]
 
     def assign_in(self, order: Sequence[int]) -> None:
-        """Make the buckets again for parameters that arrive in `order`."""
+        """Rebuild the buckets for parameters whose gradients arrive in `order`."""
         kinds = [self._kind(index) for index in range(len(self._parameters))]
         inside = [index for index in order if index not in self.unbucketed]
         sizes = [p.numel() * dtype.itemsize for p, (dtype, _) in zip(self._parameters, kinds, strict=True)]
         self._use(assign(sizes, kinds, inside, self._capacities))
 
     def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
-        """Make the buckets again for other parameters; gradients stay in the old memory while they are used."""
+        """Rebuild the buckets for other parameters; gradients stay in the old memory while users refer to them."""
         before = list(zip(self.buckets, self._bucket_views, strict=True))
         self.buckets, self._bucket_views = [], []
         self._names, self._parameters, self.unbucketed = names, parameters, outside
@@ -111,15 +112,15 @@ class BucketSet:
         inside = sorted(name for index, name in enumerate(self._names) if index not in self.unbucketed)
         if held != inside or any(len({self._kind(index) for index in part}) != 1 for part in indices):
             raise CheckpointMismatch(
-                f"the bucket layout holds {len(held)} parameters in a way that does not fit this model of "
-                f"{len(self._names)}; load it into the model it was saved from"
+                f"the bucket layout of {len(held)} parameters does not fit this model of "
+                f"{len(self._names)} parameters; load it into the model it was saved from"
             )
         self._use(indices)
 
     def _use(self, layout: list[list[int]]) -> None:
-        """Allocate buckets for `layout`; gradients that lie in the old ones move along."""
+        """Allocate buckets for `layout`, and move gradients over from the old ones."""
         before = list(zip(self.buckets, self._bucket_views, strict=True))
-        # The old memory is freed below, when gradients have moved, so it is there twice for a moment.
+        # The old memory is freed below, once gradients have moved, so for a moment old and new buckets both exist.
         self.buckets = [self._allocate(indices, is_last=indices is layout[-1]) for indices in layout]
         for bucket in self.buckets[-1:]:
             bucket.is_last = True
@@ -138,18 +139,18 @@ class BucketSet:
 
     def _allocate(self, indices: list[int], *, is_last: bool) -> Bucket:
         dtype, _ = self._kind(indices[0])
-        # A digest is bytes as real numbers; in a complex bucket it would need another form.
+        # A digest is encoded as real numbers; a complex bucket would need another encoding.
         tail = self._tail if is_last and dtype.is_floating_point else 0
         return Bucket.allocate(indices, self._parameters, self._channel.allocate, dtype, tail)
 
     def _move_gradients(self, bucket: Bucket) -> None:
-        """Move gradients that lie in a bucket of the layout before into the present buckets."""
+        """Move gradients from a bucket of the previous layout into the present buckets."""
         for index, view in zip(bucket.indices, bucket.views, strict=True):
             if self._parameters[index].grad is view:
                 self._parameters[index].grad = self.views[index].copy_(view)
 
     def _open(self, bucket: Bucket) -> BucketViews:
-        """Make the users' views of the bucket's memory."""
+        """Create the bucket views that users see."""
         made = BucketViews(bucket.flat, [self._parameters[index] for index in bucket.indices])
         bucket.views = made.views
         for index, view, address in zip(bucket.indices, made.views, made.addresses, strict=True):
@@ -158,33 +159,33 @@ class BucketSet:
 
     def _leave(self, memory: Tensor, views: BucketViews) -> None:
         """Leave a bucket's memory to the users who refer to it, until the last reference is gone."""
-        views.views.clear()  # our own references, which would count as users
+        views.views.clear()  # our own references, which would count as users' references
         self._left_to_users.append((memory, views))
 
     def _free_unused(self) -> None:
-        """Free memory that was left to users, once the last reference is gone."""
+        """Free memory that was left to users and to which no reference is left."""
         for memory, views in self._left_to_users:
             if not views.is_in_use():
                 self._channel.free(memory)
         self._left_to_users = [(memory, views) for memory, views in self._left_to_users if views.is_in_use()]
 
     def is_untouched(self) -> bool:
-        """Return whether :meth:`make_writable` would leave every bucket as it is; one check for all."""
+        """Return whether :meth:`make_writable` would change no bucket; one check for all of them."""
         # Unbucketed parameters share one empty tensor as their view, whose reference count is meaningless.
         return not (self._shown_copies or self.unbucketed) and self._all.are_untouched()
 
     def make_writable(self, number: int, elsewhere: Collection[int] = ()) -> None:
         """Make sure that a write to bucket `number` changes no gradient that a user keeps.
 
-        If a user refers to a gradient that it showed, the memory is left to the user and the bucket gets other memory.
-        From then on it shows copies, for as long as a user keeps these. Gradients of the parameters `elsewhere`,
-        which another wrapper averages now, are not ours either.
+        If a user refers to a gradient from this bucket, the memory is left to the user and the bucket gets new memory.
+        From then on it publishes copies for as long as a user keeps one. Gradients of the parameters `elsewhere`,
+        which another wrapper averages now, also count as kept.
         """
         bucket, views = self.buckets[number], self._bucket_views[number]
         for place in views.restore_moved():
             self.views[bucket.indices[place]] = views.views[place]
         if number in self._shown_copies:
-            # With new memory in every such step, one small gradient would hold a whole bucket.
+            # If every such step allocated a new bucket, one small kept gradient would hold a whole old bucket.
             if not all(memory.expired() for memory in self._shown_copies[number]):
                 return
             del self._shown_copies[number]
@@ -200,12 +201,12 @@ class BucketSet:
     def averages(self, saved: Mapping[int, Tensor]) -> list[Tensor]:
         """Return the tensors to publish as gradients: each parameter's bucket view, or a copy in other memory.
 
-        It is a copy if the view has another dtype than the parameter, or if users keep gradients. For a
-        parameter without a place in a bucket it is an empty tensor.
+        A parameter gets a copy if its dtype differs from the view's, or if users keep gradients. An unbucketed
+        parameter gets an empty tensor.
 
         Args:
-            saved: gradients that were there before backward. One with other references, such as a part of a
-                flat buffer, becomes the average itself.
+            saved: gradients that existed before backward. If something else refers to one (for example, if it is part
+                of a flat buffer), the average is written into it.
         """
         if self._left_to_users:
             self._free_unused()
@@ -223,7 +224,7 @@ class BucketSet:
             for index in indices:
                 if shown[index] is self.views[index]:
                     shown[index] = self.views[index].clone()
-            # Storages rather than tensors: a user may keep a slice or a NumPy array alone.
+            # Storages rather than tensors, because a user may keep only a slice or a NumPy array.
             memories[:] = [StorageWeakRef(shown[index].untyped_storage()) for index in indices]
         self._copies = {
             index: (weakref.ref(gradient), gradient.data_ptr())
@@ -233,7 +234,7 @@ class BucketSet:
         return shown
 
     def _cast(self, shown: list[Tensor]) -> None:
-        """Replace views by copies in the parameters' dtypes, each in its own memory, because users may keep one."""
+        """Replace views with copies in the parameters' dtypes, each in separate memory, because users may keep one."""
         for bucket in self.buckets:
             pairs = [(index, self._parameters[index].dtype) for index in bucket.indices]
             for dtype in {dtype for _, dtype in pairs} - {bucket.flat.dtype}:
@@ -245,7 +246,7 @@ class BucketSet:
                     shown[index] = copied
 
     def is_average(self, index: int, gradient: Tensor) -> bool:
-        """Return whether `gradient` lies where :meth:`averages` has put the parameter's average."""
+        """Return whether `gradient` is in the memory where :meth:`averages` has put the parameter's average."""
         if gradient.layout is not torch.strided or index in self.unbucketed:
             return False
         # Addresses are compared, because p.grad may be another tensor over the same memory (p.grad.detach()).
@@ -261,6 +262,6 @@ class BucketSet:
 
 
 def _can_be_written(gradient: Tensor) -> bool:
-    """Return whether values can be written into `gradient`: not into a part of a graph, nor into an expanded tensor."""
+    """Return whether `gradient` can be written to: it is neither part of a graph nor an expanded tensor."""
     expanded = any(stride == 0 and extent > 1 for stride, extent in zip(gradient.stride(), gradient.shape, strict=True))
     return not gradient.requires_grad and not expanded

@@ -3,11 +3,11 @@
     6. launch the block ──► 7. wait, and read it ──► 8. extensions act on the ranks' reports
                                                   ──► 9. averages are published, and errors are raised
 
-All ranks exchange blocks in the same backward: where digests do not agree, in the first steps and for some after a
-surprise, and where buckets carry no digest.
+All ranks exchange blocks in the same backwards: if digests do not agree, in the first steps and for some steps after a
+surprise, and if buckets carry no digest.
 
-Beside gradients on GPUs they do so in every step, and blocks are read late, so that no rank waits for others in
-backward: averages are shown as soon as buckets are reduced, and the rest follows at the next look at gradients,
+With gradients on GPUs, ranks exchange blocks in every step and read them late, so that no rank waits for others in
+backward: averages are published as soon as buckets are reduced, and the rest follows when gradients are accessed next,
 usually at the optimizer step.
 """
 
@@ -42,34 +42,34 @@ from paceline.ddp.transport.opening import TEST_HOST_CHANNEL
 
 logger = logging.getLogger(__name__)
 USUAL_STEPS = 16
-"""Number of blocks without a surprise that must follow one with a surprise before blocks are read late again."""
+"""Number of blocks without a surprise required after a block with one, before blocks are read late again."""
 _NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 
 
 def patience() -> int:
-    """Return the number of usual blocks before one is read late; tests may ask for every block."""
+    """Return the number of usual blocks required before one is read late; 0 in tests that read every block late."""
     return 0 if os.environ.get(TEST_HOST_CHANNEL) == "always" else USUAL_STEPS
 
 
 class LateReading:
-    """Decides from earlier blocks whether the next one may be read late, the same on all ranks.
+    """Decides from earlier blocks whether the next one may be read late; the decision is the same on all ranks.
 
-    A block that holds a surprise (a late delta, a sparse gradient, an exception on another rank) asks for more
-    collectives. If one rank ran them at the end of its backward and another at its optimizer step, they could wait for
-    each other forever if the training loop has a collective in between. So the decision depends only on
-    blocks of earlier steps, which every rank has read.
+    A block with a surprise (a late delta, a sparse gradient, an exception on another rank) requires more collectives.
+    If one rank ran them at the end of its backward and another at its optimizer step, the two could wait for each
+    other forever if the training loop has a collective in between. So the decision depends only on blocks of earlier
+    steps, which every rank has read.
 
     Args:
-        is_wanted: whether blocks travel beside the gradients, so that there is something to gain.
-        patience: number of usual blocks after a surprise; 0 to read late whatever earlier blocks held.
+        is_wanted: whether blocks use a separate channel from the gradients, so that reading late is worthwhile.
+        patience: number of usual blocks required after a surprise; 0 to read late whatever earlier blocks held.
     """
 
     is_quiet: bool
-    """Whether the latest blocks had no surprise, so that none is expected in the next."""
+    """Whether the latest blocks had no surprise, so that none is expected in the next one."""
 
     def __init__(self, *, is_wanted: bool, patience: int = USUAL_STEPS) -> None:
         self._is_wanted, self._patience = is_wanted, patience
-        # Blocks without a surprise that are still to come. The first block is always read: it has the order of arrival.
+        # Number of usual blocks still required. The first block is read at once, because it holds the order of arrival.
         self._missing = min(1, patience)
         self.is_quiet = self._missing == 0
 
@@ -79,7 +79,7 @@ class LateReading:
         return self._is_wanted and self.is_quiet
 
     def note(self, *, is_usual: bool) -> None:
-        """Count a block that was read; it had no surprise if it `is_usual`."""
+        """Count a block that was read; `is_usual` if it had no surprise."""
         self._missing = max(0, self._missing - 1) if is_usual else self._patience
         self.is_quiet = self._missing == 0
 
@@ -91,21 +91,21 @@ class Exchange:
     trained: Trained
     """The parameters that are averaged."""
     watch: ModuleWatch
-    """Notices that the module has other parameters."""
+    """Detects changes of the module's parameters."""
     buckets: BucketSet
     """The buckets with the parameters' gradients."""
     arrivals: Arrivals
     """The record of the gradients that have arrived."""
     averages: Averages
-    """The averages shown in ``p.grad``."""
+    """The averages published in ``p.grad``."""
     extensions: Extensions
     """The rare cases."""
     channel: Channel
-    """The way to the other ranks."""
+    """The connection to the other ranks."""
     ledger: Ledger
     """Counts of this rank's backwards, and its weights."""
     recorder: Recorder
-    """The recorder of spans, while it is on."""
+    """Records spans while it is on."""
     buffers: BufferSync
     """The broadcast of buffers at the end of backwards."""
     finisher: Finisher
@@ -115,20 +115,20 @@ class Exchange:
     control: ControlBlock
     """The control block of this rank."""
     late_reading: LateReading
-    """Decides from earlier steps whether blocks are launched in any case, and whether they are read late."""
+    """Decides from earlier steps whether blocks are launched regardless of digests, and whether they are read late."""
     exposed_time: ExposedTime
-    """The sum of the time that backwards wait for communication."""
+    """The total time that backwards have waited for communication."""
     launches_at_end: bool
     """Whether buckets are launched when backward has ended rather than as they fill."""
     overlapped_buckets: int
-    """The number of buckets that may be launched before backward has ended: all but one that carries a digest."""
+    """The number of buckets that may be launched before backward has ended: all but the one with the digest, if any."""
     digest_in: int | None
-    """The bucket that carries the digest, which is the last one; None where digests are not sent."""
+    """Number of the bucket that carries the digest, which is the last one; None if no digests are sent."""
 
     # -- 6. launch ----------------------------------------------------------------------------------------------
 
     def _launch_block(self, backward: Backward, *, has_new_parameters: bool = False) -> None:
-        """Launch the control block, on all ranks, with this rank's report."""
+        """Launch the control block with this rank's report; on all ranks."""
         order = self._order_to_report(backward)
         status = self.ledger.report(
             self.channel.size,
@@ -143,7 +143,7 @@ class Exchange:
             backward.block = self.channel.host.all_reduce(block)
 
     def _order_to_report(self, backward: Backward) -> list[int]:
-        """Return rank 0's order of arrival, for the first backward's control block; else an empty list."""
+        """Return the order of arrival on rank 0 if the control block is to report it, else an empty list."""
         is_asked = self.channel.rank == 0 and not self.arrivals.order_known and not backward.is_cut_short
         observed = self.arrivals.observed
         return arrival_order(observed, len(self.trained.parameters)) if is_asked and observed else []
@@ -151,7 +151,7 @@ class Exchange:
     # -- 7. wait, and read --------------------------------------------------------------------------------------
 
     def _exchange(self, backward: Backward) -> Pausing[None]:
-        """Wait for the control blocks, which were launched or are now; then act on them, and publish the averages."""
+        """Wait for the control blocks (launching this rank's if needed), act on them, and publish the averages."""
         if self._is_read_late(backward):
             yield from self._read_late(backward)
             return
@@ -159,7 +159,7 @@ class Exchange:
             self._wait_for(backward, backward.block)
             backward.block = None
         else:
-            # Digests did not agree. Every rank has read the same ones, so every rank launches its block now.
+            # Digests did not agree. Every rank has read the same digests, so every rank launches its block now.
             self._launch_block(backward)
             yield True
         statuses = self._read_block(backward)
@@ -169,7 +169,7 @@ class Exchange:
         yield from self._act_on(backward, statuses)
 
     def _is_read_late(self, backward: Backward) -> bool:
-        """Return whether backward ends before blocks are read: the same answer on every rank that has not failed."""
+        """Return whether backward ends before blocks are read; the same on every rank that has not failed."""
         return (
             self.late_reading.is_allowed
             and backward.task is not None  # not in sync_gradients()
@@ -186,14 +186,14 @@ class Exchange:
         self.buffers.wait()
         self.finisher.scale(self.buckets.buckets, [(0.0, UNWEIGHTED)] * self.channel.size)
         averages = self.buckets.averages(backward.saved_gradients)
-        # A parameter that no rank used has to end as None, so a rank that lacks a gradient reads now whether all lack
-        # it. The others need not take part, because each rank computes the sum of the blocks for itself.
+        # The gradient of a parameter that no rank used must be None, so a rank without a gradient now reads whether
+        # all ranks lack it. The others need not take part, because every rank already receives the sum of the blocks.
         if backward.absent:
             self._wait_for_block(backward)
         self._publish(backward, averages, _NOTHING, self.control.absent_everywhere() if backward.absent else [])
         early = EarlyAverages(self.channel.rank, self.trained, self.buckets, averages)
-        # From here on no code runs in autograd, whose threads may drop the graph task while blocks are being read;
-        # with a task that would be taken for an exception.
+        # From here on no code runs inside autograd, whose threads may drop the graph task while blocks are being read;
+        # if `task` were still set, that would be taken for an exception.
         backward.task = None
         backward.enter(Phase.UNREAD)
         yield False
@@ -201,7 +201,7 @@ class Exchange:
         statuses = self._read_block(backward)
         if backward.has_report or not self.control.is_settled(statuses):
             yield from self._act_on(backward, statuses, early)
-        else:  # true of most steps: the averages are as they were shown, and no rank has anything to say
+        else:  # most steps: the averages are final as published, and no rank has anything to report
             self.ledger.stop_agreed = False
 
     def _wait_for(self, backward: Backward, block: Launched | None) -> None:
@@ -210,14 +210,14 @@ class Exchange:
             self.finisher.wait(backward.launched, block, self.control)
 
     def _wait_for_block(self, backward: Backward) -> None:
-        """Wait for the other ranks' control blocks, unless that is done."""
+        """Wait for the other ranks' control blocks, unless this was done already."""
         if backward.block is not None:
             with self.recorder.span(WAIT, group=self.channel.name), self.exposed_time.of_host:
                 self.channel.wait(backward.block, CONTROL_EXCHANGE)
             backward.block = None
 
     def _read_block(self, backward: Backward) -> list[Status]:
-        """Wait for the other ranks' control blocks, unless that is done; returns every rank's status."""
+        """Wait for the other ranks' control blocks, unless this was done already; returns every rank's status."""
         self._wait_for_block(backward)
         return self.control.statuses()
 
@@ -229,7 +229,7 @@ class Exchange:
             self._refuse_change(backward)
             return
         sparse, late = self.control.second_pass()
-        # Errors are raised after the collectives below, because this rank must take part in them in any case.
+        # Errors are raised after the collectives below, because this rank must take part in those in any case.
         backward.defer(partial(self.control.check, statuses))
         if early is not None and (used := early.find_used([*sparse, *late])) is not None:
             backward.defer_error(used)
@@ -237,7 +237,7 @@ class Exchange:
         for after_averages in self.extensions.after_averages:
             yield from after_averages(backward, exchanged)
         self.ledger.stop_agreed = any(status.asks_to_stop for status in statuses)
-        # Before the order of arrival is adopted, because then buckets get other memory, without the digest.
+        # Before the order of arrival is adopted, because that gives the buckets new memory, without the digest.
         self.late_reading.note(is_usual=self._is_usual(statuses))
         if early is None:
             self._publish_whole(backward)
@@ -247,9 +247,9 @@ class Exchange:
             self.averages.remember(backward.out_of_bucket_averages)
 
     def _refuse_change(self, backward: Backward) -> None:
-        """Leave a step because the module of another rank has other parameters; every rank raises."""
+        """Abandon a step because another rank's module has other parameters; every rank raises."""
         refusal = find_refusal(self.watch.unchanged(), self.channel, self.finisher, self.exposed_time.device)
-        assert refusal is not None, "a change on another rank is none here"
+        assert refusal is not None, "another rank reported changed parameters, but the ranks' parameters agree"
         for parameter in self.trained.parameters:
             parameter.grad = None
         self.ledger.forget_local()
@@ -258,7 +258,7 @@ class Exchange:
 
     def _publish_whole(self, backward: Backward) -> None:
         # A separate function, so that its list of views is gone when _adopt_order() frees the old buckets' memory:
-        # a view that is still referred to would count as a user of that memory.
+        # a view that is still referenced would count as a use of that memory.
         averages = self.buckets.averages(backward.saved_gradients)
         self._publish(backward, averages, backward.out_of_bucket_averages, self.control.absent_everywhere())
 
@@ -266,7 +266,7 @@ class Exchange:
         """Return whether this backward would have needed no control block."""
         if self.digest_in is None:
             return self.control.is_without_surprise(statuses)
-        if any(status.compares for status in statuses):  # a comparison that was due does not count
+        if any(status.compares for status in statuses):  # a scheduled comparison does not count as a surprise
             return True
         return self.digest.read(self.buckets.buckets[self.digest_in].tail, UNWEIGHTED) is not None
 
@@ -277,7 +277,7 @@ class Exchange:
         out_of_bucket: Mapping[int, Tensor],
         absent: Sequence[int],
     ) -> None:
-        """Show the averages in ``p.grad``: the bucket view, or one `out_of_bucket`, or None if no rank had any."""
+        """Set ``p.grad`` to the average: a bucket view, a tensor in `out_of_bucket`, or None if `absent`."""
         if self.extensions.show or self.buckets.unbucketed or out_of_bucket:
             shown: list[Tensor | None] = [*averages]
             for index in self.buckets.unbucketed:
@@ -292,17 +292,17 @@ class Exchange:
             self.averages.remember({index: found for index in out_of_bucket if (found := shown[index]) is not None})
         else:
             self.averages.publish(averages, absent)
-        if not self.ledger.status.joined:  # the zeros of a rank without data are not arrivals
+        if not self.ledger.status.joined:  # a rank without data sends zeros, which are not arrivals
             self.arrivals.end(backward.absent)
         self.ledger.synchronized()
-        # Works refer to the memory of the buckets, which _adopt_order() is about to give back.
+        # Works refer to the buckets' memory, which _adopt_order() is about to free.
         backward.launched.clear()
         backward.saved_gradients = {}
 
     def _adopt_order(self) -> None:
         """Rebuild the buckets in rank 0's order of arrival, once our references to the old ones are gone.
 
-        An order that is empty says that rank 0 had no data, so it is asked for again next time.
+        An empty order means that rank 0 had no data; then the next control block asks for it again.
         """
         if not self.arrivals.order_known and (order := self.control.order()):
             self.buckets.assign_in(order)
@@ -311,13 +311,13 @@ class Exchange:
             logger.info("rank %d: buckets are in rank 0's order of arrival; bytes: %s", self.channel.rank, sizes)
 
     def _follow_layout(self) -> None:
-        """Use the buckets as they are from now on; the order of arrival is no longer asked for."""
+        """Use the present buckets from now on; the order of arrival is no longer requested."""
         self.control.forget_order()
         self.arrivals.use_layout(self.buckets.layout, order_known=True)
         self._place_digest()
 
     def _place_digest(self) -> None:
-        """Decide, for the present buckets and finisher, which bucket carries the digest, and when they are launched."""
+        """Decide for the present buckets and finisher which bucket carries the digest, and when to launch buckets."""
         for bucket in self.buckets.buckets:
             bucket.prescale = self.finisher.prescale(bucket.flat)
         self.launches_at_end = self.finisher.launches_at_end(shadowed=False)

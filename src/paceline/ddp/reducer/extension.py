@@ -1,21 +1,21 @@
 """Extensions: the rare cases of a step, which the reducer calls at named moments.
 
-    check_change     the module has other parameters, which the wrapper is about to take in; this may be refused
+    check_change     the module's parameters have changed, and the wrapper is about to switch; it may be refused
     begin_local      a backward begins that is not synchronized
     begin            a synchronized backward begins; it may be refused, because no collective is owed yet
     bucket_ready     a bucket holds this rank's gradients, and is launched next
-    backward_ended   backward has ended; the buckets that are left are launched next
+    backward_ended   backward has ended; the remaining buckets are launched next
     has_report       all gradients are in their buckets: does this rank have something to report?
-    after_averages   in an exchange of control blocks, on all ranks: the sums are there
-    show             averages are about to be shown in ``p.grad``
+    after_averages   in an exchange of control blocks, on all ranks: the sums are available
+    show             averages are about to be published in ``p.grad``
 
-All but ``after_averages`` act on this rank alone, may differ between ranks, and so launch no collective (except for
-``join``, whose events all ranks meet). ``after_averages`` runs on every rank, in one order, with the same statuses,
-even if the extension is not active: it may launch collectives that depend only on the statuses.
+All but ``after_averages`` act on this rank alone and may differ between ranks, so they launch no collectives (except
+for ``join``, whose events reach all ranks). ``after_averages`` runs on every rank, in the same order and with the same
+statuses, even if the extension is not active: it may launch collectives that depend only on the statuses.
 
 For an ordinary model no extension is active, and a step calls none of them.
 
-Decision 0050 says why.
+Decision 0050 gives the reasons.
 """
 
 from __future__ import annotations
@@ -41,54 +41,54 @@ class Exchanged:
     statuses: list[Status]
     """Each rank's status."""
     scale: float
-    """The factor of sums over the ranks."""
+    """The factor by which sums over the ranks are multiplied."""
 
 
 class Extension:
-    """One rare case. A subclass overrides the methods that it needs; the others are empty."""
+    """One rare case. A subclass overrides the methods it needs; the others do nothing."""
 
     mark_stale: Callable[[], None] = staticmethod(lambda: None)
-    """Function to call when :meth:`is_active` gives another answer than before; set by :class:`Extensions`."""
+    """Function to call when the result of :meth:`is_active` changes; set by :class:`Extensions`."""
 
     def is_active(self) -> bool:
-        """Return whether it has to be called on this rank; asked after a change, not in each backward."""
+        """Return whether this extension must be called on this rank; called after a change, not in each backward."""
         return True
 
     def check_change(self) -> None:
-        """Refuse to average other parameters from now on, if they cannot be taken in here; called in any case."""
+        """Raise if the averaged parameters cannot change now; called whether or not the extension is active."""
 
     def begin_local(self) -> None:
-        """Act on the beginning of a backward under ``no_sync``; called whether it is active or not."""
+        """Act on the start of a backward under ``no_sync``; called whether or not the extension is active."""
 
     def other_wrapper_in_backward(self) -> bool:
-        """Return whether a gradient that comes outside of this wrapper's backwards belongs to another wrapper's."""
+        """Return whether a gradient outside this wrapper's backwards comes from another wrapper's backward."""
         return False
 
     def begin(self, backward: Backward) -> None:
         """Prepare a synchronized backward."""
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
-        """Look at a bucket, which holds this rank's gradients."""
+        """Inspect a bucket that holds this rank's gradients."""
 
     def backward_ended(self, backward: Backward) -> None:
-        """Act before the buckets that are left are launched."""
+        """Act before the remaining buckets are launched."""
 
     def has_report(self, backward: Backward) -> bool:
-        """Return whether this rank has something to report in this case, and note it in `backward`."""
+        """Return whether this rank has something to report; if so, note it in `backward`."""
         return False
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
-        """Act on the reports of all ranks; `backward` may get :attr:`~.Backward.deferred` functions."""
+        """Act on the reports of all ranks; may add :attr:`~.Backward.deferred` functions to `backward`."""
         yield from ()
 
     def show(self, backward: Backward, averages: list[Tensor | None]) -> None:
-        """Replace `averages` that should be shown differently, by parameter."""
+        """Replace entries of `averages`, one per parameter, that should be published differently."""
 
     def abort(self, backward: Backward) -> None:
-        """Undo the changes of :meth:`begin`: `backward` was refused, or an exception or a failed collective ends it."""
+        """Undo :meth:`begin`, because `backward` was refused or ended by an exception or a failed collective."""
 
     def parameters_changed(self) -> None:
-        """Follow the wrapper, which averages other parameters from now on."""
+        """Adapt to the wrapper's new set of averaged parameters."""
 
     def close(self) -> None:
         """Drop references to the wrapper, which is gone."""
@@ -98,7 +98,7 @@ class Extensions:
     """The extensions of one wrapper, by moment.
 
     Args:
-        extensions: in the order of their calls.
+        extensions: in the order in which to call them.
     """
 
     begin: Sequence[Callable[[Backward], None]]
@@ -108,9 +108,9 @@ class Extensions:
     show: Sequence[Callable[[Backward, list[Tensor | None]], None]]
     """The methods of active extensions for each moment; empty for an ordinary model."""
     after_averages: Sequence[Callable[[Backward, Exchanged], Pausing[None]]]
-    """The methods of all extensions, because they may be active on some ranks only."""
+    """The methods of all extensions, active or not, because one may be active on some ranks only."""
     is_stale = True
-    """Whether :meth:`refresh` is due, before the next backward begins; never during one."""
+    """Whether :meth:`refresh` must run before the next backward begins; it never runs during one."""
 
     def __init__(self, extensions: Sequence[Extension]) -> None:
         self.all = extensions
@@ -126,11 +126,11 @@ class Extensions:
         self.is_stale = False
 
     def _mark_stale(self) -> None:
-        # Not refreshed at once: extensions also find changes during a backward, when the tuples are in use.
+        # Not refreshed at once, because extensions also detect changes during a backward, while the tuples are in use.
         self.is_stale = True
 
     def abort(self, backward: Backward) -> None:
-        """Undo the changes that extensions made at the beginning of `backward`."""
+        """Undo what the extensions did at the start of `backward`."""
         for extension in self.all:
             extension.abort(backward)
 
@@ -140,7 +140,7 @@ class Extensions:
         self.is_stale = True
 
     def close(self) -> None:
-        """Tell all of them that the wrapper is gone."""
+        """Tell all extensions that the wrapper is gone."""
         for extension in self.all:
             extension.close()
             del extension.mark_stale  # it refers back to this object

@@ -1,4 +1,4 @@
-"""Forwards of a wrapper whose backward has not come yet, and the tensors in their outputs."""
+"""A wrapper's forwards that still await their backward, and the tensors in their outputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from paceline.ddp.agreement.weight_block import Block
 
 
 class Forward:
-    """Lives as long as the graph of a forward does, whose hooks hold the only reference.
+    """One forward. It lives as long as the forward's graph, because only that graph's hooks refer to it.
 
     Args:
-        block: the ``model.weight()`` block that it ran in.
+        block: the ``model.weight()`` block in which the forward ran.
         counts_if_averaged: whether it was counted, but must not count if its backward stays local under ``no_sync``.
     """
 
@@ -37,21 +37,21 @@ class PendingForwards:
     """
 
     is_unseen: bool
-    """Whether a forward waits that returned no output to hook, for example because it left its loss on the module."""
+    """Whether a forward without an output to hook is waiting (for example, one that left its loss on the module)."""
 
     def __init__(self, ledger: Ledger, reached: Callable[[Forward | None, Tensor], None]) -> None:
         self.is_unseen = False
         self._ledger = ledger
-        self._differentiated_in = -1  # the count of optimizer steps when derivatives were taken last
+        self._differentiated_in = -1  # the number of optimizer steps when derivatives were last taken
         self._reached = reached
         self._has_warned = False
-        # Weak: the forward of a loss that was dropped must not wait for ever.
+        # Weak, so that the forward of a dropped loss does not wait forever.
         self._waiting: WeakSet[Forward] = WeakSet()
-        # Forwards inside blocks without a hooked output, which would otherwise be collected before their backward.
+        # Forwards inside weight blocks that have no hooked output; without this list they would be garbage collected.
         self._unseen: list[Forward] = []
 
     def __bool__(self) -> bool:
-        """Return whether a forward with hooked outputs waits, or derivatives that were taken of one."""
+        """Return whether a forward with hooked outputs, or derivatives taken of one, may still get a backward."""
         return bool(self._waiting) or self.are_differentiated
 
     def hook(self, outputs: Sequence[Tensor], forward: Forward) -> None:
@@ -71,21 +71,21 @@ class PendingForwards:
     def may_have_ended_in(self, *, is_common: bool) -> bool:
         """Return whether a gradient may come from a backward that reached no hooked output.
 
-        A parameter that `is_common` to several wrappers may have its gradient from another wrapper's backward.
+        If a parameter `is_common` to several wrappers, its gradient may also come from another wrapper's backward.
         """
         return self.is_unseen or (bool(self) and (not is_common or self.are_differentiated))
 
     @property
     def are_differentiated(self) -> bool:
-        """Whether derivatives were taken with ``create_graph`` since the last step, as for a gradient penalty.
+        """Whether derivatives have been taken with ``create_graph`` since the last step, as for a gradient penalty.
 
-        A backward of these need not reach an output, and their graph may outlive the outputs'. It does not outlive an
-        optimizer step, which changes the parameters that it has saved.
+        A backward of these derivatives need not reach an output, and their graph may outlive that of the outputs. It
+        cannot outlive an optimizer step, which changes the parameters saved in it.
         """
         return self._differentiated_in == self._ledger.status.optimizer_steps
 
     def backward_began(self, forward: Forward | None) -> None:
-        """Wait no longer for the backward of `forward`, which has begun and creates no graph."""
+        """Stop waiting for the backward of `forward`, which has begun and creates no graph."""
         if forward is not None:
             self._waiting.discard(forward)
 
@@ -96,31 +96,31 @@ class PendingForwards:
         self._differentiated_in = self._ledger.status.optimizer_steps
 
     def warn_of_graph(self) -> None:
-        """Warn, once, of a synchronized ``backward(create_graph=True)``: averages have no graph, as with torch DDP."""
+        """Warn once about a synchronized ``backward(create_graph=True)``: averages have no graph, as in torch's DDP."""
         call = None if self._has_warned else backward_call()
         if call is None:
             return
         self._has_warned = True
         message = (
             "after backward(create_graph=True) p.grad is the average over the ranks, which has no graph and cannot be "
-            "differentiated; take the derivatives before, by torch.autograd.grad(loss, parameters, create_graph=True), "
-            "and call backward() on the loss that is made of them"
+            "differentiated; take the derivatives first with torch.autograd.grad(loss, parameters, create_graph=True), "
+            "and call backward() on the loss computed from them"
         )
         warnings.warn_explicit(message, UserWarning, *place_of(call))
 
     def close(self) -> None:
-        """Forget the function that is called."""
+        """Drop the reference to the function to call."""
         self._reached = _nothing  # it refers back to the reducer
 
 
 def _nothing(_forward: Forward | None, _gradient: Tensor) -> None:
-    """Replace the function of a closed reducer."""
+    """Do nothing; replaces the function of a closed reducer."""
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """Return all tensors in a forward's output, through tuples, lists, mappings, dataclasses and plain objects."""
+    """Return all tensors in a forward's output, including those in nested containers, dataclasses and plain objects."""
     found: list[Tensor] = []
-    # `seen`, because an object may contain itself.
+    # `seen` is needed because an object may contain itself.
     stack, seen = [output], set()
     while stack:
         value = stack.pop()

@@ -1,11 +1,11 @@
 """Bucket views: the gradients of one bucket as users see them, and whether users still refer to them.
 
-``p.grad`` is a view of a bucket, which the next backward overwrites. With torch's default every gradient has memory of
-its own, so a reference that is kept across steps keeps its values. To give that without a copy in every step, reference
-counts are looked at before a bucket is written to: of the views, because a user may keep ``p.grad`` itself, and
-that of their storage, because he may keep something made from it (``p.grad.detach()``, a slice, a NumPy array).
+``p.grad`` is a view of a bucket, which the next backward overwrites. By default, torch gives every gradient its own
+memory, so a reference kept across steps keeps its values. To guarantee the same without a copy in every step, reference
+counts are checked before a bucket is written to: the views' counts, because a user may keep ``p.grad`` itself, and
+their storage's count, because a user may keep something derived from it (``p.grad.detach()``, a slice, a NumPy array).
 
-Decision 0012 says why.
+Decision 0012 gives the reasons.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _address, _storage = Tensor.data_ptr, attrgetter("storage")
 
 
 class BucketViews:
-    """The views of one bucket, over a separate storage whose reference count shows users alone.
+    """The views of one bucket, over a separate storage whose reference count covers only the views and users.
 
     Args:
         flat: the bucket's memory.
-        parameters: the parameters whose gradients lie in it, one after the other.
+        parameters: the parameters whose gradients are in it, in order.
     """
 
     views: list[Tensor]
-    """For each parameter, its gradient. Users get these very tensors, and may point one to other memory
+    """For each parameter, its gradient. Users get these tensors themselves, and may point one to other memory
     (``p.grad.data = …``); see :meth:`restore_moved`."""
     addresses: list[int]
     """Address of each gradient in the bucket."""
@@ -40,19 +40,19 @@ class BucketViews:
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         # A second storage over the same memory: works, futures and hooks refer to that of `flat`, so they do not count.
         self._memory = torch.utils.dlpack.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
-        # torch hands this one object to Python code that asks any tensor over the memory for its storage.
+        # torch returns this same object to any Python code that asks a tensor over this memory for its storage.
         self.storage = self._memory.untyped_storage()
         self._parameters = parameters
         self.views = self._make_views()
         self.addresses = list(map(_address, self.views))
-        # All later counts are compared with the count of now, when no user has seen the memory.
+        # The baseline for all later counts, taken before any user has seen the memory.
         self._references_alone = self._references()
-        # The parts of that count, which :class:`AllBucketViews` compares for all buckets at once.
+        # The parts of the baseline, which :class:`AllBucketViews` compares for all buckets at once.
         self.address, self.uses_alone = address_of(self.storage), count_uses(self.storage)
         self.handles_alone = next(map(sys.getrefcount, map(_storage, [self])))
 
     def restore_moved(self) -> list[int]:
-        """Replace views that a user has pointed to other memory by new ones; returns their places."""
+        """Replace views that a user has pointed to other memory with new ones; returns their places."""
         addresses = list(map(_address, self.views))
         if addresses == self.addresses:
             return []
@@ -63,15 +63,16 @@ class BucketViews:
         return moved
 
     def is_referenced(self, lists: int, others: Collection[int] = ()) -> bool:
-        """Return whether a user keeps a gradient that ``p.grad`` no longer shows; call :meth:`restore_moved` before.
+        """Return whether a user keeps a gradient that is no longer in ``p.grad``; call :meth:`restore_moved` first.
 
-        Where ``p.grad`` still is the view, backward accumulates into it for all who refer to it, with torch as here.
+        While ``p.grad`` is still the view, backward accumulates into it and anyone who refers to it sees the change, in
+        torch too.
 
         Args:
             lists: the number of our lists that hold each view.
-            others: places of gradients that are not taken from ``p.grad`` now, so that it counts as a user.
+            others: places of gradients that stay in ``p.grad`` now, so that ``p.grad`` counts as a user.
         """
-        if self._references() != self._references_alone:  # others than our own views refer to the memory
+        if self._references() != self._references_alone:  # something other than our own views refers to the memory
             return True
         counts, alone = list(map(sys.getrefcount, self.views)), _BASE_COUNT + lists
         if max(counts) <= alone:
@@ -93,10 +94,10 @@ class BucketViews:
 
 
 class AllBucketViews:
-    """The views of all buckets of a wrapper, looked at in one go.
+    """The views of all buckets of a wrapper, checked together.
 
     Args:
-        parts: the views of each bucket, in the order of buckets.
+        parts: the views of each bucket, in bucket order.
         views: the same tensors in one list, in any order.
         addresses: the address of each.
         lists: the number of our lists that hold each view.
@@ -110,9 +111,9 @@ class AllBucketViews:
         self._handles = [part.handles_alone for part in parts]
 
     def are_untouched(self) -> bool:
-        """Return whether no view has moved and no user refers to a gradient of any bucket; it is true in most steps.
+        """Return whether no view has moved and no user refers to a gradient of any bucket; true in most steps.
 
-        Then :meth:`BucketViews.restore_moved` has no effect, and :meth:`BucketViews.is_referenced` returns False.
+        If true, :meth:`BucketViews.restore_moved` has no effect, and :meth:`BucketViews.is_referenced` returns False.
         """
         # Loops in C, without a line of Python for each parameter: this runs in every step.
         return (
@@ -124,7 +125,7 @@ class AllBucketViews:
 
 
 def shared(gradients: Mapping[int, Tensor]) -> list[int]:
-    """Return the keys of `gradients` with other references to them or to their memory."""
+    """Return the keys of those `gradients` that something else refers to, directly or through their memory."""
     tensors = list(gradients.values())
     counts = list(map(sys.getrefcount, tensors))
     alone = _BASE_COUNT + 2  # the mapping and the list
@@ -135,9 +136,9 @@ def shared(gradients: Mapping[int, Tensor]) -> list[int]:
     ]
 
 
-# Measured rather than written down, because counts differ between versions of Python and torch.
+# Measured rather than hard-coded, because counts differ between versions of Python and torch.
 _one = [torch.empty(1)]
 _BASE_COUNT = next(map(sys.getrefcount, _one)) - 1
-"""The count that ``map(sys.getrefcount, …)`` gives for a tensor, less the lists that hold it."""
+"""The count that ``map(sys.getrefcount, …)`` gives for a tensor, minus the lists that hold it."""
 _UNSHARED_COUNT = count_uses(_one[0].untyped_storage())
-"""The use count of the memory of a tensor that shares it with no other."""
+"""The use count of a storage that only one tensor uses."""

@@ -1,4 +1,4 @@
-"""Checks of many gradients at once, and their copies into buckets, without a line of Python for each if possible."""
+"""Checks many gradients at once and copies them into buckets, if possible without running Python code for each."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ is_none: Callable[[object], bool] = partial(is_, None)
 
 
 def present(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Return the gradients that are there, by the parameter's place."""
-    # The usual answer at the end of a backward, found without a line of Python for each parameter.
+    """Return the gradients that are not None, by the parameter's place."""
+    # The usual case at the end of a backward, detected without running Python code for each parameter.
     if grads_are_none(parameters):
         return {}
     return {place: gradient for place, gradient in enumerate(map(gradient_of, parameters)) if gradient is not None}
@@ -37,26 +37,26 @@ def grads_are_none(parameters: Iterable[Tensor]) -> bool:
 
 
 def copy_into(bucket: Bucket, gradients: list[Any], parameters: Sequence[nn.Parameter]) -> bool:
-    """Copy the `gradients` of `parameters`, tensors or None, into `bucket`, and free the parameters' own.
+    """Copy the `gradients` of `parameters` (tensors or None) into `bucket`, and set each ``p.grad`` to None.
 
-    Returns False without an effect if one of them is missing or not dense.
+    Returns False, with ``p.grad`` unchanged, if one of them is missing or not dense.
     """
     factor = bucket.prescale
-    try:  # cheaper than to check first whether all are there, and dense
+    try:  # cheaper than checking first whether all are present and dense
         if factor == 1.0:
             copy_each(bucket.views, gradients)
         else:
             copy_times(bucket.views, gradients, factor, bucket.flat if bucket.largest < LARGE else None)
     except (AttributeError, RuntimeError, TypeError):  # the caller copies one by one, which finds out why
         return False
-    # Freed here and not at the end of backward, so that gradients do not exist twice for longer than a bucket takes.
+    # Freed here rather than at the end of backward, so that only one bucket's gradients exist twice at a time.
     for parameter in parameters:
         parameter.grad = None
     return True
 
 
 def copy_times(targets: list[Tensor], sources: list[Any], factor: float, whole: Tensor | None = None) -> None:
-    """Copy `sources`, times `factor`, into `targets`; if these make up `whole`, multiply that in one operation."""
+    """Copy `sources`, times `factor`, into `targets`; `whole`, if given, is their joint memory, multiplied at once."""
     if whole is None:
         copy_scaled(targets, sources, factor)
     else:
@@ -65,7 +65,7 @@ def copy_times(targets: list[Tensor], sources: list[Any], factor: float, whole: 
 
 
 def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, rank: int) -> None:
-    """Copy gradients, some of them absent, sparse, another wrapper's or older; note these in `backward`."""
+    """Copy gradients if some may be absent, sparse, older or another wrapper's; note these cases in `backward`."""
     sources, targets, absent, sparse = [], [], [], []
     saved_gradients = dict(backward.saved_gradients)
     for index, view in zip(bucket.indices, bucket.views, strict=True):
@@ -103,40 +103,40 @@ def _check_strided(gradient: Tensor, name: str, rank: int) -> None:
 
 
 def find_out_of_bucket(backward: Backward, trained: Trained, unbucketed: Iterable[int]) -> None:
-    """Find, at the end of backward, this rank's gradients that are in no bucket, and the parameters that have none.
+    """At the end of backward, find this rank's gradients that are in no bucket, and the parameters without a gradient.
 
-    Called when every bucket has been filled, which took its gradients away from the parameters.
+    Called when every bucket has been filled, which has set the copied gradients to None.
     """
     elsewhere = backward.averaged_elsewhere
     found = {index: gradient for index, gradient in present(trained.parameters).items() if index not in elsewhere}
-    # A sparse gradient that comes after a dense one was launched is a late delta like any other.
+    # A sparse gradient that arrives after a dense one was launched is a late delta like any other.
     alone = {*backward.absent, *backward.sparse_in_buckets, *unbucketed}
     backward.sparse = sparse = [index for index, gradient in found.items() if gradient.is_sparse and index in alone]
     backward.late = [index for index in found if index not in sparse] if len(sparse) < len(found) else []
-    # A late gradient is also present: its parameter must not end as None.
+    # A parameter with a late gradient is not absent: its gradient must not become None.
     outside = [index for index in unbucketed if index not in elsewhere]
     backward.absent = [index for index in (*backward.absent, *outside) if index not in found]
     backward.out_of_bucket = found
 
 
 _ABSENT = 0x6E6F6E65
-"""A number in place of the digest of a gradient that is None."""
+"""The number used as the digest of a gradient that is None."""
 
 
 def check_equal_gradients(names: Sequence[str], parameters: Sequence[nn.Parameter], channel: Channel) -> None:
-    """Compare digests of 64 bits of the gradients between the ranks of `channel`, in one small collective."""
+    """Compare 64-bit digests of the gradients between the ranks of `channel`, in one small collective."""
     table = torch.zeros(channel.size, len(parameters), dtype=torch.int64)
     table[channel.rank] = torch.tensor([digest_of(parameter.grad) for parameter in parameters], dtype=torch.int64)
     channel.meet(channel.host.all_reduce(table), "comparison of gradients")
     if (difference := unequal(names, table.tolist())) is not None:
         raise UsageError(
             f"model.gradients_are_averaged() found gradients that differ between ranks: {difference}; average them "
-            "over the ranks before, or call model.sync_gradients() instead, which does so"
+            "over the ranks first, or call model.sync_gradients() instead, which does so"
         )
 
 
 def unequal(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str | None:
-    """Describe the first gradient that differs from rank 0's, given every rank's digests; None if none does."""
+    """Describe the first gradient that differs between ranks, given every rank's digests; None if all are equal."""
     differing = [place for place in range(len(names)) if len({row[place] for row in rows}) > 1]
     if not differing:
         return None

@@ -1,6 +1,7 @@
 """The reducer: averages gradients over the ranks while backward is still running.
 
-Its steps are in :mod:`.step`. This module makes it, changes it between two steps, and averages without a backward.
+Its steps are in :mod:`.step`. This module creates the reducer, changes it between steps, and averages without a
+backward.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from paceline.errors import CommunicationError, UsageError
 
 @class_never_compiled
 class Reducer(Step):
-    """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end.
+    """Owns the buckets of one wrapper and runs each synchronized backward from start to end.
 
     Args:
         named: the parameters to average.
-        watch: notices that the module has other parameters.
-        on_change: called with all parameters to average if there are new ones, and whether they are averaged now.
-        channel: reaches the other ranks.
+        watch: detects changes of the module's parameters.
+        on_change: called as ``on_change(named, averaged)`` with all parameters to average if some are new, and whether
+            they are averaged now.
+        channel: the connection to the other ranks.
         ledger: counts this rank's backwards and weights.
         recorder: records spans while it is on.
         buffers: broadcasts buffers at the end of backwards.
@@ -54,7 +56,7 @@ class Reducer(Step):
     checks_finite: bool
     """Whether gradients are checked for NaN and Inf."""
     virtual_ranks = 0
-    """Slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
+    """Number of slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class Reducer(Step):
         self.trained, self.watch, self._on_change = Trained(named), watch, on_change
         sparse = watch.sparse(self.trained.originals)
         names, parameters = self.trained.names, self.trained.parameters
-        # Not beside a GPU, where reading the tail would make the host wait for all that is queued on the device.
+        # Not with GPUs, where reading the tail would make the host wait for everything queued on the device.
         tail = width(channel.size) if channel.host is channel else 0
         self.buckets = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype, tail)
         self.digest = StatusDigest(channel.rank, channel.size)
@@ -86,13 +88,13 @@ class Reducer(Step):
         self.number = abort.register(self)
 
     def _make_parts(self) -> None:
-        """Make the parts that belong to the present parameters."""
+        """Create the parts that depend on the present parameters."""
         trained = self.trained
         self.control = ControlBlock(trained.names, self.channel.rank, self.channel.size, self.channel.host.allocate)
         self.averages = Averages(trained, self.buckets)
         self.arrivals = Arrivals(trained.parameters, self.gradient_arrived)
         self.arrivals.use_layout(self.buckets.layout, order_known=False)
-        # Hooks from the start, so that a gradient that comes before any backward of the outputs is heard of.
+        # Hooks from the start, to notice a gradient that arrives before any backward reaches an output.
         self.arrivals.begin(grads_were_none=True)
         self._place_digest()
         self._accumulators = Accumulators(trained.originals)
@@ -104,12 +106,12 @@ class Reducer(Step):
     # -- changes between two steps ------------------------------------------------------------------------------
 
     def follow_module(self) -> None:
-        """Average the parameters that the module has now, once all ranks agree; called before a step begins."""
+        """Switch to the module's present parameters, once all ranks agree on them; called before a step begins."""
         if (change := self._detect_change()) is not None:
             self._take_in(change)
 
     def follow_module_on_all_ranks(self) -> None:
-        """Do so on all ranks at once, because not all of them run a backward afterwards."""
+        """Do the same as a collective on all ranks, because not all of them will run a backward."""
         change = self._detect_change()
         changed, launched = self.channel.gather_rows(torch.tensor(int(change is not None)))
         self.channel.meet(launched, "comparison of the module's parameters")
@@ -125,7 +127,7 @@ class Reducer(Step):
             if refusal is None:
                 self._rebuild(change.named)
         except BaseException:
-            # Other ranks have rebuilt theirs, or wait for this one. Any further use of this wrapper is refused.
+            # Other ranks have rebuilt their buckets, or wait for this rank. Any further use of this wrapper is refused.
             self.backward = Backward(sends_block=True)
             self.backward.enter(Phase.BROKEN)
             abort.unfinished.add(self.number)
@@ -135,13 +137,13 @@ class Reducer(Step):
 
     @torch.no_grad()
     def _announce_change(self) -> None:
-        """Run the collectives of a backward with zeros, and report a change in the control block."""
+        """Run the collectives of a backward with zeros, and report the change in the control block."""
         self.channel.check_open()
         backward = Backward(sends_block=True)
         backward.absent = range(len(self.trained.names))
         memories = []
         for number, bucket in enumerate(self.buckets.buckets):
-            # Not in the bucket, where gradients may lie.
+            # In separate memory, because the bucket may hold gradients.
             memory = self.channel.allocate(bucket.memory.numel(), bucket.memory.dtype, bucket.memory.device)
             size = bucket.flat.numel()
             zeros = replace(bucket, memory=memory, flat=memory[:size], tail=memory[size:])
@@ -174,32 +176,32 @@ class Reducer(Step):
         return self.buckets.named_layout()
 
     def restore_layout(self, layout: list[list[str]]) -> None:
-        """Use a checkpoint's layout, by parameter names, instead of observing the order of arrival."""
+        """Use a checkpoint's layout, given as parameter names, instead of observing the order of arrival."""
         self.resync_aborted()
         self.buckets.use_named(layout)
         self.arrivals.observed = []  # the layout is the order of arrival now
         self._follow_layout()
 
     def check_finite(self, enabled: bool) -> None:
-        """Look for NaN and Inf in gradients, or not, from the next backward on."""
+        """Turn the check of gradients for NaN and Inf on or off, from the next backward on."""
         self.checks_finite = enabled
         self.extensions.is_stale = True
 
     def use_virtual_ranks(self, count: int, slices: Extension, before: Extension) -> None:
-        """Sum in one tree over `count` slices, which `slices` adds up on this rank, from the next backward on.
+        """Sum over `count` slices in one tree, from the next backward on.
 
-        It is called `before` another extension.
+        The extension `slices` sums this rank's part, and is called before the extension `before`.
         """
         self.virtual_ranks = count
         sums = None if self.channel.size <= 2 or self.channel.sums_in_tree else TreeSums(self.channel)
-        # Means of numbers near the smallest of the dtype would depend on the number of ranks.
+        # No prescaling: with it, the rounding of values near the dtype's smallest would depend on the number of ranks.
         self.use_finisher(partial(AllReduce, ledger=self.ledger, sums=sums, prescales=False))
         others = self.extensions.all
         place = others.index(before)
         self.extend([*others[:place], slices, *others[place:]])
 
     def use_finisher(self, make: Callable[[Channel, Recorder], Finisher]) -> None:
-        """Finish buckets with the finisher that `make` returns, from the next backward on; on all ranks."""
+        """Use the finisher that `make` returns for the buckets, from the next backward on; call it on all ranks."""
         self.resync_aborted()
         self.finisher = make(self.channel, self.recorder)
         self._place_digest()
@@ -220,7 +222,7 @@ class Reducer(Step):
                 backward.exchange.close()
                 if backward.block is not None:
                     self.channel.abandon(backward.block)
-            elif backward.phase is Phase.ABORTED:  # its collectives cannot be made up for, because the channel closes
+            elif backward.phase is Phase.ABORTED:  # its owed collectives cannot be run, because the channel closes
                 self.backward = None
         abort.unregister(self.number)
 
@@ -236,22 +238,22 @@ class Reducer(Step):
         self.complete()
 
     def launch_all(self) -> None:
-        """Begin to average the gradients in ``p.grad``; :meth:`complete` is due later, and launches the rest."""
-        # Launches at the end belong to complete(): before it, others' layers may still announce collectives.
+        """Begin to average the gradients in ``p.grad``; a later call of :meth:`complete` finishes this."""
+        # If buckets launch at the end, complete() does it: until then other ranks' layers may announce collectives.
         if not self.begin().launches_at_end:
             self.advance()
 
     def read_late(self) -> None:
         """Read the other ranks' control blocks of the last backward, in all wrappers that have not done so."""
         if abort.unfinished:
-            abort.read_all()  # in all wrappers, so that ranks which look at different ones read in one order
+            abort.read_all()  # in all wrappers, so that ranks that access different ones first read in the same order
 
     def resync_aborted(self) -> None:
-        """Take part in collectives that other ranks wait for since an exception; in all wrappers."""
+        """Run the collectives that other ranks are still waiting for after an exception; in all wrappers."""
         if self.backward is not None and self.backward.phase is Phase.BROKEN:
             raise CommunicationError(
-                f"rank {self.channel.rank}: a step of this model has failed in the middle before, so ranks no longer "
-                "agree on where they are; start again from the last checkpoint"
+                f"rank {self.channel.rank}: an earlier step of this model failed partway, so ranks no longer agree on "
+                "where they are; start again from the last checkpoint"
             )
         if abort.unfinished:
             abort.resync_all()
@@ -260,7 +262,7 @@ class Reducer(Step):
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def check_idle(self) -> None:
-        """Refuse to go on while a backward has not ended."""
+        """Raise if a backward has not ended."""
         abort.notice_exception(self)
         if self.backward is not None and self.backward.phase is not Phase.UNREAD:
             raise UsageError(f"rank {self.channel.rank}: the last backward has not ended: {self.backward.phase.value}")

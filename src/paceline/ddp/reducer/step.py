@@ -1,4 +1,4 @@
-"""The step: all that a reducer does in an ordinary training step, from top to bottom in the order of events.
+"""The step: everything a reducer does in an ordinary training step, from top to bottom in the order of events.
 
     2. the outputs of a forward are hooked
     3. backward reaches one of them ──► begin
@@ -7,12 +7,13 @@
     7. wait ──► all digests agree ──► 9. p.grad is the bucket view
                      else ──► 8. exchange control blocks             (:mod:`.exchange`)
 
-Every synchronized backward launches every bucket exactly once and in the same order on every rank, whatever part of
-the model the rank used; a rank without a gradient contributes zero. So unused parameters can neither hang nor raise.
+Every synchronized backward launches every bucket exactly once and in the same order on every rank, no matter which
+part of the model the rank used; a rank without a gradient contributes zero. So unused parameters cause neither a hang
+nor an error.
 Buckets and hooks follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
 
-Rare cases are extensions (:mod:`.extension`); an ordinary model has none that is active. Code that runs once a step is
-not in the processor's caches and costs several times its warm time, so fewer calls and objects count more here.
+Rare cases are extensions (:mod:`.extension`); with an ordinary model none is active. Code that runs once per step is
+not in the processor's caches and takes several times as long as when warm, so saving calls and objects matters here.
 Decision 0051 lists the measurements.
 """
 
@@ -56,10 +57,10 @@ _requires_grad = attrgetter("requires_grad")
 
 @class_never_compiled
 class Step(Exchange, Member):
-    """The part of the reducer that carries out steps; :class:`~.reducer.Reducer` makes and changes it."""
+    """The part of the reducer that runs steps; :class:`~.reducer.Reducer` sets it up and changes it."""
 
     forwards: PendingForwards
-    """The forwards whose backward has not come yet."""
+    """The forwards that still await their backward."""
     sync_enabled = True
     """False inside ``no_sync``: a backward that starts now stays local."""
     expected_absent: set[int] | frozenset[int] = frozenset()
@@ -67,14 +68,14 @@ class Step(Exchange, Member):
     common: Collection[int] = frozenset()
     """Parameters that other live wrappers also have; kept up to date by :class:`.SharedParameters`."""
     _accumulators: Accumulators
-    """The nodes of the averaged parameters in the graphs that are not run by a plain ``backward()``."""
+    """The averaged parameters' nodes in autograd graphs, which tell whether a backward reaches the parameters."""
     _on_change: OnChange
     """Function to call with all parameters to average when the module has new ones."""
 
     # -- 2. the outputs of a forward are hooked -----------------------------------------------------------------
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
-        """Hook the outputs of a forward: the first sign of its backward, before any of our gradients."""
+        """Hook the outputs of a forward: its backward reaches them first, before any of our gradients."""
         if (block := self.ledger.blocks.forward_ended()) is not None:
             self.ledger.kept.look(self.trained.parameters)
         self.forwards.hook(outputs, Forward(block, counts_if_averaged=counts_if_averaged))
@@ -82,7 +83,7 @@ class Step(Exchange, Member):
     # -- 3. backward reaches one of them ------------------------------------------------------------------------
 
     def backward_reached(self, forward: Forward | None, _gradient: Tensor) -> None:
-        """Handle a backward that has reached an output of `forward`; None if only a gradient shows it."""
+        """Handle a backward that has reached an output of `forward`; None if it was noticed only by a gradient."""
         check_eager_backward(self.channel.rank)
         if (
             self.backward is None
@@ -97,16 +98,16 @@ class Step(Exchange, Member):
             self.start_unusual_backward(forward)
 
     def begin_all(self, forward: Forward | None) -> None:
-        """Begin a backward that autograd runs, in this wrapper and in all others that it will reach."""
+        """Begin a backward that autograd runs, in this wrapper and in all others it will reach."""
         if unfinished:
             self.resync_aborted()
         try:
             self.begin_in_graph_task(forward)
-        finally:  # the peers begin the others in any case, so this rank also owes their collectives
+        finally:  # the peers begin the other wrappers in any case, so this rank owes those collectives too
             begin_others(self)
 
     def begin_in_graph_task(self, forward: Forward | None) -> None:
-        """Begin a backward whose end autograd runs in a callback of the graph task."""
+        """Begin a backward whose end autograd will run in a callback of the graph task."""
         if self.watch.detect() is not None:
             follow_modules(self)
         ledger = self.ledger
@@ -115,7 +116,7 @@ class Step(Exchange, Member):
             ledger.forget_dropped(self.trained.parameters, in_backward=True)
         backward = self.begin()
         backward.end_arrival_span = self.recorder.open(BACKWARD)  # type: ignore[method-assign, assignment]
-        # Only autograd holds this bound method, so it dies with the graph task: that is how an exception is noticed.
+        # Only autograd holds this bound method, so it dies with the graph task; this is how an exception is noticed.
         callback = self._advance_in_callback
         watch_task(self, backward, callback, ledger.task)
         queue_callback(callback)
@@ -152,7 +153,7 @@ class Step(Exchange, Member):
     # -- 4. a gradient arrives ----------------------------------------------------------------------------------
 
     def gradient_arrived(self, index: int, parameter: Tensor) -> None:
-        """Launch the buckets that are full now; called when a gradient was accumulated into parameter `index`."""
+        """Launch the buckets that are now full; called when a gradient has been accumulated into parameter `index`."""
         backward = self.backward
         if backward is None or backward.phase is not Phase.LAUNCHING:
             self.handle_stray_gradient(index, parameter)
@@ -166,16 +167,16 @@ class Step(Exchange, Member):
         if self.arrivals.counts_each:
             self.arrivals.arrived(index)
         if not backward.launches_at_end:
-            # The bucket with the digest waits for the end of backward: until then this rank may get more to report.
+            # The bucket with the digest waits for the end of backward: until then there may be more to report.
             launched, last = backward.launched, self.overlapped_buckets
             while len(launched) < last and (full := self.arrivals.gradients_if_complete(len(launched), index)):
                 self._launch(backward, full)
-        self.channel.progress()  # shared memory has no thread: reductions advance in these hooks
+        self.channel.progress()  # the shared-memory channel has no thread, so its reductions advance in these hooks
 
     # -- 5. a bucket is full ------------------------------------------------------------------------------------
 
     def _launch(self, backward: Backward, gradients: list[Tensor | None] | None = None) -> None:
-        """Copy the `gradients` into the next bucket, free the parameters' own, and hand it to communication."""
+        """Copy the `gradients` into the next bucket, set each ``p.grad`` to None, and launch the bucket."""
         number = len(backward.launched)
         bucket, owned = self.buckets.buckets[number], self.buckets.owned[number]
         if number == 1:
@@ -194,14 +195,14 @@ class Step(Exchange, Member):
     # -- 6. backward has ended ----------------------------------------------------------------------------------
 
     def _launch_rest(self, backward: Backward) -> None:
-        """Launch the buckets that are left, buffers, and the control block if it is expected."""
+        """Launch the remaining buckets, the buffers, and the control block if it is due."""
         for backward_ended in self.extensions.backward_ended:
             backward_ended(backward)
         while len(backward.launched) < len(self.buckets.buckets):
             self._launch(backward)
-        if self.digest_in is None:  # else the last launch has done this, because its tail depends on it
+        if self.digest_in is None:  # else the launch of the last bucket has done this to fill its tail
             find_out_of_bucket(backward, self.trained, self.buckets.unbucketed)
-            # All of them, not any(): each may note something for the control block.
+            # Not any(), because all must run: each may note something for the control block.
             reports = [has_report(backward) for has_report in self.extensions.has_report]
             backward.has_report = True in reports
         backward.end_arrival_span()
@@ -213,10 +214,10 @@ class Step(Exchange, Member):
     def _write_digest(self, backward: Backward, tail: Tensor) -> None:
         """Fill the tail of the last bucket: a digest, unless this rank has more to report."""
         rest, unbucketed = self.buckets.rest, self.buckets.unbucketed
-        # Buckets took their gradients away, so a gradient of `rest` is in no bucket, or has come late.
+        # Copying into buckets set ``p.grad`` to None, so a gradient in `rest` is unbucketed or arrived late.
         if backward.absent or backward.sparse_in_buckets or unbucketed or (rest and not grads_are_none(rest)):
             find_out_of_bucket(backward, self.trained, unbucketed)
-        # All of them, not any(): each may note something for the control block.
+        # Not any(), because all must run: each may note something for the control block.
         reports = [has_report(backward) for has_report in self.extensions.has_report]
         is_expected = self.expected_absent.issuperset(backward.absent)
         has_more = True in reports or backward.out_of_bucket or backward.is_cut_short or not is_expected
@@ -232,7 +233,7 @@ class Step(Exchange, Member):
             queue_callback(self._advance_in_callback)
 
     def advance(self) -> bool:
-        """Run the end of backward up to its next pause; returns whether it goes on at once."""
+        """Run the end of backward up to its next pause; returns whether it continues at once."""
         backward = self.backward
         if backward is None or backward.phase is Phase.BROKEN:
             return False
@@ -242,7 +243,7 @@ class Step(Exchange, Member):
                     self._launch_rest(backward)
                     return True
                 goes_on = self._finish(backward)
-            except BaseException:  # also KeyboardInterrupt: this rank has left collectives that the others are in
+            except BaseException:  # also KeyboardInterrupt: this rank has abandoned collectives that the others are in
                 break_off(self, backward)
                 raise
             if goes_on is None:
@@ -250,7 +251,7 @@ class Step(Exchange, Member):
             return bool(goes_on)
 
     def _finish(self, backward: Backward) -> bool | None:
-        """Wait, and publish averages; returns None when all is done, else whether it goes on at once."""
+        """Wait and publish averages; returns None when done, else whether to continue at once."""
         if backward.exchange is None:
             if not backward.sends_block:
                 self._wait_for(backward, None)
@@ -266,14 +267,14 @@ class Step(Exchange, Member):
         self.ledger.notes = notes
         self.finisher.scale(self.buckets.buckets, notes)
         self.buffers.wait()
-        # Parameters that are absent here are absent on every rank, or digests would not agree.
+        # Gradients that are absent here are absent on every rank; otherwise the digests would not agree.
         self.averages.publish(self.buckets.averages(backward.saved_gradients), backward.absent)
         self.arrivals.end(backward.absent)
         self.ledger.synchronized()
 
     def _end(self, backward: Backward) -> None:
         backward.enter(Phase.OVER)
-        # Before the deferred functions: one that raises on all ranks leaves a wrapper that can go on.
+        # Before the deferred functions, so that the wrapper stays usable if one raises on all ranks.
         backward.task = self.backward = None
         unfinished.discard(self.number)
         if not backward.is_resyncing:  # the user has seen the exception that ended it
@@ -283,8 +284,8 @@ class Step(Exchange, Member):
     # -- 3. in unusual ways ---------------------------------------------------------------------------------
 
     def start_unusual_backward(self, forward: Forward | None) -> None:
-        """Handle another output, ``no_sync``, derivatives, or the first backward since an exception ended one."""
-        notice_exception(self)  # first: `is_under_way` may be that of the backward before
+        """Handle another output, ``no_sync``, derivatives, or the first backward after an exception."""
+        notice_exception(self)  # first, because `is_under_way` may still refer to the previous backward
         if self.is_under_way:
             self.ledger.backward_goes_on(None if forward is None else forward.block)
         elif self._accumulates():
@@ -298,11 +299,11 @@ class Step(Exchange, Member):
         self.forwards.differentiated()  # create_graph=True
         if not self.is_under_way:  # autograd.grad()
             self.arrivals.hook_all()
-        elif self.channel.rank == 0:  # one warning a job is enough
+        elif self.channel.rank == 0:  # one warning per job is enough
             self.forwards.warn_of_graph()
 
     def _accumulates(self) -> bool:
-        # New parameters may be all that trains.
+        # It may be that only new parameters require gradients.
         return self._accumulators.are_accumulated() or Accumulators(self._new_parameters()).are_accumulated()
 
     def _begin_local(self, forward: Forward | None) -> None:
@@ -321,9 +322,10 @@ class Step(Exchange, Member):
             begin_others(self)
 
     def handle_stray_gradient(self, index: int, parameter: Tensor) -> None:
-        """Begin a backward at a gradient that came without an output, if a forward waits for such a backward.
+        """Begin a backward at a gradient that arrived without an output, if a forward awaits such a backward.
 
-        Its gradients that came before, at parameters without a hook, are found when the rest is launched at its end.
+        Gradients that have already arrived at parameters without a hook are found when the remaining buckets are
+        launched at the end.
         """
         if not self.sync_enabled or any(extension.other_wrapper_in_backward() for extension in self.extensions.all):
             return
@@ -337,7 +339,7 @@ class Step(Exchange, Member):
                 self.gradient_arrived(index, parameter)
 
     def _check_reached(self, backward: Backward, index: int, block: Block, waiting: int) -> None:
-        """Refuse a backward that was taken for the one of `block` but has reached none of its `waiting` forwards."""
+        """Refuse a backward that was assumed to belong to `block` but reached none of its `waiting` forwards."""
         if self.forwards.waiting_in(block) == waiting:
             name, rank = self.trained.names[index], self.channel.rank
             backward.defer_error(
@@ -350,21 +352,21 @@ class Step(Exchange, Member):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a synchronized backward has begun and neither come to its end nor failed."""
+        """Whether a synchronized backward has begun and has neither ended nor failed."""
         return self.backward is not None and self.backward.is_under_way
 
     def is_expected(self) -> bool:
-        """Return whether the backward under way will reach a forward of this wrapper, and be synchronized."""
+        """Return whether the backward under way will reach a forward of this wrapper and be synchronized."""
         if self.backward is not None or not self.sync_enabled or not self.forwards:
             return False
         return self._accumulators.are_reached(self.common) or Accumulators(self._new_parameters()).are_reached(())
 
     def begin_early(self) -> None:
-        """Begin in a backward that has reached another wrapper first, so that an exception ends both."""
+        """Begin in a backward that reached another wrapper first, so that an exception ends it here too."""
         self.begin_in_graph_task(None)
 
     def _detect_change(self) -> Change | None:
-        """Return how the module has changed, and guard steps over its new parameters; None without new ones."""
+        """Return the module's change, and guard optimizer steps over its new parameters; None without new ones."""
         if (change := self.watch.detect()) is not None:
             self._on_change(change.named, False)
         return change
