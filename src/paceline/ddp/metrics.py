@@ -35,7 +35,7 @@ def gather_for_metrics(value: Any) -> Any:
         value: a tensor with at least one dimension; a list of picklable objects without tensors, such as strings, where
             each object is a row; or a (nested) tuple, list or dict of such tensors and lists. On a rank without rows,
             ``None`` may replace any of these. A tensor without rows adopts the dtype and shape of the other ranks'
-            tensors.
+            tensors, an empty list the kind of their values.
 
     Returns:
         The same structure, on the CPU, on every rank; tuples and named tuples keep their type. ``None`` if no rank had

@@ -16,17 +16,17 @@ from paceline.errors import UsageError
 
 Batch = TypeVar("Batch")
 _latest: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
-"""For each wrapper, the loop over :func:`accumulate` that has gone on last. One that was left, and that something still
-refers to (the traceback of an exception), may end at any time, and must not affect a step of another."""
+"""For each wrapper, the loop over :func:`accumulate` that advanced last. A loop that was abandoned but is still
+referenced (by an exception's traceback) may end at any time, and must not affect a step of another loop."""
 
 
 def accumulate(
     model: DistributedDataParallel, batches: Iterable[Batch], every: int | None = None, total: int | None = None
 ) -> Generator[Batch, None, None]:
-    """Go through `batches` in windows of `every`; only the last of each window synchronizes gradients.
+    """Iterate over `batches` in windows of `every`; only the last batch of each window synchronizes gradients.
 
-    The last window may be short; it also synchronizes, so no batch is lost. Weigh each micro-batch (``model.weight``),
-    and a short window is averaged over its own samples::
+    The last window may be short; it is also synchronized, so no batch is lost. With each micro-batch weighted
+    (``model.weight``), a short window is averaged over its own samples::
 
         for x, y in accumulate(model, loader, every=4):
             with model.weight(len(y)):
@@ -35,26 +35,28 @@ def accumulate(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    The last batch is known, in this order, from `total`, from the iterable itself (``at_last``, which
-    :class:`paceline.data.DataLoader` has) and from its length. An iterable without any of these (a generator, ``map``,
-    ``enumerate``) is asked for one batch in advance, so a loader inside it counts one batch too many as consumed, and
-    a checkpoint would skip it: wrap the result instead, ``tqdm(accumulate(model, loader, every=4))``, or give `total`.
+    The last batch is recognized from `total` if given, else from the iterable's ``at_last`` (which
+    :class:`paceline.data.DataLoader` has), else from its length. An iterable without any of these (a generator,
+    ``map``, ``enumerate``) is read one batch ahead, so a loader inside it counts one batch too many as consumed, and a
+    checkpoint would skip that batch. In this case wrap the result instead,
+    ``tqdm(accumulate(model, loader, every=4))``, or pass `total`.
 
-    For a model with ``virtual_ranks`` it goes through this rank's slices of each global batch, and the last of them
-    synchronizes. Leave `every` and `total` out; `batches` is a :class:`paceline.data.DataLoader`, which gets the
-    number of slices. Each slice has separate random streams. Empty slices of a short last batch are left out;
-    if all of a rank's are, ``None`` comes once, for ``model.sync_gradients()``. With ``check_compute_every`` a slice
-    may come again: ``model.is_repeat`` says so, for loops that add up losses.
+    For a model with ``virtual_ranks`` it iterates over this rank's slices of each global batch, and the last slice
+    synchronizes. Omit `every` and `total`; `batches` must be a :class:`paceline.data.DataLoader`, which is told the
+    number of slices. Each slice has separate random streams. Empty slices of a short last batch are skipped; if all of
+    a rank's slices are empty, ``None`` is yielded once: call ``model.sync_gradients()`` for it. With
+    ``check_compute_every`` a slice may be yielded again; then ``model.is_repeat`` is true, so that loops can leave its
+    loss out of their sums.
 
     Args:
-        model: the wrapper; ``model.do_sync`` is true if a window ends with the latest batch.
+        model: the wrapper; ``model.do_sync`` is true if the current batch is the last of its window.
         batches: any iterable.
         every: micro-batches per window, >= 1.
-        total: the number of batches to come; for an epoch that was resumed, the rest of it.
+        total: the number of batches to come; for a resumed epoch, the number that remain.
 
     Raises:
         UsageError: if `every` is less than 1 or `total` less than 0; at the end, if the last window was not
-            synchronized because `total`, or the length, was not the number of batches that came.
+            synchronized because there were more or fewer batches than `total`, or the length, said.
     """
     if (count := model.virtual_ranks) is not None:
         if every is not None or total is not None:
@@ -94,17 +96,17 @@ def _windows(
     if not synchronized:
         raise UsageError(
             f"accumulate expected {total} batches and got {count}, so the last window's gradients were not "
-            "synchronized; give total=, the number that is left of the epoch, or wrap accumulate's result (in tqdm, "
+            "synchronized; give total=, the number of batches left in the epoch, or wrap accumulate's result (in tqdm, "
             "say) rather than the loader"
         )
 
 
 def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generator[Any, None, None]:
-    """Go through this rank's slices of each global batch, each with separate random streams."""
+    """Iterate over this rank's slices of each global batch, each with separate random streams."""
     if not hasattr(loader, "use_virtual_ranks"):
         raise UsageError(
-            f"a model with virtual_ranks={count} needs a loader that cuts batches in as many slices; give "
-            "paceline.data.DataLoader itself, and wrap accumulate's result in tqdm, say"
+            f"a model with virtual_ranks={count} needs a loader that cuts each batch into that many slices; "
+            "give the paceline.data.DataLoader itself, and wrap accumulate's result (in tqdm, say)"
         )
     from paceline.ddp.slices.gradients import in_order
 
@@ -141,7 +143,7 @@ def _length(batches: Any) -> int | None:
         return None  # the length of torch's DataLoader over such a data set is only a guess
     try:
         return len(batches)
-    except TypeError:  # without a length, or a loader or progress bar around an object without one
+    except TypeError:  # no length, or a loader or progress bar around an object without one
         return None
 
 
@@ -165,7 +167,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the averaged gradients so that their norm is at most `max_norm`; returns the norm before.
+    """Scale the averaged gradients so that their norm is at most `max_norm`; returns the norm before scaling.
 
     Gradients are equal on every rank after a synchronized backward, so each rank computes the same norm without
     communication.
@@ -177,7 +179,7 @@ def clip_grad_norm_(
         error_if_nonfinite: raise ``RuntimeError`` if the norm is NaN or Inf.
 
     Raises:
-        UsageError: in the middle of an accumulation window, where gradients are still local to each rank.
+        UsageError: in the middle of an accumulation window, while gradients are still local to each rank.
     """
     if isinstance(parameters, DistributedDataParallel):
         if not parameters.do_sync:

@@ -1,4 +1,4 @@
-"""The wrappers of this process, for a sharded optimizer: the ranks and the parameters of each."""
+"""The wrappers of this process, for a sharded optimizer: the ranks and parameters of each wrapper."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Averaging:
-    """One wrapper, which it does not keep alive."""
+    """Information about one wrapper; does not keep the wrapper alive."""
 
     group: dist.ProcessGroup
     """The group that the wrapper averages over."""
@@ -48,7 +48,7 @@ def register(wrapper: DistributedDataParallel) -> None:
 
 
 def find_wrappers(parameters: Collection[int]) -> list[Averaging]:
-    """Return the wrappers of this process whose module has one of the `parameters`, given by ``id``."""
+    """Return the wrappers of this process whose module has any of the `parameters`, which are given by ``id``."""
     living = [wrapper for reference in _wrappers().valuerefs() if (wrapper := reference()) is not None]
     found = [Averaging(each.process_group, each._replica.watch, weakref.ref(each)) for each in living]
     return [each for each in found if not each.names.keys().isdisjoint(parameters)]

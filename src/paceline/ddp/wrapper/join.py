@@ -1,4 +1,4 @@
-"""``join``: ranks that run out of data shadow the others' steps until all have run out, by torch's Joinable protocol.
+"""``join``: ranks that run out of data shadow the others' steps until all have run out; uses torch's Joinable protocol.
 
     a rank that has data                          a rank that ran out
     notify                                 ──►    count who is left
@@ -6,10 +6,10 @@
            backward │ end                  ──►
     … until the step is over                      … until the step is over
 
-A rank that ran out learns of each collective from an event (:mod:`paceline.ddp.agreement.join_events`), including
-SyncBatchNorm's. While every rank has data only the first event of a step is sent.
+A rank that ran out learns of each collective, including SyncBatchNorm's, from an event
+(:mod:`paceline.ddp.agreement.join_events`). While every rank has data, only the first event of a step is sent.
 
-Decision 0008 says why.
+Decision 0008 gives the reasons.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Announcement:
-    """Announces the collectives of one layer, in its attribute ``Communicates.announce``."""
+    """Announces the collectives of one layer; assigned to its ``Communicates.announce`` attribute."""
 
     def __init__(self, steps: JoinedSteps, layer: int) -> None:
         self._steps, self._layer = steps, layer
@@ -51,29 +51,29 @@ class Announcement:
         return self._steps.announce(Event.LAYER, self._layer, code)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the recipe for ``None``: a copy or a pickle of the layer belongs to no ``join``."""
+        """Make a copy or pickle of the layer hold ``None`` instead, because it belongs to no ``join``."""
         return _none, ()
 
 
 def _none() -> None:
-    """Return None, in place of an announcement in a copy."""
+    """Return None, which replaces the announcement in a copy."""
 
 
 class Leaving(JoinHook):
-    """Ends ``join`` for a wrapper; in a world of one this is all."""
+    """Ends ``join`` for a wrapper; nothing else is needed in a world of one."""
 
     def __init__(self, wrapper: Joinable) -> None:
         self._wrapper = wrapper
 
     def leave_step(self) -> None:
-        """Act when this rank has left its loop, maybe in the middle of a step."""
+        """Called when this rank has left its loop, possibly in the middle of a step."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Act when all ranks have run out of data; torch's name."""
+        """Called by torch's ``Join`` once every rank has run out of data."""
         self.end()
 
     def end(self) -> None:
-        """Leave the wrapper as it was before ``join``; may be called twice."""
+        """Restore the wrapper's state from before ``join``; may be called twice."""
         self._wrapper._join_config = make_disabled_join()
 
 
@@ -82,8 +82,8 @@ class Shadow(Leaving):
 
     Args:
         wrapper, connection, replica, guard: the wrapper in ``join``, and its parts.
-        optimizers: optimizers whose state all ranks get at the end.
-        divides_by_all: whether means still count this rank when it has run out.
+        optimizers: optimizers whose state is sent to all ranks at the end.
+        divides_by_all: whether means still count this rank after it has run out.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class Shadow(Leaving):
         self._channel, self._guard, self._optimizers = connection.channel, guard, optimizers
         self._takes_buffers_along = wrapper.forward_sync_buffers  # else each rank keeps its own
         self._steps.reset()
-        # Layers whose collectives are announced. An event carries an index in it; empty after the end.
+        # Layers whose collectives are announced; events refer to them by index. Empty after the end.
         self._layers: Sequence[Communicates] = layers_to_shadow(replica.module, wrapper.process_group)
         for index, layer in enumerate(self._layers):
             layer.announce = Announcement(self._steps, index)
 
     def main_hook(self) -> None:
-        """Take part in one step of the ranks that have data, or in the rest of it."""
+        """Take part in one step, or the rest of one, of the ranks that still have data."""
         self._steps.stage = Stage.SHADOWING
         self._ledger.status.joined = True
         while (message := self._steps.exchange(None)) is not None and message.event is not Event.LOCAL:
@@ -119,33 +119,33 @@ class Shadow(Leaving):
             elif message.event is Event.BACKWARD:
                 self._launch_without_data()
             elif message.event is Event.END:
-                self._reducer.complete()  # torch's ZeroRedundancyOptimizer in the same Join steps with these averages
+                self._reducer.complete()  # a ZeroRedundancyOptimizer in the same Join steps with these averages
                 return
 
     def _launch_without_data(self) -> None:
-        """Launch gradients that were accumulated under ``no_sync`` and not averaged yet, else zeros."""
+        """Launch gradients accumulated under ``no_sync`` and not averaged yet, or zeros if there are none."""
         parameters = self._reducer.trained.parameters
         self._ledger.forget_dropped(parameters, in_backward=False)
         if not self._ledger.local_backwards:
             for parameter in parameters:
-                parameter.grad = None  # the averages of the step before
+                parameter.grad = None  # the averages of the previous step
             self._ledger.contributes_nothing(counted=self._is_counted)
         with torch.no_grad():
             self._reducer.launch_all()
 
     def leave_step(self) -> None:
-        """Finish the step if this rank has left its loop in the middle of one that others shadow."""
+        """Finish the step if this rank left its loop in the middle of one that other ranks are shadowing."""
         self._reducer.resync_aborted()
         if self._steps.stage is Stage.FOLLOWED:
             self.main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Collective, when all ranks have run out: agree on one model."""
+        """Agree on one model once all ranks have run out. Collective."""
         self._wrapper._authoritative_rank = self._take_over_model(is_last_joiner)  # type: ignore[attr-defined]
         self.end()
 
     def _take_over_model(self, is_last_joiner: bool) -> int:
-        """Take over the model of the highest rank among the ranks that ran out last; returns that rank."""
+        """Copy the model from the highest of the ranks that ran out last; returns that rank."""
         status = self._ledger.status
         local_state = (is_last_joiner, status.forwards, status.optimizer_steps, self._guard.has_state())
         states = self._channel.all_gather_object(local_state)
@@ -154,7 +154,7 @@ class Shadow(Leaving):
         if self._takes_buffers_along:
             tensors += self._buffers.taken_along()
         self._channel.broadcast([local_of(tensor) for tensor in tensors], source)
-        # Ranks that took fewer optimizer steps than the source: their optimizers' state is older than the model now.
+        # The optimizer state of ranks that took fewer steps than the source is now older than their model.
         stale = [rank for rank, state in enumerate(states) if state[2] != states[source][2]]
         if stale and self._optimizers:
             self._bring_optimizers_up_to_date(source)
@@ -175,12 +175,12 @@ class Shadow(Leaving):
                 optimizer.load_state_dict(state)
 
     def end(self) -> None:
-        """Leave the wrapper as it was before ``join``; may be called twice."""
+        """Restore the wrapper's state from before ``join``; may be called twice."""
         super().end()
         self._steps.reset()
         if self._ledger.status.joined:
             for parameter in self._replica.parameters():
-                parameter.grad = None  # averages of the others' data, which the next backward would add to
+                parameter.grad = None  # averages of the others' data; the next backward would accumulate into them
         self._ledger.status.joined = False
         for layer in self._layers:
             layer.announce = None
@@ -188,7 +188,7 @@ class Shadow(Leaving):
 
 
 def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Communicates]:
-    """Return the layers in `module` whose collectives are announced to ranks of the wrapper's `group` without data."""
+    """Return the layers of `module` whose collectives are announced to ranks without data in the wrapper's `group`."""
     own = set(dist.get_process_group_ranks(group))
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Communicates)}
     for name, layer in layers.items():
@@ -196,7 +196,7 @@ def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Commun
             raise UsageError(
                 f"{type(layer).__name__} {name!r} computes together with ranks {strangers}, which do not average with "
                 f"ranks {sorted(own)} and so would not learn when data runs out inside join(); give it a "
-                "process_group of ranks of the wrapper's group"
+                "process_group that contains only ranks of the wrapper's group"
             )
     return list(layers.values())
 
@@ -204,13 +204,13 @@ def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Commun
 def _warn_of_stale_state(stale: list[int], steps: list[int], source: int) -> None:
     where = ", ".join(f"rank {rank} after {steps[rank]}" for rank in stale)
     warn(
-        f"data ran out on {where} of {steps[source]} optimizer steps, where the optimizer's state stays as it was, "
-        "so replicas will differ after the next step; give join(optimizers=[optimizer]) to bring it up to date",
+        f"data ran out on {where} of {steps[source]} optimizer steps, and the optimizer's state there is not updated, "
+        "so replicas will differ after the next step; use join(optimizers=[optimizer]) to bring it up to date",
     )
 
 
 class JoinOfOne(Join):
-    """torch's ``Join`` of one wrapper, which may also be left in the middle of a step, and always cleans up."""
+    """torch's ``Join`` for a single wrapper; it may be left in the middle of a step, and always cleans up."""
 
     def __init__(self, wrapper: Joinable, enable: bool, throw: bool, options: dict[str, Any]) -> None:
         super().__init__([wrapper], enable, throw, **options)
@@ -223,7 +223,7 @@ class JoinOfOne(Join):
         try:
             if kind is None and self._enable:
                 leaving.leave_step()
-            with warnings.catch_warnings():  # torch changes the filters of the whole process, and leaves them so
+            with warnings.catch_warnings():  # torch changes the whole process's filters and does not restore them
                 super().__exit__(kind, error, trace)
         finally:
             leaving.end()

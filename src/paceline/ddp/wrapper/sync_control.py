@@ -24,7 +24,7 @@ from paceline.errors import UsageError
 
 
 class SyncControl(Joinable):
-    """A base of the wrapper without state; comes before torch's class."""
+    """A stateless base class of the wrapper; precedes torch's class among the bases."""
 
     training: bool
     device: torch.device
@@ -32,19 +32,19 @@ class SyncControl(Joinable):
     forward_sync_buffers: bool
     _has_joined: bool
     _connection: Connection | None
-    """The parts that reach other ranks; None in a world of one, and in a copy until it is trained."""
+    """The parts that communicate with other ranks; None in a world of one, and in a copy until it is trained."""
     _engine: GradientEngine
     """Averages gradients; the connection's reducer if there is a connection."""
     _guard: StepGuard
     """Refuses optimizer steps over gradients that were not averaged."""
     _options: Options
-    """Settings, checked; only ``check_finite`` and ``virtual_ranks`` change."""
+    """Checked settings; only ``check_finite`` and ``virtual_ranks`` may change."""
     _replica: Replica
-    """Knows the parameters and buffers that are synchronized."""
+    """The parameters and buffers that are synchronized."""
 
     @property
     def do_sync(self) -> bool:
-        """Whether a backward that starts now is synchronized."""
+        """Whether a backward that starts now will be synchronized."""
         return self._engine.sync_enabled
 
     @property
@@ -57,16 +57,16 @@ class SyncControl(Joinable):
         self._engine.sync_enabled = enabled
 
     def enable_grad_sync(self) -> None:
-        """Synchronize gradients in the backwards that start from now on."""
+        """Synchronize gradients in backwards that start from now on."""
         self._engine.sync_enabled = True
 
     def disable_grad_sync(self) -> None:
-        """Accumulate gradients locally in the backwards that start from now on."""
+        """Accumulate gradients locally in backwards that start from now on."""
         self._engine.sync_enabled = False
 
     @property
     def check_finite(self) -> bool:
-        """Whether a gradient that holds NaN or Inf is an error on every rank; may be set, on all ranks."""
+        """Whether a gradient with NaN or Inf raises an error on every rank; may be set, on all ranks."""
         return self._options.check_finite
 
     @check_finite.setter
@@ -75,26 +75,26 @@ class SyncControl(Joinable):
         self._engine.check_finite(enabled)
 
     def ask_to_stop(self) -> None:
-        """Ask all ranks to end their training, from any rank; see :attr:`stop_agreed`."""
+        """Ask all ranks to stop training; may be called on any rank. See :attr:`stop_agreed`."""
         self._replica.ledger.status.asks_to_stop = True
 
     @property
     def stop_agreed(self) -> bool:
-        """Whether a rank had called :meth:`ask_to_stop` before the latest synchronized backward.
+        """Whether any rank had called :meth:`ask_to_stop` before the latest synchronized backward.
 
         It is the same on every rank after ``optimizer.step()``, so all can leave their loops after the same step. The
-        request travels with the reports of that backward, and other steps are not affected.
+        request is part of the reports of that backward; other steps are not affected.
         """
         self._engine.read_late()
         return self._replica.ledger.stop_agreed
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate locally in backwards that start inside the block; the next one outside reduces the sum.
+        """Accumulate gradients locally in backwards that start inside the block; the next one outside reduces the sum.
 
-        It is read when backward starts, so it may surround forward and backward, or backward alone.
+        Only the start of backward matters, so the block may surround forward and backward, or backward alone.
         """
-        # Local gradients would be accumulated into averages that are not complete.
+        # Otherwise local gradients would be accumulated into averages that are not complete.
         self._engine.read_late()
         before = self.do_sync
         self.disable_grad_sync()
@@ -106,18 +106,18 @@ class SyncControl(Joinable):
     def sync_gradients(self) -> None:
         """Average the gradients in ``p.grad`` now, without a backward.
 
-        For a rank without data while the others run a backward, and after micro-batches that were all
-        run under :meth:`no_sync`. A parameter without a gradient counts as zero. A rank that ran no forward since
-        the last synchronization also takes part in the broadcast of buffers that belongs to a forward. If one
-        backward runs through several wrappers on other ranks, call this for each, in the order of construction.
+        Use it on a rank without data while the others run a backward, or after micro-batches that all ran under
+        :meth:`no_sync`. A missing gradient counts as zero. A rank that has run no forward since the last
+        synchronization also takes part in the broadcast of buffers that belongs to a forward. If one backward runs
+        through several wrappers on other ranks, call this for each wrapper, in order of construction.
 
         Raises:
             DesyncError: if ranks differ in numbers that must be equal, such as counts of forwards and optimizer steps.
-            CommunicationError: if a rank ended or did not come.
+            CommunicationError: if a rank has exited or did not take part.
         """
         if (connection := self._connection) is not None:
             self._engine.resync_aborted()
-            # The other ranks' forwards have broadcast buffers, or do so at the end of their backward.
+            # The other ranks broadcast buffers in their forward or at the end of their backward.
             if self.training and self._replica.ledger.forwards_since_sync == 0:
                 if connection.joined_steps.enabled:
                     connection.joined_steps.forward_begins()
@@ -127,64 +127,65 @@ class SyncControl(Joinable):
     def sync_buffers(self) -> bool:
         """Make buffers equal to rank 0's now; returns whether there are any to synchronize.
 
-        After a synchronized backward they are equal already. Call it on all ranks where other code has changed them,
+        After a synchronized backward they are equal already. Call this on all ranks if other code has changed them,
         such as training forwards under ``no_grad`` that recompute running statistics.
         """
         return self._connection is not None and self._connection.buffers.synchronize()
 
     def gradients_are_averaged(self) -> None:
-        """Allow an optimizer to step over gradients that were averaged by hand, or are the same on all ranks.
+        """Allow an optimizer step over gradients that were averaged by hand or are the same on all ranks anyway.
 
-        For example by ``autograd.grad`` and ``all_reduce``, or from random numbers that are the same on all ranks. Call
-        it on all ranks, after ``p.grad`` is set and before the step. It compares 64 bits of each gradient, which costs
-        one read of them and a small collective. Weights and local backwards that were counted for :meth:`weight` and
-        :meth:`no_sync` are used up by it.
+        For example, gradients computed with ``autograd.grad`` and ``all_reduce``, or from random numbers that are the
+        same on all ranks. Call this on all ranks, after setting ``p.grad`` and before the step. It compares a 64-bit
+        digest of each gradient, which costs one read of the gradients and a small collective. The weights and local
+        backwards counted so far by :meth:`weight` and :meth:`no_sync` are discarded.
 
         Raises:
             UsageError: if a gradient is not the same on every rank; names it.
-            CommunicationError: if a rank ended or did not come.
+            CommunicationError: if a rank has exited or did not take part.
         """
         self._engine.check_equal()
-        # The step guard now finds a synchronization since the last step, and neither weights nor local backwards.
+        # The step guard will now see a synchronization since the last step, and neither weights nor local backwards.
         self._replica.ledger.synchronized()
-        self._replica.ledger.task = -1  # nor gradients of parameters outside the module that this backward made
+        self._replica.ledger.task = -1  # nor this backward's gradients of parameters outside the module
 
     def weight(
         self, weight: float | torch.Tensor, reduction: Literal["sum", "mean"] = "sum"
     ) -> AbstractContextManager[None]:
-        """Surround a micro-batch whose loss is a *sum*, with the number of samples or tokens it sums over.
+        """Surround a micro-batch whose loss is a *sum*, and give the number of samples or tokens it sums over.
 
-        The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization,
-        which is the mean loss's gradient over the whole global batch however unevenly it is spread::
+        The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization. This
+        is the gradient of the mean loss over the whole global batch, however unevenly the batch is divided::
 
             with model.weight(len(y)):
                 F.cross_entropy(model(x), y, reduction="sum").backward()
 
-        With ``reduction="mean"`` the loss inside is a *mean* over that number, the default of loss functions. Gradients
-        of the wrapper's parameters are multiplied by it as they arrive, so the result is the same; a mean over no
-        items, which is NaN, counts as zero::
+        With ``reduction="mean"`` the loss inside is a *mean* over that number of items, as loss functions return by
+        default. Gradients of the wrapper's parameters are multiplied by the number as they arrive, so the result is the
+        same; a mean over no items, which is NaN, counts as zero::
 
             with model.weight(len(y), reduction="mean"):
                 F.cross_entropy(model(x), y).backward()
 
-        A mean without it would give gradients that are too small; the first backwards of a wrapper are looked at, and a
-        warning names the line if they start from a mean.
+        A mean loss without ``reduction="mean"`` would give gradients that are too small. The first backwards of a
+        wrapper are checked for this, and a warning names the line if they start from a mean.
 
-        The mean is added to what ``p.grad`` holds, as by a plain backward. A block without a backward does not count.
+        The average is accumulated into ``p.grad``, as in a plain backward. A block without a backward does not count.
 
         Args:
-            weight: a count, or any number >= 0; also a tensor of one element. The host does not wait for one on a GPU,
-                and so refuses a wrong one only at the end of backward.
+            weight: a count, or any number >= 0, or a tensor of one element. The host does not wait for a tensor on a
+                GPU, so an invalid one is refused only at the end of backward.
             reduction: the reduction of the loss inside, ``"sum"`` or ``"mean"``.
 
         Raises:
-            UsageError: if `weight` is negative or not finite, or `reduction` is neither of the two. In backward: if one
-                runs through the mean losses of several blocks, or through two wrappers that share parameters, one of
-                them with a mean, or past the wrapper between the forward of a summed loss and its backward.
+            UsageError: if `weight` is negative or not finite, or `reduction` is neither of the two. In backward: if it
+                runs through the mean losses of several blocks; if it runs through two wrappers that share parameters,
+                one of them with a mean; or if it bypasses the wrapper between the forward of a summed loss and that
+                loss's backward.
         """
         if reduction not in ("sum", "mean"):
             raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')
-        # Before this weight is counted, because it uses up all earlier ones.
+        # Before this weight is counted, because the resync uses up all weights counted so far.
         self._engine.resync_aborted()
         if reduction == "mean":
             self._replica.mean_losses.hook_parameters()
@@ -199,23 +200,23 @@ class SyncControl(Joinable):
 
     @property
     def slice_number(self) -> int:
-        """The slice under way, counted from 0 among this rank's; always 0 without virtual ranks."""
+        """The number of the current slice among this rank's slices, from 0; always 0 without virtual ranks."""
         slices = None if self._connection is None else self._connection.virtual_ranks
         return 0 if slices is None else slices.number
 
     @property
     def is_repeat(self) -> bool:
-        """Whether the present slice is computed a second time, for ``check_compute_every``, and counts nowhere."""
+        """Whether the current slice is being recomputed for ``check_compute_every``, and its results do not count."""
         slices = None if self._connection is None else self._connection.virtual_ranks
         return slices is not None and slices.is_repeat
 
     def use_virtual_ranks(self, count: int) -> None:
         """Sum each gradient over `count` slices from the next step on, like the argument ``virtual_ranks``.
 
-        All ranks call it, between two steps; the Trainer does so for its config.
+        Call it on all ranks, between steps; the Trainer does so according to its config.
 
         Raises:
-            UsageError: if the model cannot be trained so, or another number was given before.
+            UsageError: if the model cannot be trained this way, or another number was given before.
         """
         check_same_count("the model", self.virtual_ranks, count)
         if self.virtual_ranks == count:
@@ -241,7 +242,7 @@ class SyncControl(Joinable):
 
     @property
     def _join_config(self) -> Any:
-        """Settings of ``join``, which torch sets when it begins, and :class:`.Leaving` when it ends."""
+        """Settings of ``join``; torch sets them when the block begins, :class:`.Leaving` when it ends."""
         return self.__dict__["_join_config"]
 
     @_join_config.setter
@@ -260,19 +261,19 @@ class SyncControl(Joinable):
     ) -> Join:
         """Surround a training loop whose ranks may run out of data at different times, or have none at all.
 
-        A rank that leaves its loop takes part in the others' steps, SyncBatchNorm's collectives included, without
-        contributing. Once all have left, every rank gets the model of the rank that left last (the highest of several).
+        A rank that leaves its loop takes part in the others' steps, including SyncBatchNorm's collectives, without
+        contributing. Once all have left, every rank gets the model of the rank that left last (the highest such rank).
 
         Args:
-            divide_by_initial_world_size: whether means without :meth:`weight` divide by all ranks (default), or only by
-                ranks with data. Weighted means are over all samples in any case.
-            enable: ``False`` turns it off.
+            divide_by_initial_world_size: whether means without :meth:`weight` divide by the number of all ranks
+                (default), or only of ranks with data. Weighted means are over all samples in any case.
+            enable: ``False`` turns ``join`` off.
             throw_on_early_termination: raise ``RuntimeError`` on every rank as soon as one runs out.
-            optimizers: optimizers whose state is brought up to date at the end on ranks that ran out early. Without it,
-                momentum and the like stay as they were at that rank's own last step, with a warning.
+            optimizers: optimizers whose state is brought up to date at the end on ranks that ran out early. Without
+                this, momentum and the like stay as of that rank's last step, and a warning says so.
 
         Raises:
-            UsageError: with ``virtual_ranks``; once a rank has run out, if the model holds torch's own SyncBatchNorm.
+            UsageError: with ``virtual_ranks``; once a rank has run out, if the model contains torch's SyncBatchNorm.
         """
 
         from paceline.ddp.wrapper.join import JoinOfOne  # few loops need it
@@ -287,17 +288,17 @@ class SyncControl(Joinable):
 
         if count := self._options.virtual_ranks:
             raise UsageError(
-                f"join does not go with virtual_ranks={count}: ranks that run out of data are not known in its tree of "
-                "sums; leave one of the two out"
+                f"join does not go with virtual_ranks={count}: its tree of sums does not account for ranks that run "
+                "out of data; leave one of the two out"
             )
         self._has_joined = True
         self._engine.resync_aborted()
         if dist.get_world_size(self.process_group) > 1:
-            self._engine.connected()  # now: all ranks come here, but not all may come to a copy's first backward
+            self._engine.connected()  # now, because all ranks reach this, but maybe not a copy's first backward
         if self._connection is None:
             return Leaving(self)
-        self._connection.reducer.follow_module_on_all_ranks()  # ranks without data could not follow inside
-        # torch hands the same keywords to everything in one Join, so others may be among them.
+        self._connection.reducer.follow_module_on_all_ranks()  # inside join, ranks without data could not follow
+        # torch passes the same keywords to everything in one Join, so some may be meant for others.
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         optimizers = tuple(kwargs.get("optimizers", ()))
         return Shadow(self, self._connection, self._replica, self._guard, optimizers, divides_by_all=divides_by_all)
@@ -316,14 +317,14 @@ class SyncControl(Joinable):
 
     @property
     def gradient_bytes_per_step(self) -> int:
-        """Bytes of gradient that this rank hands to communication in one synchronized backward."""
+        """Bytes of gradients that this rank communicates in one synchronized backward."""
         return sum(self._engine.bucket_bytes())
 
     @property
     def exposed_seconds(self) -> float:
-        """Time that backwards have waited for communication at their end, in seconds, since the wrapper was made.
+        """Total time that backwards have waited for communication at their end since the wrapper was made, in seconds.
 
-        On a GPU it is the GPU's time, and the latest steps are not in it yet.
+        On a GPU it is GPU time, and does not include the latest steps yet.
         """
         time = self._engine.exposed_time
         return 0.0 if time is None else time.seconds
@@ -331,7 +332,7 @@ class SyncControl(Joinable):
     # -- checks -------------------------------------------------------------------------------------------------
 
     def holds_local_gradients(self) -> bool:
-        """Return whether gradients of micro-batches that ran under :meth:`no_sync` wait for their synchronization."""
+        """Return whether gradients of micro-batches that ran under :meth:`no_sync` have yet to be synchronized."""
         if not self._replica.ledger.local_backwards:
             return False
         gradients = [parameter.grad for parameter in self._replica.all_parameters()]
@@ -340,11 +341,11 @@ class SyncControl(Joinable):
 
     @property
     def total_weight(self) -> float:
-        """Sum of the weights (:meth:`weight`) of all ranks in the latest synchronized backward; 0 without weights."""
+        """Sum of all ranks' weights (:meth:`weight`) in the latest synchronized backward; 0 without weights."""
         return total_weight(self._replica.ledger.notes)
 
     def check_averaged(self, caller: str) -> None:
-        """Refuse, on behalf of `caller`, gradients that are not averages over the ranks.
+        """Raise, on behalf of `caller`, if gradients are not averages over the ranks.
 
         Raises:
             UsageError: names the gradients that were not synchronized, and the remedy.

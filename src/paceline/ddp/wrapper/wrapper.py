@@ -1,8 +1,8 @@
 """``DistributedDataParallel``: a module that trains as one replica among many.
 
-``forward`` synchronizes buffers if that is due and hooks its outputs; backward launches complete buckets while it runs;
-at its end ``p.grad`` is the average over the ranks; the optimizer steps. README.md in ``ddp/`` shows such a step in ten
-stages, whose numbers stand in the code. Decision 0003 says why it is a subclass.
+``forward`` synchronizes buffers if due and hooks its outputs; backward launches complete buckets while it runs; at its
+end ``p.grad`` is the average over the ranks; then the optimizer steps. README.md in ``ddp/`` shows such a step in ten
+stages, whose numbers appear in the code. Decision 0003 explains why the class is a subclass of torch's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paceline.ddp.wrapper.torch_compat.members import TorchMembers, accept_bare_
 from paceline.ddp.wrapper.torch_compat.mixed_precision import LowPrecision, low_precision
 
 _DIGESTED_ELEMENTS = 2**16
-"""Elements of each input that are digested, to warn when all ranks train on the same samples."""
+"""Number of elements of each input to digest, in order to warn if all ranks train on the same samples."""
 
 
 class DistributedDataParallel(  # type: ignore[misc, override]
@@ -50,74 +50,76 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 ):
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
-    A drop-in for ``torch.nn.parallel.DistributedDataParallel``. It is a subclass, so that frameworks that ask for that
-    class find it, but does not use its machinery. It takes every argument of torch's, in torch's order. Arguments
-    for behavior that is always on have no effect: ``find_unused_parameters``, ``gradient_as_bucket_view``,
-    ``static_graph``, ``batched_grad_copy``, ``check_reduction``. docs/drop-in.md explains each of them.
+    A drop-in replacement for ``torch.nn.parallel.DistributedDataParallel``. It is a subclass, so frameworks that check
+    for that class recognize it, but it does not use that class's machinery. It takes all of torch's arguments, in
+    torch's order. Arguments for behavior that is always on have no effect: ``find_unused_parameters``,
+    ``gradient_as_bucket_view``, ``static_graph``, ``batched_grad_copy``, ``check_reduction``. docs/drop-in.md explains
+    each of them.
 
-    Gradients equal the gradients of one process on the whole global batch: for a mean loss and equal slices, like
-    torch's, and for slices of any size with :meth:`weight` around a summed loss. A parameter without a gradient on any
-    rank keeps ``grad is None``.
+    Gradients equal those of one process on the whole global batch: for a mean loss and equal slices, as in torch, and
+    for slices of any size with :meth:`weight` around a summed loss. A parameter without a gradient on any rank keeps
+    ``grad is None``.
 
     Call the wrapper, not ``model.module``: only backwards through a forward of the wrapper are synchronized. An
-    optimizer step over gradients that were not averaged is refused. Several wrappers may share parameters, whose
-    gradient is the sum of their averages.
+    optimizer step over gradients that were not averaged is refused. Several wrappers may share parameters; a shared
+    parameter's gradient is the sum of the wrappers' averages.
 
     Args:
-        module: the module to replicate, on its device already; the same on every rank.
+        module: the module to replicate, already on its device; the same on every rank.
         device_ids: for a module on one GPU, that GPU; inputs are moved to it. ``None`` for the CPU.
         broadcast_buffers: send rank 0's buffers to all ranks at the end of synchronized backwards (default), or not.
         init_sync: ``True`` broadcasts rank 0's parameters and buffers, after checking that names, shapes and dtypes
             are equal on all ranks; ``"verify"`` also raises unless the values are equal; ``False`` does neither.
         process_group: the ranks to average over; by default all.
         bucket_cap_mb: bucket capacity in MiB.
-        bucket_cap_mb_list: capacity of the first, second, … bucket to be launched, in MiB.
-        forward_sync_buffers: torch's new name for `broadcast_buffers`; wins over it.
-        lazy_bucket_allocation: ``False`` only: ``p.grad`` is a view of the buckets, so these stay.
-        unused_parameters: the reaction to a parameter without a gradient on some rank, because it was not used:
-            ``"warn"`` once for each by name and rank, on rank 0; ``"error"`` on every rank; ``"allow"``, which
+        bucket_cap_mb_list: capacities in MiB of the first, second, … bucket, in launch order.
+        forward_sync_buffers: torch's new name for `broadcast_buffers`; takes precedence over it.
+        lazy_bucket_allocation: only ``False`` is supported: ``p.grad`` is a view of the buckets, so they stay.
+        unused_parameters: what to do about a parameter without a gradient on some rank, because it was not used there:
+            ``"warn"`` (once for each parameter and rank, on rank 0), ``"error"`` (on every rank) or ``"allow"``, which
             ``find_unused_parameters=True`` and ``static_graph=True`` imply. The average is right in any case.
         mixed_precision: torch's ``_MixedPrecision``: the forward computes with copies of parameters and inputs in its
-            ``param_dtype``; gradients keep the parameters' dtype and travel in its ``reduce_dtype``. Not together with
-            activation checkpointing; ``torch.autocast`` needs no argument.
-        check_finite: raise :class:`~paceline.errors.NonFiniteGradient` on every rank if a rank's gradient holds NaN or
-            Inf. Costs one read of the gradients. Leave it off with a GradScaler.
-        reduce_dtype: dtype of the buckets, used to send and sum gradients, by default each parameter's own:
+            ``param_dtype``; gradients keep the parameters' dtype and are sent in its ``reduce_dtype``. It cannot be
+            combined with activation checkpointing; ``torch.autocast`` needs no argument.
+        check_finite: raise :class:`~paceline.errors.NonFiniteGradient` on every rank if any rank's gradient contains
+            NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
+        reduce_dtype: dtype in which buckets send and sum gradients, by default each parameter's own dtype:
             ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes. Gradients keep the
             parameters' dtype, in separate memory. In fp16 the gradient of a rank's summed loss may overflow.
-        check_replicas_every: compare parameters and optimizer state between ranks every this many steps, by
-            fingerprints; other bits raise :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of
-            them, and finds no wrong average. By default parameters alone, after step 1, 3, 7, 15, 31, ….
-        check_compute_every: with `virtual_ranks`, also compute a slice on a second rank every this many steps; other
-            bits raise :class:`~paceline.errors.WrongComputation` on every rank, before the step is taken.
-        algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
-            :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It does not overlap
-            with backward, and two such wrappers must come in the same order on every rank. By default the backend sums.
-        nccl: :class:`~paceline.ddp.NcclOptions`, for models on GPUs: registered memory, a stream of high priority.
-        virtual_ranks: a power of two, V: the gradient is the mean over V slices of the global batch, summed in one tree
-            for any number of ranks that divides V, so the weights have the same bits on 1, 2, …, V ranks. Loop over
-            ``paceline.accumulate(model, loader)``. See docs/same-bits.md.
+        check_replicas_every: compare fingerprints of parameters and optimizer state between ranks every this many
+            steps; a difference raises :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of both,
+            and does not detect wrong averages. By default, parameters alone are compared after step 1, 3, 7, 15, 31, ….
+        check_compute_every: with `virtual_ranks`, also compute a slice on a second rank every this many steps; if the
+            bits differ, raise :class:`~paceline.errors.WrongComputation` on every rank, before the step is taken.
+        algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"``: sum the buckets with this
+            algorithm of :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It does
+            not overlap with backward, and two such wrappers must run in the same order on every rank. By default the
+            backend sums.
+        nccl: :class:`~paceline.ddp.NcclOptions` for models on GPUs: registered memory, a high-priority stream.
+        virtual_ranks: V, a power of two: the gradient is the mean over V slices of the global batch, summed in the same
+            tree for any number of ranks that divides V, so the weights have the same bits on 1, 2, …, V ranks. Loop
+            over ``paceline.accumulate(model, loader)``. See docs/same-bits.md.
         recorder: records spans of each step while it is on; by default ``paceline.core.telemetry.spans.recorder``.
 
     Raises:
-        UsageError: for arguments that are wrong or not supported.
+        UsageError: for invalid or unsupported arguments.
         ReplicaMismatch: if the models differ between ranks; names the parameter and the rank.
         WorldError: without a process group; call :func:`paceline.init` first.
     """
 
     module: nn.Module
-    """The user's module; another may be assigned, which the next backward notices."""
+    """The user's module; another one may be assigned, and the next backward detects this."""
     process_group: dist.ProcessGroup
     """The ranks to average over."""
     device: torch.device
     """Device of the parameters when the module was wrapped."""
     parameters_to_ignore: set[str]
-    """Names of parameters and buffers that stay each rank's own; grows with names that the module adds."""
+    """Names of parameters and buffers that are not synchronized; includes names that the module adds later."""
 
     _low_precision: LowPrecision | None
     """Casts the module in each forward; None without ``mixed_precision``."""
     _input_device: torch.device | None
-    """Device that inputs are moved to; None to leave them in place."""
+    """Device to move inputs to; None to leave them where they are."""
     _recorder: Recorder
     """Records the spans of each step."""
 
@@ -159,7 +161,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
         Joinable.__init__(self)
-        self._low_precision, reduce_dtype = low_precision(mixed_precision, reduce_dtype)  # which may come from it
+        # The policy may set reduce_dtype.
+        self._low_precision, reduce_dtype = low_precision(mixed_precision, reduce_dtype)
         self._options = config.Options.checked(
             init_sync=init_sync,
             capacity=(bucket_cap_mb, bucket_cap_mb_list),
@@ -196,11 +199,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.register_load_state_dict_pre_hook(accept_bare_keys)  # type: ignore[no-untyped-call]
 
     def _begin(self, *, is_copy: bool = False) -> None:
-        """Make the engine: a reducer together with all ranks, or a local one for a single rank or a copy."""
+        """Create the engine: a reducer (collectively, on all ranks), or a local one for a single rank or a copy."""
         config.check_nccl_group(self._options.nccl, self.device, self.process_group)
         slices_of_rank(self._options.virtual_ranks, 0, dist.get_world_size(self.process_group))
         self._connection, self._comm_hooks = None, []
-        # Weak, because the engine and the module's hooks hold them: a wrapper goes with its last reference.
+        # Weak, because the engine and the module's hooks hold these callbacks and must not keep the wrapper alive.
         callbacks = while_alive(self._adopt_parameters), while_alive(self._connect)
         is_alone = dist.get_world_size(self.process_group) == 1 and not self._options.virtual_ranks
         if is_alone or is_copy:
@@ -211,7 +214,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         register(self)
 
     def _connect(self, *, makes_equal: bool = False) -> Reducer:
-        """Connect with the other ranks; without `makes_equal` for a copy, or for a hook in a world of one."""
+        """Connect to the other ranks; without `makes_equal` for a copy, or for a hook in a world of one."""
         parts = self._replica, self._options, self._recorder, while_alive(self._adopt_parameters)
         self._connection = connect(self, *parts, makes_equal=makes_equal)
         self._average_with(self._connection.reducer)
@@ -223,7 +226,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._guard = StepGuard(*watched, while_alive(engine.read_late), self._replica.all_parameters)
 
     def _adopt_parameters(self, named: Named, averaged: bool) -> None:
-        """Guard steps over the parameters `named`, some of them new; synchronize them once they are `averaged`."""
+        """Guard optimizer steps over `named`, which includes new parameters; synchronize them if `averaged`."""
         self._guard.guard(parameter for _, parameter in named)
         if averaged:
             if self._low_precision is not None:
@@ -231,7 +234,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._replica.adopt(named)
 
     def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
-        """Initialize from the attributes of another wrapper; for copies and pickles."""
+        """Initialize a copy or an unpickled wrapper from another wrapper's attributes."""
         nn.Module.__setstate__(self, state)  # not torch DDP's, which would build its reducer
         self.process_group, self._recorder = group, tracing.recorder
         self._replica = Replica(self._modules, self.parameters_to_ignore)
@@ -242,7 +245,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @compiled_below
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; with gradients enabled, its outputs are hooked for backward."""
+        """Run the module's forward; if gradients are enabled, hook its outputs for backward."""
         if self._input_device is not None:
             inputs, kwargs = move_inputs(inputs, kwargs, self._input_device)
         if not torch.is_grad_enabled():
@@ -265,19 +268,19 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @never_compiled
     def _begin_forward(self) -> bool:
-        """Prepare a forward on all ranks; returns whether it was counted on condition that its backward is averaged."""
-        # 1. forward begins: buffers are synchronized if that is due
+        """Prepare a forward on all ranks; returns whether it counts only if its backward is averaged."""
+        # 1. forward begins: buffers are synchronized if due
         strike("forward")
         if not self.training or (connection := self._connection) is None:
             return False
         if (ledger := self._replica.ledger).synchronizations >= ledger.compare_at:
             connection.replica_check.note()
         connection.channel.check_open()
-        if not is_in_backward():  # a checkpoint recomputes forwards inside a backward, which is under way then
+        if not is_in_backward():  # activation checkpointing recomputes forwards while a backward is under way
             self._engine.resync_aborted()
         if connection.joined_steps.enabled:
             connection.joined_steps.forward_begins()
-        # With a broadcast of buffers a forward counts whatever its backward does, because all ranks ran the broadcast.
+        # A forward with a broadcast of buffers counts whatever its backward does, because all ranks ran the broadcast.
         return self._engine.sync_enabled and not connection.buffers.forward_begins()
 
     @never_compiled
@@ -287,7 +290,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             for tensor in tensors_in((inputs, kwargs))
             if is_plain(tensor) and tensor.numel() > 1 and not is_capturing(tensor.device)
         ]
-        # 0 for inputs that are constant, as dummy ones are.
+        # 0 for constant inputs, such as dummy ones.
         is_constant = all(bool((head == head[0]).all()) for head in heads)
         digests = (int(quick_digest(head)) for head in heads)
         self._replica.ledger.inputs = 0 if is_constant else short(derive_seed("inputs", *digests))
@@ -300,14 +303,14 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def bucket_layout(self) -> list[list[str]]:
-        """Return the names of the parameters in each bucket, in the order of launch; empty in a world of one."""
+        """Return the names of the parameters in each bucket, in launch order; empty in a world of one."""
         self._engine.read_late()
         return self._engine.named_layout()
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
-        """Rebuild the buckets in the `layout` of :meth:`bucket_layout`; on all ranks.
+        """Rebuild the buckets according to a `layout` from :meth:`bucket_layout`; call it on all ranks.
 
-        A layout from a world of one is empty and has no effect; a world of one needs none.
+        A layout from a world of one is empty and has no effect; a world of one needs no layout.
 
         Raises:
             CheckpointMismatch: if it does not fit this model.

@@ -1,1 +1,1 @@
-"""The interface of torch's own DDP: members, communication hooks, copying, mixed precision."""
+"""The interface of torch's DDP: members, communication hooks, copying, mixed precision."""

@@ -34,7 +34,7 @@ def builtin_hook(comm_hook_type: Any) -> Hook:
 
 
 def put_hook(wrapper: TorchMembers, state: object, hook: Hook) -> None:
-    """Let `hook` reduce the buckets of `wrapper` from now on, in place of the all-reduce."""
+    """Make `hook` reduce the buckets of `wrapper` from now on, instead of the all-reduce."""
     if wrapper._comm_hooks:
         raise UsageError(
             "register_comm_hook or register_builtin_comm_hook can only be called once, and "
@@ -45,7 +45,7 @@ def put_hook(wrapper: TorchMembers, state: object, hook: Hook) -> None:
         raise UsageError(
             f"a communication hook takes the place of algorithm={options.algorithm!r}; leave one of them out"
         )
-    reducer = wrapper._engine.connected()  # a world of one has buckets only for a hook
+    reducer = wrapper._engine.connected()  # in a world of one, only a hook needs buckets
     if reducer.virtual_ranks:
         raise UsageError(
             f"communication hook {name_of(hook)!r} adds up gradients in another order; leave it out with "
@@ -56,7 +56,7 @@ def put_hook(wrapper: TorchMembers, state: object, hook: Hook) -> None:
             f"a communication hook takes the place of the wrapper's all-reduce, as does {owner}; leave one of them out"
         )
     # A bucket fills earlier on a rank that does not use some of its parameters. There the hook's collective would
-    # come before a layer's, and on other ranks after it; usually both are on the process group.
+    # precede a layer's collective, and on other ranks follow it; usually both use the same process group.
     layers = any(isinstance(layer, nn.SyncBatchNorm | Communicates) for layer in replica.module.modules())
     make = partial(
         HookFinisher,

@@ -1,4 +1,4 @@
-"""Members of torch's class that frameworks read or call: each means the same here, or says that it cannot.
+"""Members of torch's class that frameworks read or call: each means the same here, or raises an error.
 
 The table is in docs/drop-in.md, and a test compares it with the installed torch.
 """
@@ -39,13 +39,13 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 
 class InertMember:
-    """An object in place of ``model.reducer`` or ``model.logger``; the methods in `calls` have no effect."""
+    """Replaces ``model.reducer`` or ``model.logger``; the methods named in `calls` do nothing."""
 
     def __init__(self, name: str, *calls: str) -> None:
         self._name, self._calls = name, calls
 
     def __getattr__(self, attribute: str) -> Callable[..., None]:
-        # Names with two underscores first, because copy and pickle ask for them before `_calls` is set.
+        # Names with two underscores are handled first, because copy and pickle ask for them before `_calls` is set.
         if attribute.startswith("__") or attribute not in self._calls:
             raise AttributeError(
                 f"model.{self._name} of Paceline has only {', '.join(self._calls) or 'its name'}, not {attribute}; "
@@ -55,11 +55,11 @@ class InertMember:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Accept the call: a backward needs no preparation."""
+    """Accept the call and do nothing: a backward needs no preparation."""
 
 
 class TorchMembers:
-    """A base of the wrapper with members of torch's class; comes before that class among the bases."""
+    """A base class of the wrapper with members of torch's class; precedes that class among the bases."""
 
     module: nn.Module
     device: torch.device
@@ -79,7 +79,7 @@ class TorchMembers:
 
     require_forward_param_sync = True
     """Whether a training forward synchronizes buffers; frameworks set it."""
-    # Never read here: frameworks and torch's own functions look for them on the class.
+    # Never read by Paceline; frameworks and torch's own functions look for them on the class.
     broadcast_bucket_size = 250 * 2**20
     use_side_stream_for_tensor_copies = False
     is_multi_device_module = False
@@ -87,14 +87,14 @@ class TorchMembers:
     _has_joined = False
     """Whether the wrapper was ever part of a ``join``."""
     _authoritative_rank = 0
-    """The rank whose model all ranks got when the last ``join`` ended."""
+    """The rank whose model was copied to all ranks when the last ``join`` ended."""
     reducer = InertMember("reducer", "prepare_for_backward", "prepare_for_forward", "_rebuild_buckets")
     logger = InertMember("logger")
 
     lazy_bucket_allocation = False
     _require_manual_backward_finalization = False
     should_finalize_after_backward = False
-    """Always False, like torch's without manual finalization."""
+    """Always False, as in torch without manual finalization."""
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -105,24 +105,24 @@ class TorchMembers:
     def require_manual_backward_finalization(self, required: bool) -> None:
         if required:
             raise UsageError(
-                f"require_manual_backward_finalization={required!r} is not supported: every backward of Paceline ends "
-                "with the averages in p.grad; leave it out, and finalize_backward() with it"
+                f"require_manual_backward_finalization={required!r} is not supported: every backward in Paceline ends "
+                "with the averages in p.grad; leave it out, and also finalize_backward()"
             )
 
     # -- communication hooks ------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Register ``hook(state, bucket)`` in place of the all-reduce of every bucket, with torch's contract.
+        """Register ``hook(state, bucket)`` to replace the all-reduce of every bucket, with torch's contract.
 
-        The bucket holds this rank's own gradients. The hook returns a future of their new values, by contract the mean
-        over the ranks; with :meth:`weight` it is then multiplied by N/Σw. Hooks are called in the same order on every
-        rank, also in a world of one, on all buckets in each synchronized backward, and with zeros on a rank without
-        gradients. Late gradients (reentrant checkpointing) are averaged without the hook.
+        The bucket holds this rank's gradients. The hook returns a future of their new values, which should be the mean
+        over the ranks; with :meth:`weight` the result is then multiplied by N/Σw. The hook is called for all buckets in
+        each synchronized backward, in the same order on every rank, with zeros on a rank without gradients, and also in
+        a world of one. Late gradients (reentrant checkpointing) are averaged without the hook.
 
-        Call it on all ranks, between steps, and once.
+        Call this once, on all ranks, between steps.
 
         Raises:
-            HookError: if `hook` is not callable or its signature is not that of a hook. In backward: if it raises,
+            HookError: if `hook` is not callable or does not have a hook's signature. In backward: if it raises,
                 or returns anything but a future of one tensor like ``bucket.buffer()``.
             UsageError: if there is a hook already.
             DesyncError: in backward, if the hook failed on another rank.
@@ -135,7 +135,7 @@ class TorchMembers:
 
     @property
     def comm_hook_state(self) -> object:
-        """State that was given to :meth:`register_comm_hook`; None without a hook."""
+        """The state passed to :meth:`register_comm_hook`; None without a hook."""
         return self._comm_hooks[0][1] if self._comm_hooks else None
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -151,15 +151,15 @@ class TorchMembers:
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the wrapper, on this rank alone; a copy that is trained connects to its peers in its first backward."""
-        # Not by __init__, which communicates.
+        """Copy the wrapper on this rank alone; a copy that is trained connects to its peers in its first backward."""
+        # Without __init__, which communicates.
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied._revive(copied_state(self, memo), self.process_group)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the contents of a pickle: neither process group nor buckets, which the world that loads it has."""
+        """Return the state to pickle, without the process group and buckets, which the loading world recreates."""
         check_default_group(self.process_group)
         return portable_state(self)
 
@@ -170,8 +170,8 @@ class TorchMembers:
     # -- members that frameworks read and call ------------------------------------------------------------------
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the module's parameters, whose gradients are complete averages from now on."""
-        self._read_late()  # beside a GPU, a look through the wrapper is where late control blocks are read
+        """Return the module's parameters; on return, their gradients are complete averages."""
+        self._read_late()  # with GPUs, access through the wrapper reads control blocks that are still unread
         return super().named_parameters(*arguments, **options)  # type: ignore[misc,no-any-return]
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
@@ -180,7 +180,7 @@ class TorchMembers:
         return super().state_dict(*arguments, **options)  # type: ignore[misc]
 
     def _read_late(self) -> None:
-        if (engine := vars(self).get("_engine")) is not None:  # there is none yet while the wrapper is made
+        if (engine := vars(self).get("_engine")) is not None:  # there is none while the wrapper is being constructed
             engine.read_late()
 
     @property
@@ -215,7 +215,7 @@ class TorchMembers:
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
-            warn("static_graph is set already, which changes nothing here in any case")
+            warn("static_graph is already set; it has no effect in Paceline anyway")
         self.static_graph = True
 
     def _check_reducer_finalized(self) -> None:
@@ -249,18 +249,18 @@ class TorchMembers:
             raise UsageError(f"the sample rate of runtime logging must be at least 1, not {sample_rate}")
 
     def _remove_autograd_hooks(self) -> None:
-        """Release the module, so that another wrapper can take it."""
+        """Release the module, so that another wrapper can wrap it."""
         self._engine.read_late()
         self._engine.close()
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:
-        """Accept the call: each step finds the touched rows by itself."""
+        """Accept the call and do nothing: each step finds the touched rows itself."""
 
     def _sync_buffers(self) -> None:
         self.sync_buffers()
 
     def sync_buffers(self) -> bool:
-        """Make buffers equal to rank 0's now; the wrapper has it."""
+        """Make buffers equal to rank 0's now; implemented by the wrapper."""
         raise NotImplementedError
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
@@ -290,7 +290,7 @@ class TorchMembers:
 
 
 def accept_bare_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Add ``module.`` to keys of a state dict without it, which checkpoints and ``unwrap(model)`` write."""
+    """Add ``module.`` to state dict keys that lack it, such as those from checkpoints and ``unwrap(model)``."""
     for name in model.state_dict():
         bare, wanted = prefix + plain_name(name.removeprefix("module.")), prefix + name
         if bare in state_dict and wanted not in state_dict:
@@ -309,7 +309,7 @@ _MADE_AGAIN = (
 
 
 def portable_state(wrapper: Any) -> dict[str, Any]:
-    """Return the attributes of `wrapper` that belong to no process group and no ``join``; all others are made again."""
+    """Return the attributes of `wrapper` that belong to no process group or ``join``; the others are recreated."""
     state = {name: value for name, value in wrapper.__dict__.items() if name not in _MADE_AGAIN}
     return state | {"_join_config": make_disabled_join()}
 
@@ -324,5 +324,5 @@ def check_default_group(group: dist.ProcessGroup) -> None:
     if group is not get_default_group():
         raise UsageError(
             "only a DistributedDataParallel over the default process group can be pickled, because other groups "
-            "have no name elsewhere; pickle paceline.unwrap(model) and wrap it again"
+            "cannot be identified where it is loaded; pickle paceline.unwrap(model) and wrap it again"
         )

@@ -1,9 +1,9 @@
-"""``mixed_precision``: computation in a low precision, weights and their gradients in full, like torch DDP's own.
+"""``mixed_precision``: computation in low precision, with weights and their gradients in full, as in torch's DDP.
 
-During forward every parameter is replaced by a copy in the low precision, made by an operation that autograd knows; so
-gradients arrive at the parameters in their own dtype. Buckets cast them to ``reduce_dtype`` for communication.
+During forward every parameter is replaced with a low-precision copy, made by a differentiable operation, so gradients
+arrive at the parameters in the parameters' dtype. Buckets cast them to ``reduce_dtype`` for communication.
 
-Decision 0009 says why.
+Decision 0009 gives the reasons.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from paceline.errors import UsageError
 
 
 class LowPrecision:
-    """Casts a module and its inputs by a ``_MixedPrecision`` policy; buffers at once and for good, like torch.
+    """Casts a module and its inputs according to a ``_MixedPrecision`` policy; buffers are cast once, as in torch.
 
-    Activation checkpointing inside the module is not possible with it: the recomputation in backward meets the
+    It cannot be combined with activation checkpointing inside the module: the recomputation in backward would see the
     parameters in full precision, and torch raises. Use ``torch.autocast`` instead.
     """
 
@@ -47,21 +47,21 @@ class LowPrecision:
                 buffer.data = buffer.to(self._buffer_dtype)
 
     def cast_inputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return a forward's inputs, with their floating-point tensors in the low precision."""
+        """Return a forward's inputs with their floating-point tensors cast to low precision."""
         return cast_inputs(self._dtype, inputs, kwargs)
 
     def cast_parameters(self, module: nn.Module, ignored: set[str]) -> AbstractContextManager[Any]:
-        """Surround a forward with parameters in the low precision; tied ones stay tied."""
+        """Return a context manager that casts parameters to low precision for a forward; tied ones stay tied."""
         if self._dtype is None:
             return nullcontext()
         named = module.named_parameters()
-        # By an operation of autograd, which casts the gradients back on their way to the parameters.
+        # A differentiable cast, whose backward casts the gradients to the parameters' dtype.
         cast = {name: p.to(self._dtype) for name, p in named if p.is_floating_point() and name not in ignored}
         return replace_parameters(module, cast)
 
 
 def low_precision(policy: Any, reduce_dtype: torch.dtype | None) -> tuple[LowPrecision | None, torch.dtype | None]:
-    """Return the casts for `policy`, if that is not None, and the dtype to sum gradients in."""
+    """Return the casts for `policy` (None without a policy) and the dtype for summing gradients."""
     if policy is None:
         return None, reduce_dtype
     casts = LowPrecision(policy, reduce_dtype)
