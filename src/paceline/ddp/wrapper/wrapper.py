@@ -161,8 +161,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
         Joinable.__init__(self)
-        # The policy may set reduce_dtype.
-        self._low_precision, reduce_dtype = low_precision(mixed_precision, reduce_dtype)
+        self._low_precision, reduce_dtype = low_precision(mixed_precision, reduce_dtype)  # the policy may set the dtype
         self._options = config.Options.checked(
             init_sync=init_sync,
             capacity=(bucket_cap_mb, bucket_cap_mb_list),
