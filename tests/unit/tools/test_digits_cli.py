@@ -173,7 +173,10 @@ def test_so_many_steps_in_a_precision_evaluated_every_so_many(tmp_path: Path) ->
 
 OTHER_RUN = {
     "no resume": ([*SHORT], "already holds checkpoints up to step 12; resume with resume=True (--resume)"),
-    "lr": ([*SHORT, "--lr", "0.01", "--resume"], "lr=[0.1], this run has lr=[0.01]"),
+    "lr": (
+        [*SHORT, "--lr", "0.01", "--resume"],
+        "lr of group 0 of 'optimizer' is 0.01 in this run and 0.1 in the checkpoint of step 12",
+    ),
 }
 
 
