@@ -1,7 +1,7 @@
 """Data-parallel training for PyTorch that is exact, fast, visible and hard to break.
 
-Importing it makes the process group backend ``"paceline"`` known to torch.distributed; nothing else happens. What the
-names stand for is imported when they are first used.
+Importing it only registers the process group backend ``"paceline"`` with torch.distributed. Each public name is
+imported when it is first used.
 """
 
 from importlib import import_module as _import_module
@@ -73,16 +73,16 @@ _HOMES = {
     "World": "core.processes.world",
     "init": "core.processes.world",
 }
-"""The module of each public name that is imported when it is first used; names that are not here are modules."""
+"""The module of each public name that is imported on first use. Public names that are not listed here are modules."""
 
 if not _is_command_line():
-    _warn_if_untested()  # before imports that may need what another torch does not have
+    _warn_if_untested()  # before imports that could fail with an untested torch
     _import_module("paceline.comm.c10d.own_backend").register()
 
-if not TYPE_CHECKING:  # to a type checker, other names do not exist
+if not TYPE_CHECKING:  # so that type checkers report unknown names
 
     def __getattr__(name: str) -> Any:
-        """Import what `name` stands for."""
+        """Import the object or module called `name`."""
         if name.startswith("_"):
             raise AttributeError(f"module 'paceline' has no attribute {name!r}")
         home = f"paceline.{_HOMES.get(name, name)}"
@@ -101,10 +101,10 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: object) -> None:
-    """Make the magics of docs/notebooks.md known: ``%load_ext paceline``."""
+    """Register the magics of docs/notebooks.md: ``%load_ext paceline``."""
     _import_module("paceline.tools.notebook.magics").load(shell)  # which needs IPython
 
 
 def unload_ipython_extension(shell: object) -> None:
-    """End the ranks of the notebook: ``%unload_ext paceline``."""
+    """End the notebook's ranks: ``%unload_ext paceline``."""
     _import_module("paceline.tools.notebook.magics").unload(shell)

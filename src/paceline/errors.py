@@ -1,27 +1,27 @@
-"""Every error that Paceline raises, in one tree, and its warnings.
+"""The tree of all errors that Paceline raises, and its warnings.
 
     PacelineError                       anything raised on purpose by Paceline
-    ├── UsageError         ValueError   a mistake that the caller can mend; commands print one line, exit code 2
+    ├── UsageError         ValueError   a mistake that the caller can fix; commands print one line, exit code 2
     │   ├── WrapError      RuntimeError a model or a group of ranks that cannot be wrapped
     │   ├── WorldError                  the launcher's environment is incomplete or contradicts the call
     │   ├── ReplicaMismatch             the models differ between ranks
-    │   ├── HookError      TypeError    a communication hook raised, or is not what it has to be
-    │   ├── MissingExtra   ImportError  an optional dependency is not installed; names the pip command
-    │   └── CheckpointMismatch          the checkpoint belongs to another model, data set or configuration
+    │   ├── HookError      TypeError    a communication hook raised, or does not follow torch's contract
+    │   ├── MissingExtra   ImportError  an optional dependency is not installed; shows the pip command
+    │   └── CheckpointMismatch          the checkpoint belongs to a different model, data set or configuration
     ├── CheckpointError    RuntimeError a checkpoint cannot be written, read or trusted
     │   └── NoCheckpoint   UsageError   there is no valid checkpoint to resume from
     ├── DataError          RuntimeError a sample or batch could not be loaded; names rank, worker and sample
-    ├── DesyncError        RuntimeError ranks differ in what must be equal everywhere
-    ├── CommunicationError RuntimeError a collective failed: a peer ended, or did not come in time
+    ├── DesyncError        RuntimeError ranks differ in something that must be equal everywhere
+    ├── CommunicationError RuntimeError a collective failed: a peer ended, or did not arrive in time
     ├── NonFiniteGradient  ArithmeticError  a gradient holds NaN or Inf; names ranks and parameters
-    ├── WrongComputation   ArithmeticError  a rank's device has computed other gradients than the others'
-    └── CallbackError      RuntimeError a callback of the Trainer raised; names its class and rank
+    ├── WrongComputation   ArithmeticError  a rank's device computed different gradients than the other ranks
+    └── CallbackError      RuntimeError a callback of the Trainer raised an error; names its class and rank
 
     Preempted              SystemExit   the job was asked to end by a signal, and the last step is saved
 
-    CheckpointWarning      UserWarning  a damaged checkpoint was skipped, a folder is not locked
+    CheckpointWarning      UserWarning  a damaged checkpoint was skipped, or a folder is not locked
     UnusedParameterWarning UserWarning  a parameter had no gradient on some rank
-    UntestedTorchWarning   UserWarning  the installed torch is older or newer than those that were tested
+    UntestedTorchWarning   UserWarning  the installed torch is older or newer than the tested versions
 
 A message is one sentence: what happened, with values and rank; then the remedy.
 """
@@ -38,16 +38,16 @@ class PacelineError(Exception):
     """Base of every error that Paceline raises on purpose."""
 
     blamed: tuple[int, ...] | None = None
-    """None unless the error is a consequence of other ranks' failure; then these ranks, none if they are unknown."""
+    """World ranks whose failure led to this error, empty if unknown; None if it has another cause."""
 
     def because_of(self: _Error, ranks: Iterable[int]) -> _Error:
-        """Mark this error as a consequence of the failure of `ranks` of the world, for the launcher; returns it."""
+        """Mark this error, for the launcher, as a consequence of the failure of these world ranks; return the error."""
         self.blamed = tuple(ranks)
         return self
 
 
 class UsageError(PacelineError, ValueError):
-    """A mistake that the caller can mend. Commands print it as one line and exit with code 2."""
+    """A mistake that the caller can fix. Commands print it as one line and exit with code 2."""
 
 
 class WorldError(UsageError):
@@ -55,7 +55,7 @@ class WorldError(UsageError):
 
 
 class WrapError(UsageError, RuntimeError):
-    """A model or a group of ranks that cannot be wrapped; a RuntimeError, as torch's class raises there."""
+    """A model or a group of ranks that cannot be wrapped. It is also a RuntimeError, which torch's class raises."""
 
 
 class ReplicaMismatch(UsageError):
@@ -74,11 +74,11 @@ class MissingExtra(UsageError, ImportError):
 
 
 def installing(extra: str) -> str:
-    """Return words for how to install the optional packages of `extra`, in the way in which Paceline was installed.
+    """Return instructions to install the optional packages of `extra`, depending on how Paceline was installed.
 
-    pip finds no clone and no file under the name of Paceline.
+    For a clone or a file, the name ``paceline`` alone is not enough for pip to find it.
     """
-    import json  # as the others, for a message that few programs need
+    import json  # here, like the next two, because few programs need this message
     from importlib.metadata import PackageNotFoundError, distribution
     from urllib.parse import unquote, urlsplit
 
@@ -88,14 +88,14 @@ def installing(extra: str) -> str:
         origin = {}
     if origin.get("dir_info", {}).get("editable"):
         return f"in {unquote(urlsplit(origin['url']).path)} run: pip install -e '.[{extra}]'"
-    if not origin:  # it came from an index
+    if not origin:  # installed from an index
         return f"run: pip install 'paceline[{extra}]'"
     kind = f"{origin['vcs_info']['vcs']}+" if "vcs_info" in origin else ""
     return f"run: pip install 'paceline[{extra}] @ {kind}{origin['url']}'"
 
 
 class CheckpointMismatch(UsageError):
-    """The checkpoint belongs to another model, data set or configuration."""
+    """The checkpoint belongs to a different model, data set or configuration."""
 
 
 class CheckpointError(PacelineError, RuntimeError):
@@ -111,11 +111,11 @@ class DataError(PacelineError, RuntimeError):
 
 
 class DesyncError(PacelineError, RuntimeError):
-    """Ranks differ in what must be equal everywhere, such as the number of optimizer steps."""
+    """Ranks differ in something that must be equal everywhere, such as the number of optimizer steps."""
 
 
 class CommunicationError(PacelineError, RuntimeError):
-    """A collective failed: a peer ended, or did not come in time."""
+    """A collective failed: a peer ended, or did not arrive in time."""
 
     blamed = ()
 
@@ -125,19 +125,19 @@ class NonFiniteGradient(PacelineError, ArithmeticError):
 
 
 class WrongComputation(PacelineError, ArithmeticError):
-    """A rank has computed other gradients for a slice than other ranks: its device, or its memory, is at fault."""
+    """A rank computed different gradients for a slice than other ranks; its device or memory is faulty."""
 
     may_save = False
-    """Whether this rank's state is as good as any rank's, so that it may be saved for the next start."""
+    """Whether this rank's state can be trusted as much as any other's, so that it may be saved for the next start."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
-        """Ranks of the world that may be wrong: one as a rule, several where no majority tells."""
+        """World ranks that may be wrong: usually one; several if there is no majority."""
 
 
 class CallbackError(PacelineError, RuntimeError):
-    """A callback of the Trainer raised; its own error is the ``__cause__`` on its rank."""
+    """A callback of the Trainer raised an error, which is the ``__cause__`` on the rank that raised it."""
 
 
 class Preempted(SystemExit):
@@ -149,8 +149,8 @@ class CheckpointWarning(UserWarning):
 
 
 class UnusedParameterWarning(UserWarning):
-    """A parameter had no gradient on some rank, which is allowed and may be a mistake."""
+    """A parameter had no gradient on some rank. This is allowed, but may be a mistake."""
 
 
 class UntestedTorchWarning(UserWarning):
-    """The installed torch is older or newer than those that Paceline was tested with."""
+    """The installed torch is older or newer than the versions that Paceline was tested with."""

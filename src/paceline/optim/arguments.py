@@ -25,7 +25,7 @@ from paceline.errors import UsageError
 
 @dataclass
 class Subject:
-    """The parameters that are trained, and the ranks that train them."""
+    """The parameters to train, and the ranks that train them."""
 
     groups: list[Any]
     """Parameters or parameter groups, in the form that torch's optimizers take."""
@@ -34,9 +34,9 @@ class Subject:
     model: nn.Module | None = None
     """The model, if it was given instead of parameters."""
     names: Mapping[int, str] = field(default_factory=dict)
-    """Names of the parameters of the model, or of wrappers, by ``id``."""
+    """Parameter names in the model, or in the wrappers, by ``id``."""
     sparse: frozenset[int] = frozenset()
-    """Parameters with sparse gradients, by ``id``; every rank updates these."""
+    """``id`` of each parameter with sparse gradients. Every rank updates these."""
     wrappers: list[Averaging] = field(default_factory=list)
     """Paceline's wrappers that average the gradients over several ranks."""
 
@@ -60,7 +60,7 @@ class Subject:
         return f"a parameter of shape {tuple(parameter.shape)}" if name is None else f"parameter {name!r}"
 
     def shapes(self) -> list[torch.Size]:
-        """Return the shapes of the parameters, except lazy ones, which have no shape yet."""
+        """Return the shapes of the parameters, except for lazy ones, which have no shape yet."""
         parameters = _parameters(self.groups)
         return [parameter.shape for parameter in parameters if isinstance(parameter, Tensor) and not is_lazy(parameter)]
 
@@ -72,7 +72,7 @@ class Subject:
 
 
 def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGroup | None) -> Subject:
-    """Return the parameters in `params`, and the ranks that share the work."""
+    """Return the subject with the parameters in `params` and the ranks that share the work."""
     model = params if isinstance(params, nn.Module) else None
     # A set is refused because its order differs between ranks.
     if isinstance(params, Tensor | set | frozenset) or not (model is not None or isinstance(params, Iterable)):
@@ -106,7 +106,7 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
 
 
 def _listed(entry: Any) -> Any:
-    """Return a group with a list of parameters instead of an iterator, which can be read only once."""
+    """Turn the parameters of a group into a list if they are an iterator, which can be read only once."""
     if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
         entry["params"] = list(entry["params"])
     return entry
@@ -124,7 +124,7 @@ def _parameters(groups: Iterable[Any]) -> Iterable[Any]:
 
 
 def validate_group(group: Any, earlier: Sequence[Mapping[str, Any]], subject: Subject) -> None:
-    """Refuse a new group with parameters that cannot be sharded; `earlier` are the groups before it."""
+    """Refuse a new group with parameters that cannot be sharded; `earlier` has the existing groups."""
     if not isinstance(group, dict) or "params" not in group:
         raise UsageError(f'a parameter group is a dict with "params", not {group!r:.80}')
     params = group["params"]
@@ -161,7 +161,7 @@ def validate_group(group: Any, earlier: Sequence[Mapping[str, Any]], subject: Su
 def validate_step(
     closure: Any, subject: Subject, groups: Sequence[Mapping[str, Any]], added: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Refuse a step that cannot be taken over `groups`; `added` has the parameters of each group when it was added."""
+    """Refuse a step that is not possible; `added` has the parameters that each of `groups` had when it was added."""
     if closure is not None:
         raise UsageError("ShardedOptimizer.step() takes no closure; call the closure before step()")
     if subject.is_joining():
@@ -177,7 +177,7 @@ def validate_step(
             or not all(map(is_, current, expected))
         ):
             raise UsageError(
-                f"parameter group {number} of the ShardedOptimizer was edited: it has {len(current)} parameters and "
+                f"parameter group {number} of the ShardedOptimizer was edited: it has {len(current)} parameters but "
                 f"was added with {len(expected)}; use add_param_group() to add parameters, and requires_grad=False and "
                 "p.grad=None to leave some out"
             )
@@ -194,7 +194,7 @@ def describe_groups(
     master_dtype: torch.dtype | None,
     groups: Sequence[Mapping[str, Any]],
 ) -> list[Any]:
-    """Describe optimizer, settings and parameters as plain values that must be equal on every rank."""
+    """Describe the optimizer, settings and parameters as plain values, which must be equal on every rank."""
     return [
         (optimizer_class.__qualname__, by, str(master_dtype)),
         *(

@@ -23,8 +23,8 @@ class Owned:
 
     Args:
         parameter: the user's parameter.
-        index: its number in the optimizer.
-        piece: start and stop of its elements; None for all of them, in the parameter's own shape.
+        index: number of the parameter in the optimizer.
+        piece: start and stop of the elements; None for the whole parameter, in its own shape.
         master_dtype: dtype of a copy that is trained instead of the parameter; None to train the parameter itself.
     """
 
@@ -38,7 +38,7 @@ class Owned:
         values = self._view if self.master_dtype is None else self._view.to(self.master_dtype, copy=True)
         # Groups may also contain integer parameters, for which torch refuses requires_grad.
         self.trained = nn.Parameter(values, requires_grad=self.parameter.is_floating_point() or self._view.is_complex())
-        """The piece itself, or its master copy, which the inner optimizer trains."""
+        """What the inner optimizer trains: the piece itself, or its master copy."""
         vars(self.trained).update(vars(self.parameter))  # attributes that optimizers read, such as p.lr_scale
 
     def _current_view(self) -> Tensor:
@@ -51,17 +51,17 @@ class Owned:
         return self._view
 
     def refresh(self) -> None:
-        """Follow the parameter to other memory."""
+        """Update the piece after the parameter has moved to other memory."""
         self._view = self._current_view()
         if self.master_dtype is None:
             self.trained.data = self._view
 
     def take_changes(self) -> None:
-        """Copy values that the user has written to the parameter since the last step into the master copy."""
+        """Copy into the master copy the values that the user has written to the parameter since the last step."""
         if self.master_dtype is not None:
             master = self.trained.detach()
-            # Compared by value, because writes through p.data and NumPy raise no version counter. If the values are
-            # equal, the master keeps its precision.
+            # Compare values, because writes through p.data and NumPy do not raise a version counter. Where the values
+            # are equal, the master keeps its precision.
             is_same = master.to(self._view.dtype) == self._view
             torch.where(is_same, master, self._view.to(master.dtype), out=master)
 
@@ -82,7 +82,7 @@ class Owned:
         self.trained.grad = gradient if gradient.dtype is self.trained.dtype else gradient.to(self.trained.dtype)
 
     def end_step(self) -> None:
-        """Drop the gradient, and copy a master's new values into the parameter."""
+        """Drop the gradient, and copy the new values of a master copy into the parameter."""
         if self.trained.grad is not None:
             self.trained.grad = None
             if self.master_dtype is not None:
@@ -90,7 +90,7 @@ class Owned:
 
 
 def _laid_out(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return the elements of `gradient` in the order of the parameter's memory."""
+    """Return the elements of `gradient` in the memory order of the parameter."""
     if gradient.stride() == parameter.stride():
         return flattened(gradient)
     return flattened(torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient))
@@ -103,7 +103,7 @@ def owned_by(
     first: int,
     master_dtype: torch.dtype | None,
 ) -> list[Owned]:
-    """Return the pieces that `rank` owns; the first of `parameters` has the number `first` in the optimizer."""
+    """Return the pieces that `rank` owns. The optimizer's number for the first of `parameters` is `first`."""
     owned = []
     for piece in pieces:
         if piece.owner == rank:

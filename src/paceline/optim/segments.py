@@ -1,7 +1,7 @@
-"""Segments: neighboring parameters whose updated pieces are gathered together from the ranks that own them.
+"""Segments: neighboring parameters whose updated pieces are gathered together, each from the rank that owns it.
 
-Each rank copies its pieces into a buffer. Ranks that share memory read each other's buffers; elsewhere the backend's
-all-gather carries them. Parameters keep their memory, so tensors that alias it stay valid.
+Each rank copies its pieces into a buffer. Ranks that share memory read each other's buffers; other ranks use the
+backend's all-gather. Parameters keep their memory, so tensors that alias it stay valid.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ STAGED = 4
 
 
 def flat_view(parameter: nn.Parameter) -> Tensor:
-    """Return a one-dimensional view of the elements of a dense `parameter`, in the order of its memory.
+    """Return a one-dimensional view of the elements of a dense `parameter`, in memory order.
 
-    Writes to it do not raise the parameter's version. Parameters without a gradient are gathered with their neighbors,
-    and autograd may still need them.
+    Writes to it do not raise the parameter's version counter, because parameters without a gradient are gathered with
+    their neighbors, and autograd may still need them.
     """
     return flattened(parameter.data)
 
@@ -43,7 +43,7 @@ class Segment:
         self._pieces = [[piece for piece in pieces if piece.owner == owner] for owner in range(channel.size)]
         self._row = max(sum(piece.numel for piece in owned) for owned in self._pieces)  # an all-gather has equal shards
         self._places: list[list[tuple[Tensor, slice]]] = []
-        """For each rank, views of its pieces and their places in the rank's buffer."""
+        """For each rank, its pieces as views of the parameters, and their places in the rank's buffer."""
         self.find_pieces()
 
     def find_pieces(self) -> None:
@@ -65,13 +65,13 @@ class Segment:
             self._places.append(places)
 
     def launch(self, buffers: Buffers, number: int) -> Launched:
-        """Launch the gathering of the other ranks' pieces, through buffer `number`; all ranks call this."""
+        """Start gathering the other ranks' pieces through buffer `number`. All ranks call this."""
         rank, first = self._channel.rank, self.parameters[0]
         if isinstance(self._channel, SharedChannel):
             row = buffers.get(number, self._row, first.dtype)
             _copy([(row[part], view) for view, part in self._places[rank]])
             return self._channel.gather(row, self._places)
-        # A new buffer each time, which lives until the gathering has ended, and not between steps.
+        # A new buffer each time, which is freed after the gathering, not kept between steps.
         flat = torch.empty(self._channel.size * self._row, dtype=first.dtype, device=first.device)
         rows = list(flat.view(self._channel.size, self._row)) if self._row else []
         _copy([(rows[rank][part], view) for view, part in self._places[rank]])

@@ -1,7 +1,7 @@
 """Checks whether an optimizer gives the same results if each rank updates only its share of the parameters.
 
-Torch's elementwise optimizers are known. Any other class is tried on small tensors: it trains all of them, and then
-each half of them separately.
+Torch's elementwise optimizers are known to do so. Any other class is tested on small tensors: it trains all of them
+together, and then each half separately.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.errors import UsageError
 _NAMES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 _ELEMENTWISE = {getattr(torch.optim, name) for name in [*_NAMES, "SparseAdam"]}
 _STEPS = 40
-"""Steps of a trial. Some optimizers change their behavior only after 10 or 25 steps."""
+"""Number of steps in a trial. Some optimizers change their behavior only after 10 or 25 steps."""
 _RATES = ("lr", "initial_lr")
 _SHAPES = {
     1: ((240,), (160,)),
@@ -35,9 +35,9 @@ _SHAPES = {
     4: ((6, 10, 2, 2), (10, 4, 2, 2)),
     5: ((6, 5, 2, 2, 2), (10, 2, 2, 2, 2)),
 }
-"""Shapes of the two tensors of a trial that stand for all parameters with this number of dimensions."""
+"""By number of dimensions: shapes of the two tensors that stand for all such parameters in a trial."""
 Make = Callable[[Any], Optimizer]
-"""Makes an optimizer for a list of parameter groups."""
+"""A function that makes an optimizer for a list of parameter groups."""
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
@@ -73,23 +73,23 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
 
 
 def template_parameters(optimizer_class: type[Optimizer], shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:
-    """Return parameters that make the class raise the same errors on every rank.
+    """Return placeholder parameters with which the class raises the same errors on every rank.
 
-    They have the real `shapes` but no memory, because a class such as Muon checks the number of dimensions.
+    They use almost no memory, but have the real `shapes`, because classes such as Muon check the number of dimensions.
     """
     needed = [(1,)] if is_elementwise(optimizer_class) else shapes
     return [nn.Parameter(torch.zeros(()).expand(shape)) for shape in needed or [(1,)]]
 
 
 def check_separable(make: Make, name: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse settings of `groups` if ranks cannot update their tensors separately with them."""
+    """Refuse `groups` if ranks cannot update their tensors separately with these settings."""
     settings = [settings_of(group) for group in groups]
     devices = (parameter.device for group in groups for parameter in group["params"])
     device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))
-    # Some optimizers treat vectors, matrices or convolutions in their own way.
+    # Some optimizers treat vectors, matrices and convolutions differently.
     dims = [{min(max(parameter.dim(), 1), max(_SHAPES)) for parameter in group["params"]} or {2} for group in groups]
     problem = ""
-    # In double precision even tiny updates can be compared. Some kernels have single precision only.
+    # Double precision makes even tiny updates comparable, but some kernels support only single precision.
     for dtype, tolerance in ((torch.float64, 1e-5), (torch.float32, 1e-2)):
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
@@ -109,13 +109,13 @@ def check_separable(make: Make, name: str, groups: Sequence[Mapping[str, Any]]) 
             ]
             try:
                 is_equal = _is_separable(make, settings, start, tolerance)
-            except Exception as error:  # the class is not ours, and may need more than gradients
+            except Exception as error:  # the class is the user's, and may need more than gradients
                 problem = f"raised {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
                 continue
         if is_equal:
             return
         raise UsageError(
-            f"{name} with these settings gives other results if ranks update their tensors separately, for example "
+            f"{name} with these settings gives different results if ranks update their tensors separately, for example "
             "because it uses a norm of all gradients, one step size for all of them, or random numbers; "
             "use it without ShardedOptimizer"
         )
@@ -128,17 +128,17 @@ Tensors = list[list[Tensor]]
 
 @dataclass
 class _Run:
-    """The effect of an optimizer on its tensors, and the numbers that it keeps."""
+    """The effect of an optimizer on its tensors, and the numbers in its state."""
 
     updates: Tensors
     kept: list[list[list[str]]]
-    """For each group and tensor, the numbers in its state and in all settings, such as a norm of all gradients."""
+    """For each group and tensor, the numbers in its state and in all groups' settings, such as a global norm."""
 
 
 def _is_separable(
     make: Make, settings: Sequence[Mapping[str, Any]], start: Sequence[Tensors], tolerance: float
 ) -> bool:
-    """Return whether one optimizer for both halves, and one for each, compute and keep the same numbers."""
+    """Return whether one optimizer for both halves computes and keeps the same numbers as one for each half."""
     gradients = [
         [[[_gradient(step, half, value) for value in group] for group in tensors] for half, tensors in enumerate(start)]
         for step in range(_STEPS)
@@ -167,9 +167,9 @@ def _flattened(tensors: Tensors) -> Tensor:
 
 
 def _gradient(step: int, half: int, value: Tensor) -> Tensor:
-    """Return a gradient whose size varies in its own way for each half, so that common norms and step sizes show.
+    """Return a gradient whose size varies differently in each half, which reveals norms and step sizes shared by both.
 
-    Most of it keeps its direction, because some step sizes grow with progress.
+    Its direction is mostly constant, because some step sizes grow with progress.
     """
     noise = torch.randn(value.shape, dtype=torch.float64).to(value)
     steady = torch.linspace(0.5, 1.5, value.numel()).to(value).view_as(value)
@@ -178,7 +178,7 @@ def _gradient(step: int, half: int, value: Tensor) -> Tensor:
 
 
 def _train(make: Make, settings: Sequence[Mapping[str, Any]], start: Tensors, gradients: Sequence[Tensors]) -> _Run:
-    """Train copies of the tensors in `start` with a new optimizer and the given gradients of each step."""
+    """Train copies of the tensors in `start` with a new optimizer, using the given gradients of each step."""
     torch.manual_seed(0)
     groups = [[nn.Parameter(value.clone()) for value in values] for values in start]
     optimizer = make(

@@ -3,8 +3,9 @@
     p.grad, equal on all ranks ──► pieces' gradients ──► the inner optimizer's step ──► parameters are gathered
                                    (of this rank)        (state of this rank's pieces)   (whole on all ranks)
 
-Elementwise optimizers give the same bits as an unsharded one. This is stage 1 of Rajbhandari et al., "ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models", SC 2020. Decision 0035 explains the design.
+With elementwise optimizers, the results are bitwise equal to those of the unsharded optimizer. This is stage 1 of
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020. Decision 0035
+explains the design.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ class ShardedOptimizer(Optimizer):
 
     Each rank holds 1/N of the state and does 1/N of the work. Gradients are averaged as usual, so clipping, a
     GradScaler and other code that reads ``p.grad`` work unchanged. Without Paceline's wrapper, something else must make
-    the gradients equal on all ranks, such as torch's DistributedDataParallel. It replaces
+    the gradients equal on all ranks, such as torch's DistributedDataParallel. This class replaces
     ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 
     Args:
-        params: a model, or parameters or groups in the form of torch's optimizers.
+        params: a model, or parameters or parameter groups as for torch's optimizers.
         optimizer_class: class of the optimizer, such as ``torch.optim.AdamW``.
-        process_group: the ranks that share the work; by default the ranks of the wrapper, or all.
+        process_group: the ranks that share the work; by default the ranks of the wrapper, or all ranks.
         by: ``"element"`` cuts parameters into pieces, so that all ranks have equal shares. It is available for torch's
-            elementwise optimizers. ``"tensor"`` gives each rank whole parameters, for all other optimizers (Muon,
-            Adafactor, Shampoo).
+            elementwise optimizers. ``"tensor"`` gives each rank whole parameters, and is for all other optimizers
+            (Muon, Adafactor, Shampoo).
         master_dtype: dtype, such as ``torch.float32``, in which each rank keeps and trains copies of its pieces of bf16
             and fp16 parameters.
         defaults: settings of the optimizer, such as ``lr=1e-3, fused=True``.
@@ -85,7 +86,7 @@ class ShardedOptimizer(Optimizer):
         self._make: Callable[[Any], Optimizer] = partial(make_optimizer, **defaults)
         self._subject: Subject = subject_of(params, process_group)
         self._by, self._master_dtype = by, master_dtype
-        # Lets the class refuse wrong settings, and provides its defaults.
+        # The template lets the class refuse wrong settings, and provides its defaults.
         template = self._make(template_parameters(optimizer_class, self._subject.shapes()))
         # Before super().__init__(), which calls add_param_group().
         self._is_made = False
@@ -117,7 +118,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of this rank's share; its keys are the rank's pieces, not the user's parameters."""
+        """State of this rank's share. Its keys are the rank's pieces, not the user's parameters."""
         return self._inner.state if self._is_made else {}
 
     @state.setter
@@ -127,11 +128,11 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, numbered as in states."""
+        """All parameters; the index of each is its number in states."""
         return self._sharding.parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train further parameters. Call it on all ranks with the same parameters.
+        """Add parameters to train. Call this on all ranks with the same parameters.
 
         Raises:
             UsageError: if a parameter is already trained, or the groups differ between ranks.
@@ -161,10 +162,10 @@ class ShardedOptimizer(Optimizer):
     @never_compiled
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update this rank's pieces, and gather the updates of the other ranks. All ranks call it.
+        """Update this rank's pieces, and gather the updates of the other ranks. All ranks must call this.
 
         Raises:
-            UsageError: for a closure, without any gradient, and inside ``model.join()``.
+            UsageError: if a closure is given, if no parameter has a gradient, or inside ``model.join()``.
             CommunicationError: if a rank has ended or did not arrive.
         """
         validate_step(closure, self._subject, self.param_groups, self._sharding.groups)
@@ -189,7 +190,7 @@ class ShardedOptimizer(Optimizer):
 
     def local_state(self) -> dict[str, Any]:
         """Return this rank's shard of the state, see :mod:`~paceline.core.state.optimizer_shards`."""
-        # The state has the order of memory that the parameters had when they were cut, maybe not their present one.
+        # The state has the memory order that the parameters had when they were cut, which may not be the current one.
         strides = self._sharding.strides
         return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject, strides)
 
@@ -199,9 +200,10 @@ class ShardedOptimizer(Optimizer):
         return after_state_dict(self, self.local_state())
 
     def full_state_dict(self, to: int | None = None) -> dict[str, Any] | None:
-        """Return the state of the unsharded optimizer on every rank, or on rank `to` only and None on the others.
+        """Return the state of the unsharded optimizer on every rank, or only on rank `to`; other ranks then get None.
 
-        All ranks call it. An unsharded optimizer can load it, or a sharded one with any number of ranks.
+        All ranks must call this. The state can be loaded by an unsharded optimizer, or by a sharded one on any number
+        of ranks.
         """
         return states.full_state(self.local_state(), self.parameters, self.channel, to)
 
@@ -210,13 +212,13 @@ class ShardedOptimizer(Optimizer):
         return states.windows(self.owned)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Iterable[Mapping[str, Any]] | Assembly) -> None:
-        """Load the state of an unsharded optimizer, this rank's shard, or the shards of all ranks of a run.
+        """Load the state of an unsharded optimizer, this rank's shard, or the shards of all ranks.
 
         Args:
-            state_dict: a state, an iterable of shards, or an assembly of shards.
+            state_dict: a state or shard, an iterable of shards, or an assembly of shards.
 
         Raises:
-            CheckpointMismatch: for a state of other parameters, a shard of another rank, or a missing shard.
+            CheckpointMismatch: if the state is for other parameters, or a shard is missing or is another rank's.
         """
         self._sharding.follow()
         loaded = states.find_owned(before_load(self, state_dict), self.owned, self._subject)

@@ -1,4 +1,4 @@
-"""The sharding of an optimizer's parameters: the pieces of this rank, and the segments that all ranks gather."""
+"""The sharding of an optimizer's parameters: this rank's pieces, and the segments that all ranks gather."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _GATHERING = "gathering of updated parameters"
 
 
 class Sharding:
-    """The owners of all pieces, and the pieces of this rank; all ranks create it together.
+    """The owners of all pieces, and this rank's pieces. All ranks create it together.
 
     Args:
         subject: the parameters, and the ranks that train them.
         by: ``"element"`` or ``"tensor"``.
         master_dtype: dtype of copies of half-precision parameters; None for no copies.
-        description: a description of optimizer and groups, which must be equal on all ranks.
+        description: a description of the optimizer and its groups, which must be equal on all ranks.
     """
 
     def __init__(self, subject: Subject, by: str, master_dtype: torch.dtype | None, description: Any) -> None:
         self.owned: list[Owned] = []
         """The pieces of this rank, in the order of parameters."""
         self.channel: Channel | None = None
-        """Reaches the other ranks; None with a single rank."""
+        """Connects to the other ranks; None with a single rank."""
         self.groups: list[list[nn.Parameter]] = []
         """Parameters of each group when it was added."""
         self._subject, self._by, self._master_dtype = subject, by, master_dtype
@@ -54,7 +54,7 @@ class Sharding:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, numbered as in states."""
+        """All parameters; the index of each is its number in states."""
         return [parameter for group in self.groups for parameter in group]
 
     @property
@@ -70,17 +70,17 @@ class Sharding:
         first = descriptions[0]
         for rank, other in enumerate(descriptions):
             if other != first:
-                # The first entry describes the optimizer, the others one group each.
+                # The first entry describes the optimizer, each of the others describes one group.
                 places = [place for place, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]]
                 difference = "number of parameter groups" if not places else f"parameter group {places[0] - 1}"
                 raise UsageError(
-                    f"rank {self.channel.members[rank]} has created the ShardedOptimizer with another "
+                    f"rank {self.channel.members[rank]} created the ShardedOptimizer with a different "
                     f"{'optimizer' if places[:1] == [0] else difference} than rank {self.channel.members[0]}; "
                     "give the same class, settings and groups on every rank"
                 )
 
     def add(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Share out a further group of `parameters`."""
+        """Distribute another group of `parameters` among the ranks."""
         first, size = len(self.parameters), self._subject.size
         self.groups.append(list(parameters))
         self._check_memory()
@@ -98,7 +98,7 @@ class Sharding:
         self._places = list(map(_place, self.parameters))
 
     def follow(self) -> None:
-        """Follow parameters that have been moved to other memory, or to another dtype as a whole."""
+        """Adapt to parameters that have moved to other memory, or that have all changed to another dtype."""
         places = list(map(_place, self.parameters))
         if places == self._places:
             return
@@ -130,17 +130,17 @@ class Sharding:
                     make_dense(parameter, self._subject.name_of(parameter))
 
     def gather(self) -> None:
-        """Complete the parameters that have gradients, on every rank; all ranks call this."""
+        """Gather the updated parameters on every rank; skips those without gradients. All ranks call this."""
         if self.channel is None:
             return
         assert self._buffers is not None
-        # Gradients are equal on all ranks, so all ranks gather the same segments.
+        # All ranks have the same gradients, so they gather the same segments.
         active = [
             segment for segment in self._segments if any(parameter.grad is not None for parameter in segment.parameters)
         ]
         launched: deque[Launched] = deque()
         for number, segment in enumerate(active):
-            if len(launched) == STAGED:  # its buffer is in use
+            if len(launched) == STAGED:  # its buffer is still in use
                 self.channel.meet(launched.popleft(), _GATHERING)
             launched.append(segment.launch(self._buffers, number % STAGED))
         strike("gather")
@@ -170,7 +170,7 @@ def share_out(
         parameters: the parameters, whose values are not read.
         replicated: indices of parameters that every rank updates.
         by: ``"element"`` or ``"tensor"``.
-        loads: number of elements in whole parameters that each rank owns; updated.
+        loads: number of elements in whole parameters that each rank owns; updated in place.
     """
     sizes, ranks = [parameter.numel() for parameter in parameters], len(loads)
     return [
@@ -180,7 +180,7 @@ def share_out(
 
 
 def _segments_of(parameters: Sequence[nn.Parameter], replicated: Sequence[int]) -> list[list[int]]:
-    """Return the indices of parameters that are gathered together: neighbors of one kind."""
+    """Return the indices of parameters that are gathered together: neighbors of the same kind."""
     # Frozen parameters are separate, because a segment without any gradient is not gathered.
     kinds: list[Hashable] = [(each.dtype, each.device, each.requires_grad) for each in parameters]
     sizes = [each.numel() * each.element_size() for each in parameters]

@@ -1,4 +1,4 @@
-"""The sharding plan: the slices of parameters and their owners, from plain values that are equal on every rank."""
+"""The sharding plan: the pieces of parameters and their owners, computed from values that are equal on every rank."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGN = 128
-"""Parameters are cut at multiples of this number of elements. CPU kernels compute the last elements of a tensor, which
-do not fill a vector register, with other instructions than the rest, and may round them differently."""
+"""Parameters are cut at multiples of this number of elements. If the last elements of a tensor do not fill a vector
+register, CPU kernels use other instructions for them, which may round differently."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def cut_evenly(sizes: Sequence[int], members: Sequence[int], ranks: int, align: 
 
     Args:
         sizes: number of elements of every parameter.
-        members: indices of the parameters in the bucket, in their order.
+        members: indices of the bucket's parameters, in order.
         ranks: number of ranks.
         align: parameters are cut at multiples of this number of elements, or at their end.
 
@@ -42,7 +42,7 @@ def cut_evenly(sizes: Sequence[int], members: Sequence[int], ranks: int, align: 
         start, size = 0, sizes[index]
         while start < size:
             end = size
-            # Find the first rank whose shard reaches beyond `start`. After rounding, some ranks may get nothing.
+            # Find the first rank whose shard extends beyond `start`. Because of rounding, some ranks may get nothing.
             while owner < ranks - 1:
                 cut = _rounded(total * (owner + 1) // ranks - offset, size, align)
                 if cut > start:
@@ -56,7 +56,7 @@ def cut_evenly(sizes: Sequence[int], members: Sequence[int], ranks: int, align: 
 
 
 def _rounded(cut: int, size: int, align: int) -> int:
-    """Return the aligned place nearest to `cut` in a parameter of `size` elements."""
+    """Return the aligned position nearest to `cut` in a parameter of `size` elements."""
     if cut >= size:
         return size
     return min(size, (cut + align // 2) // align * align)
@@ -65,7 +65,7 @@ def _rounded(cut: int, size: int, align: int) -> int:
 def deal_out(sizes: Sequence[int], members: Sequence[int], ranks: int, loads: list[int]) -> list[Piece]:
     """Assign whole parameters, the largest first, each to the rank with the fewest elements.
 
-    `loads` has the number of elements of each rank, and is updated.
+    `loads` has the number of elements of each rank, and is updated in place.
     """
     pieces = []
     for index in sorted(members, key=lambda index: -sizes[index]):

@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer: read from the inner optimizer, gathered over ranks, and loaded."""
+"""The state of a sharded optimizer: read from the inner optimizer, gathered from all ranks, and loaded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def local_state(
 
 
 def packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with numbers instead of parameters, like the states of torch's optimizers."""
+    """Return the groups with numbers in place of parameters, as in the state dicts of torch's optimizers."""
     packed, first = [], 0
     for group in groups:
         count = len(group["params"])
@@ -64,13 +64,13 @@ def packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def full_state(
     shard: Mapping[str, Any], parameters: Sequence[nn.Parameter], channel: Channel | None, to: int | None
 ) -> dict[str, Any] | None:
-    """Gather the shards of all ranks, on every rank or on rank `to`."""
+    """Gather the shards of all ranks on every rank, or only on rank `to`."""
     size = 1 if channel is None else channel.size
     if to is not None and not 0 <= to < size:
         raise CheckpointMismatch(f"full_state_dict(to={to}) names a rank that does not exist; give a rank below {size}")
     wanted = {index: Window(tuple(each.shape), each.stride(), None) for index, each in enumerate(parameters)}
     assembly = Assembly(wanted) if channel is None or to in (None, channel.rank) else None
-    # One shard at a time, so that a rank never holds more than one besides its result.
+    # One shard at a time, so that a rank never holds more than one shard besides its result.
     for rank in range(size):
         part = shard if channel is None else _broadcast_shard(shard, rank, channel, parameters[0].device)
         if assembly is not None:
@@ -99,7 +99,7 @@ def _broadcast_shard(
 
         def made(value: Any) -> Any:
             if isinstance(value, _Placeholder):
-                # Only the type of the source's device counts, because each rank has its own GPU.
+                # Only the type of the source's device matters, because each rank has its own GPU.
                 own_device = value.device if value.device == "cpu" else device
                 tensors.append(torch.empty(value.shape, dtype=value.dtype, device=own_device))
                 return tensors[-1]
@@ -153,13 +153,13 @@ def find_owned(
         )
     pieces = {index: tuple(piece) for index, piece in about["pieces"].items()}
     cut = [each for each in owned if each.piece is not None]
-    # Pieces count elements in the order of memory, so with other strides they contain other elements.
+    # Pieces count elements in memory order, so with different strides they contain different elements.
     strides = {index: tuple(about["strides"][index]) for index in pieces}
     if pieces != {each.index: each.piece for each in cut} or strides != {
         each.index: each.parameter.stride() for each in cut
     }:
         raise CheckpointMismatch(
-            f"the shard of rank {subject.rank} was cut in another way than this optimizer's parameters; load a list "
+            f"the shard of rank {subject.rank} was cut differently from this optimizer's parameters; load a list "
             "with the shards of all ranks, or the result of full_state_dict()"
         )
     return {"state": state["state"], "param_groups": state["param_groups"], "dtypes": about["dtypes"]}
@@ -178,7 +178,7 @@ def _assembled(wanted: Mapping[int, Window], shards: Iterable[Any]) -> Assembly:
 
 def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dict[str, Any]], inner: Optimizer) -> None:
     """Load the result of :func:`find_owned` into the inner optimizer and the settings of `groups`."""
-    # Copied, because schedulers change the groups, and the loaded state belongs to the caller.
+    # A copy, because schedulers change the groups, and the loaded state belongs to the caller.
     saved = deepcopy(loaded["param_groups"])
     saved_sizes, sizes = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if saved_sizes != sizes:
@@ -200,7 +200,7 @@ def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dic
             each.trained.data = values.to(device=each.parameter.device, dtype=each.master_dtype, copy=True)
     state = {place: entries[each.index] for place, each in enumerate(owned) if entries.get(each.index)}
     inner.load_state_dict({"state": state, "param_groups": packed})
-    # torch casts a loaded state to the parameter's dtype, which changes state in another dtype.
+    # torch casts a loaded state to the parameter's dtype, which would change state of another dtype.
     for place, each in enumerate(owned):
         if place in state and loaded["dtypes"].get(each.index) == each.parameter.dtype:
             uncast(inner.state[each.trained], state[place])

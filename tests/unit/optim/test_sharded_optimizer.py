@@ -223,7 +223,7 @@ def test_bad_input_is_refused_in_one_line(pools: Pools) -> None:
         "twice": "parameter 'scale' is in two parameter groups",
         "strange": "not averaged by the wrapper",
         "class": "takes the class of an optimizer",
-        "groups": "rank 1 has created the ShardedOptimizer with another parameter group 0 than rank 0",
+        "groups": "rank 1 created the ShardedOptimizer with a different parameter group 0 than rank 0",
         "closure": "takes no closure",
         "early": "none of its parameters has a gradient",
         "copy": "cannot be copied",

@@ -168,7 +168,7 @@ def test_a_trial_uses_the_numbers_of_dimensions_of_the_parameters() -> None:
     matrix = nn.Linear(4, 4, bias=False)
     for kind in (ByVectors, torch.optim.Muon):
         assert ShardedOptimizer(matrix, kind, by="tensor").optimizer_class is kind
-    assert "gives other results" in refused(lambda: ShardedOptimizer(nn.Linear(4, 4), ByVectors, by="tensor"))
+    assert "gives different results" in refused(lambda: ShardedOptimizer(nn.Linear(4, 4), ByVectors, by="tensor"))
 
 
 def test_marks_of_parameters_reach_the_optimizer() -> None:
@@ -189,7 +189,7 @@ def test_settings_count_wherever_they_are_given() -> None:
         lambda: ShardedOptimizer(clipped, Clipping, by="tensor"),
         lambda: ShardedOptimizer([net.weight], Clipping, by="tensor").add_param_group(dict(clipped[1])),
     ):
-        assert "gives other results" in refused(make)
+        assert "gives different results" in refused(make)
 
 
 def test_a_class_that_cannot_be_tried_is_refused() -> None:
