@@ -202,7 +202,7 @@ def test_costs_that_are_none_are_refused(cost: Any, message: str) -> None:
 
 
 def test_costs_need_a_data_set_to_be_taken_from_and_a_window_needs_costs() -> None:
-    with pytest.raises(UsageError, match="knows no data set"):
+    with pytest.raises(UsageError, match="got a number of samples"):
         GlobalBatchSampler(3, 2, cost=len)
     with pytest.raises(UsageError, match="give cost, or leave accumulate out"):
         GlobalBatchSampler(3, 2, accumulate=2)

@@ -1,4 +1,4 @@
-"""Samplers and loaders over global batches. Every rank gets its slice, and the position can be saved."""
+"""Samplers and loaders over global batches. Every rank gets its slice of each batch, and the position can be saved."""
 
 from paceline.data.distributed import DistributedSampler
 from paceline.data.loader import DataLoader

@@ -17,7 +17,7 @@ from paceline.errors import CheckpointMismatch, UsageError
 
 
 def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return rank and world size: the arguments, or the process group's, or 0 and 1."""
+    """Return rank and world size: the arguments if given, else the process group's, else 0 and 1."""
     if rank is None or world_size is None:
         default_rank, default_size = 0, 1
         if dist.is_available() and dist.is_initialized():
@@ -37,15 +37,15 @@ def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def at_least(name: str, value: int, least: int) -> int:
-    """Return `value` if it is a whole number of at least `least`."""
-    # Any index, such as a NumPy integer, but not a bool, which is an int in Python.
+    """Check that `value` is a whole number >= `least`, and return it."""
+    # Accept any integer type, such as NumPy's, but not bool, which is an int in Python.
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < least:
         raise UsageError(f"{name} must be a whole number >= {least}, not {value!r}")
     return index(value)
 
 
 def size_of(dataset: Sized | int) -> int:
-    """Return the number of samples of a data set, or the number itself."""
+    """Return the number of samples in a data set; a number is returned unchanged."""
     if isinstance(dataset, int):
         return at_least("the number of samples", dataset, 1)
     name = type(dataset).__name__
@@ -59,7 +59,7 @@ def size_of(dataset: Sized | int) -> int:
 
 
 def reiterable(dataset: Any) -> Iterable[Any]:
-    """Return `dataset` if each ``iter()`` of it starts from the beginning."""
+    """Check that each ``iter()`` of `dataset` starts from the beginning, and return it."""
     name = type(dataset).__name__
     if isinstance(dataset, Iterator):
         raise UsageError(
@@ -72,7 +72,7 @@ def reiterable(dataset: Any) -> Iterable[Any]:
 
 
 def check_settings(rank: int, state: dict[str, Any], settings: dict[str, Any], remedies: dict[str, str]) -> None:
-    """Refuse a saved `state` with other `settings`; a remedy has ``{}`` for the saved value."""
+    """Refuse a saved `state` if its `settings` differ; in a remedy, ``{}`` stands for the saved value."""
     for name, value in settings.items():
         if (saved := state.get(name)) != value:
             raise CheckpointMismatch(
@@ -82,5 +82,5 @@ def check_settings(rank: int, state: dict[str, Any], settings: dict[str, Any], r
 
 
 def short_seed(seed: int) -> int:
-    """Return a number for `seed` that fits into a :class:`~.data_position.Origin`."""
+    """Return `seed`, or a hash of it that fits into a :class:`~.data_position.Origin`."""
     return seed if seed < LIMIT else short(derive_seed(seed))

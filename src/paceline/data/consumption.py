@@ -1,7 +1,7 @@
 """Counts the batches of a pass that the script has consumed: those handed over before the latest step.
 
-A step is an optimizer step or a synchronized backward of any model. A batch that was only looked at, or that ``zip``
-took after its other argument had ended, is not consumed.
+A step is an optimizer step or a synchronized backward of any model. A batch is not consumed if the script only looked
+at it, or if ``zip`` fetched it after its other argument had ended.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from paceline.core.state import data_position
 
 
 class Consumption:
-    """Counts the optimizer steps that come between the batches of one pass."""
+    """Counts the steps between the batches of one pass."""
 
     consumed: int
-    """Position after the last batch that a step followed; the beginning of the pass before the first step."""
+    """Position after the last batch that was followed by a step; before the first step, the start of the pass."""
     handed: int
     """Position after the last batch that a loader handed over; -1 if the position was set by other means."""
     window: int
-    """Largest number of batches before one step of this pass."""
+    """Largest number of batches per step in this pass."""
     has_stepped: bool
     """Whether a step followed a batch of this pass."""
     sees_steps: bool
@@ -36,12 +36,12 @@ class Consumption:
         self._open = True  # the script may still step with the batches handed over
 
     def hand_over(self, position: int) -> None:
-        """Note that the batch at `position` is about to be handed over."""
+        """Record that the batch at `position` is about to be handed over."""
         self.account()
         self._steps = data_position.steps()
 
     def account(self) -> None:
-        """Count the steps since the last batch was handed over."""
+        """Mark batches as consumed if there was a step since the last one was handed over."""
         if self._open and self.handed > self.consumed and data_position.steps() != self._steps:
             self.window = max(self.window, self.handed - self.consumed)
             self.consumed = self.handed
@@ -53,16 +53,16 @@ class Consumption:
         self._open = False
 
     def position(self) -> int:
-        """Return the position to save. Without any step, all batches that were handed over count as consumed."""
+        """Return the position to save. If there was never a step, all batches handed over count as consumed."""
         self.account()
         return self.consumed if self.sees_steps else self.handed
 
     def left_over(self, position: int, length: int | None) -> int | None:
-        """Return where a pass left at `position` must resume; None if it continues there, or is complete."""
-        # A pass that was read to its end without any step, such as an evaluation, is complete.
+        """Return where to resume a pass that stopped at `position`; None if it continues there or is complete."""
+        # A pass that was read to the end without any step, such as an evaluation, is complete.
         is_current = position == self.handed > self.consumed
         return self.consumed if is_current and (position != length or self.has_stepped) else None
 
     def moved(self) -> None:
-        """Note that the position was changed from outside."""
+        """Record that the position was changed from outside."""
         self.handed, self._open = -1, False

@@ -1,4 +1,4 @@
-"""Digests of data sets, which compare ranks and resumed runs without loading a sample."""
+"""Digests of data sets, for comparing ranks and resumed runs without loading samples."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ PROBES = 16
 def outline_digest(dataset: Any) -> int:
     """Return a 63-bit digest of a data set's class, its length and a few rows of each of its :func:`columns`.
 
-    The time does not grow with the size of the data set.
+    The cost does not grow with the size of the data set.
     """
     size = len(dataset) if hasattr(dataset, "__len__") else -1
     total = hashlib.sha256(f"{type(dataset).__qualname__} {size}".encode())
-    for name, values in columns(dataset, ("fingerprint", "_fingerprint")):  # the second is Hugging Face's
+    for name, values in columns(dataset, ("fingerprint", "_fingerprint")):  # the second one is Hugging Face's
         rows = [values.encode()] if isinstance(values, str) else _probed(values)
         for part in (name.encode(), *rows):
-            total.update(hashlib.sha256(part).digest())  # digests of one size, or ("a", "bc") would equal ("ab", "c")
+            total.update(hashlib.sha256(part).digest())  # of fixed size, so that ("a", "bc") and ("ab", "c") differ
     return int.from_bytes(total.digest()[:8], "big") >> 1
 
 
 def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and values of the columns that identify a data set and can be read without loading a sample.
+    """Yield the names and values of the columns that identify a data set and can be read without loading a sample.
 
-    If the data set has a string in one of the attributes `own`, only that counts. Otherwise the columns are the tensors
-    of a ``TensorDataset``, the indices of a ``Subset``, the members of a ``ConcatDataset``, and for other data sets the
-    attributes that are arrays, tensors or lists of its length, and dicts that number labels.
+    If one of the data set's attributes `own` is a string, only that string counts. Otherwise the columns are the
+    tensors of a ``TensorDataset``, the indices of a ``Subset``, the members of a ``ConcatDataset`` and, for other data
+    sets, attributes that are arrays, tensors or lists of the data set's length, and dicts that number labels.
 
-    No sample is loaded, because a data set that augments at random would differ every time, and a data set that opens a
-    file at its first sample would pass the open file to every worker. Give your data set a ``fingerprint``, such as a
-    version or a hash of its files, to have all edits noticed.
+    No sample is loaded, because samples with random augmentation differ every time, and a data set that opens a file
+    for its first sample would pass the open file to every worker. To detect all edits, give your data set a
+    ``fingerprint``, such as a version or a hash of its files.
     """
     fingerprint = next((text for name in own if isinstance(text := getattr(dataset, name, None), str)), None)
     if fingerprint is not None:
@@ -68,7 +68,7 @@ def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "
 def _numbered(labels: dict[Any, Any]) -> list[str]:
     """Return the keys of a dict that numbers labels 0, 1, 2, …, in that order; empty for any other dict.
 
-    A dict made from a set differs between processes, because their hashes of strings differ.
+    If the dict was built from a set, it differs between processes, because string hashes do.
     """
     if not all(type(label) is str and type(number) is int for label, number in labels.items()):
         return []
@@ -77,7 +77,7 @@ def _numbered(labels: dict[Any, Any]) -> list[str]:
 
 
 def is_sequence(value: Any) -> bool:
-    """Return whether elements of the value can be looked up by number at no cost."""
+    """Return whether elements of the value can be looked up by index at no cost."""
     return (
         isinstance(value, list | tuple | range)
         or (getattr(value, "ndim", 0) > 0 and hasattr(value, "tobytes"))
@@ -92,7 +92,7 @@ def _probed(values: Any) -> Iterator[bytes]:
 
 
 def element_bytes(value: Any) -> bytes:
-    """Return the bytes of an element that enter a digest; only the type's name for unknown types."""
+    """Return the bytes of an element to include in a digest; for unknown types, only the type's name."""
     if isinstance(value, Tensor):
         start = value.detach().reshape(-1)[:PIECE] if value.layout is torch.strided else value.new_empty(0)
         return f"{tuple(value.shape)} {value.dtype} ".encode() + tensor_digest(start)

@@ -12,11 +12,11 @@ from paceline.data.arguments import at_least, check_settings, find_place, short_
 
 
 class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
-    """A drop-in for ``torch.utils.data.DistributedSampler``: same arguments, same indices.
+    """A drop-in replacement for ``torch.utils.data.DistributedSampler``: same arguments, same indices.
 
-    Like torch's, it pads: if the number of ranks does not divide the data set, some samples come twice per epoch (with
-    `drop_last`, some are left out), so metrics and gradients differ from a single process. The batches also depend on
-    the number of ranks. :class:`paceline.data.GlobalBatchSampler` avoids both.
+    Like torch's, it pads: if the size of the data set is not divisible by the number of ranks, some samples appear
+    twice per epoch (with `drop_last`, some are left out), so metrics and gradients differ from a single process. The
+    batches also depend on the number of ranks. :class:`paceline.data.GlobalBatchSampler` avoids both.
 
     It adds two features: the epoch advances after each exhausted pass (:meth:`set_epoch` takes precedence), and the
     state can be saved.
@@ -25,13 +25,13 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         dataset: the data set.
         num_replicas: the number of ranks; by default the process group's, or 1 without one.
         rank: this rank; by default the process group's, or 0 without one.
-        shuffle: whether each epoch is a permutation from `seed` + epoch.
+        shuffle: whether each epoch is a permutation determined by `seed` + epoch.
         seed: the same on every rank.
         drop_last: drop the tail instead of padding it.
 
     Attributes:
-        epoch: the pass that comes next, from 0.
-        position: number of this rank's samples that the next pass skips at the beginning.
+        epoch: the next pass, from 0.
+        position: number of this rank's samples to skip at the beginning of the next pass.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.world_size = self.num_replicas
         self.epoch, self.position = 0, 0
-        self._started = (0, 0)  # epoch and position of the latest pass at its beginning
+        self._started = (0, 0)  # epoch and position at the beginning of the latest pass
         self.key = data_position.key_of_caller() if self.world_size > 1 else -1
 
     def __iter__(self) -> Iterator[Any]:
@@ -56,11 +56,11 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         self._started = started = (self.epoch, self.position)
         data_position.hand_over(self)
         yield from list(super().__iter__())[self.position :]
-        if (self.epoch, self.position) == started:  # set_epoch() or load_state_dict() during the pass wins
+        if (self.epoch, self.position) == started:  # set_epoch() or load_state_dict() during the pass takes precedence
             self.epoch, self.position = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that comes next; the current one keeps its position, another begins at its start."""
+        """Set the next epoch. The current epoch keeps its position; a different one starts from its beginning."""
         if at_least("epoch", epoch, 0) != self.epoch:
             self.epoch, self.position = epoch, 0
 
@@ -77,10 +77,11 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         return {"epoch": epoch, "position": position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`; within an epoch, only with the same number of ranks.
+        """Continue from a :meth:`state_dict`; in the middle of an epoch, only with the same number of ranks.
 
         Raises:
-            CheckpointMismatch: if the state is of other data, another seed, or another number of ranks.
+            CheckpointMismatch: if the state was saved with different data, a different seed or a different number of
+                ranks.
         """
         settings = self._identity()
         if not state.get("position"):
@@ -90,7 +91,7 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         self.epoch, self.position = at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0)
 
     def origin(self) -> data_position.Origin:
-        """Describe the pass under way, for comparison with the other ranks in its first step."""
+        """Describe the current pass, for comparison with the other ranks in its first step."""
         return data_position.Origin(
             source=self.key,
             drop_last=bool(self.drop_last),

@@ -54,7 +54,7 @@ class Fetch(Dataset[Any]):
             samples = []
             for sample in share:
                 samples.append(self.dataset[sample])
-            sample = None  # an error of collate_fn is not the last sample's
+            sample = None  # an error in collate_fn is not caused by the last sample
             return self.collate_fn(samples)
         except Exception as error:
             where = f"batch {share.number} of epoch {share.epoch}"
@@ -71,7 +71,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, rank: int, what: str) -> Failure:
-        """Describe `error`. A worker sends its traceback as text, because not every error can be pickled."""
+        """Describe `error`. A worker sends the traceback as text, because not every error can be pickled."""
         worker = get_worker_info()
         where = f"rank {rank}" if worker is None else f"rank {rank}, worker {worker.id}"
         reason = f"{type(error).__name__}: {error}"
@@ -81,12 +81,12 @@ class Failure:
         return cls(message, RuntimeError("in the worker:\n" + "".join(traceback.format_exception(error))))
 
     def throw(self) -> None:
-        """Raise it as a :class:`DataError`."""
+        """Raise the failure as a :class:`DataError`."""
         raise DataError(self.message) from self.cause
 
 
 def gathered(batches: Iterable[Any], seeds: list[int]) -> Slices | Failure:
-    """Return the batches of a rank's slices together, or the first failure among them."""
+    """Return the batches of a rank's slices as a list, or the first failure among them."""
     slices = Slices([], seeds)
     for batch in batches:
         if isinstance(batch, Failure):
@@ -101,6 +101,6 @@ def own_streams() -> AbstractContextManager[None]:
 
 
 def listed(indices: list[int]) -> str:
-    """Return the indices as text, shortened."""
+    """Return the indices as text, shortened if there are many."""
     shown = ", ".join(map(str, indices[:8]))
     return f"{shown}, … ({len(indices)} in all)" if len(indices) > 8 else shown

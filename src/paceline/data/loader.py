@@ -1,4 +1,4 @@
-"""torch's DataLoader with a position that counts consumed batches, and with resumable random streams.
+"""torch's DataLoader, with a position that counts consumed batches, and with resumable random streams.
 
 position ──tickets──► torch's DataLoader, whose workers fetch ──► count the batch, yield it
 """
@@ -46,38 +46,40 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     It differs from torch's loader as follows:
 
     - The position advances when a step consumes batches. After a ``break`` or :meth:`load_state_dict`, iteration
-      continues after the last batch that an optimizer step or a synchronized backward followed. So
-      ``next(iter(loader))`` consumes nothing, and a pass that is left before any step begins again. Call ``set_epoch``
-      or ``restart`` of the sampler to go elsewhere. After the last batch, the next pass is the next epoch.
+      continues after the last batch that was followed by an optimizer step or a synchronized backward. So
+      ``next(iter(loader))`` consumes nothing, and a pass that is left before any step starts over. To go elsewhere,
+      call the sampler's ``set_epoch`` or ``restart``. After the last batch, the next pass is the next epoch.
     - If ranks disagree on size, data, seed or order, every rank raises a :class:`paceline.errors.DesyncError` in the
       first synchronized backward of an epoch.
-    - Python's, NumPy's and torch's CPU generators are seeded from (seed, epoch, batch, rank) for every fetch, and the
-      rank's own streams do not change. So augmentation is the same with any number of workers and after a resume.
-    - A batch without a sample for this rank is ``None``.
+    - For every fetch, the CPU generators of Python, NumPy and torch are seeded from (seed, epoch, batch, rank); the
+      rank's own random streams do not change. So augmentation is the same with any number of workers and after a
+      resume.
+    - A batch that has no samples for this rank is ``None``.
     - ``loader.batch_size`` is the size of the global batch; ``loader.sampler`` is the sampler of global batches or the
-      stream. Scripts may call ``loader.sampler.set_epoch(epoch)``, but need not.
-    - An error in a sample is a :class:`paceline.errors.DataError` that names rank, worker and sample.
+      stream. Scripts may call ``loader.sampler.set_epoch(epoch)``, but do not have to.
+    - An error in a sample raises a :class:`paceline.errors.DataError` that names rank, worker and sample.
 
     Args:
         dataset: a map-style data set, or a :class:`GlobalBatchStream` around an iterable data set.
-        batch_size: samples in a *global* batch; makes the sampler. The arguments below need it, up to `virtual_ranks`.
+        batch_size: samples in a *global* batch; the loader then creates the sampler. Required by `shuffle`, and by the
+            arguments from `drop_last` to `virtual_ranks`.
         shuffle: as in torch, off by default.
-        batch_sampler: a :class:`GlobalBatchSampler`, in place of `batch_size`.
-        drop_last: whether a short last batch is left out.
+        batch_sampler: a :class:`GlobalBatchSampler`, instead of `batch_size`.
+        drop_last: whether to drop a short last batch.
         seed: decides the order and all random streams.
         cost, padded, accumulate: for slices of equal cost, see :class:`GlobalBatchSampler`.
         speed: for slices in proportion to the ranks' speed, see :class:`GlobalBatchSampler`.
-        virtual_ranks: the number of slices of each global batch, for a wrapper with ``virtual_ranks``. The loader
-            yields this rank's slices as a list with their ``seeds``; streams are seeded by slice, not by rank. By
+        virtual_ranks: the number of slices per global batch, for a wrapper with ``virtual_ranks``. The loader yields
+            this rank's slices as a list with their ``seeds``; random streams are seeded by slice, not by rank. By
             default :func:`paceline.accumulate` sets the wrapper's number.
         collate_fn: as in torch; it runs with the same seeds as the fetch.
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor`` and the other options of torch's DataLoader.
 
     Raises:
-        UsageError: for arguments that contradict each other, or an iterable data set that is not split among ranks.
+        UsageError: if arguments contradict each other, or if an iterable data set is not split among ranks.
     """
 
-    progress: GlobalBatchSampler | GlobalBatchStream  # the position of this loader
+    progress: GlobalBatchSampler | GlobalBatchStream  # this loader's position in the data
     at_last = False
     """Whether the latest batch is the last of its pass; the same on every rank."""
 
@@ -106,7 +108,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if batch_size is None:
             self.progress = _given(dataset, batch_sampler, both | of_samplers)
         elif batch_sampler is not None or isinstance(dataset, GlobalBatchStream):
-            raise UsageError("batch_size is the sampler's or the stream's; give it there only")
+            raise UsageError("batch_size belongs to the sampler or the stream; give it only there")
         else:
             self.progress = _made(dataset, batch_size, both, of_samplers)
         self.progress.describe(dataset)
@@ -127,8 +129,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             generator=self._worker_seed,
             **options | {"worker_init_fn": OutliveStop(options.get("worker_init_fn"))},
         )
-        # The inner loader's options, but the user's data set, sampler and functions. torch refuses assignments to a
-        # complete loader, hence vars().
+        # Show the inner loader's options, but the user's data set, sampler and functions. Through vars(), because torch
+        # refuses assignments to a fully built loader.
         vars(self).update(
             vars(self._torch_loader),
             dataset=fetch.dataset,
@@ -143,7 +145,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def virtual_ranks(self) -> int | None:
-        """Slices into which each global batch is cut; None for one slice per rank."""
+        """Number of slices per global batch; None for one slice per rank."""
         return self.progress.slicing.virtual_ranks
 
     def use_virtual_ranks(self, count: int) -> None:
@@ -157,11 +159,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         raise TypeError("a stream has no length; iterate it, or use a map-style data set")
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return the position: see :meth:`GlobalBatchSampler.state_dict`."""
+        """Return the position; see :meth:`GlobalBatchSampler.state_dict`."""
         return self.progress.state_dict(consumed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position: see :meth:`GlobalBatchSampler.load_state_dict`."""
+        """Continue at a saved position; see :meth:`GlobalBatchSampler.load_state_dict`."""
         self.progress.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -170,7 +172,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if (check := self._weight_check) is not None:
             check.begin_step()
         self._worker_seed.manual_seed(derive_seed("workers", progress.seed, progress.epoch, progress.rank))
-        this_pass, is_exiting = progress.passes, sys.is_finalizing  # a local: at exit, modules' names are gone
+        this_pass, is_exiting = progress.passes, sys.is_finalizing  # a local, because modules are gone at exit
         try:
             for batch, last in self._batches():
                 progress.hand_over()
@@ -201,7 +203,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 progress.leave()
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches of a pass, each with whether it is the last."""
+        """Yield each batch of a pass, with a flag for the last one."""
         progress, number = self.progress, self.progress.position
         if isinstance(progress, GlobalBatchStream):
             for read, last in with_last(self._fetched(), progress):
@@ -209,7 +211,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 yield read.batch, last
             return
         for batch in self._fetched():
-            # Not by looking ahead: that would fetch a batch before its time.
+            # Do not look ahead, because that would fetch a batch too early.
             number += 1
             yield batch, number == progress.length
 
@@ -231,7 +233,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     batch = next(iterator)
             except StopIteration:
                 return
-            # How torch reports a dead worker, see workers.py; other errors of these classes are passed on.
+            # torch reports a dead worker with these errors (see workers.py); other errors of these classes are passed
+            # on.
             except (RuntimeError, OSError, EOFError) as error:
                 lost = error if isinstance(error, DataError) else lost_worker(iterator, self.progress, awaited, error)
                 if lost is None:
@@ -241,7 +244,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if isinstance(batch, End):
                 return
             if isinstance(batch, Failure):
-                with recorder.span(DATA_WAIT):  # the error is reported with this phase
+                with recorder.span(DATA_WAIT):  # so that the error is reported with this phase
                     batch.throw()
             yield batch
             awaited += 1
@@ -251,7 +254,7 @@ _UNSET = [("seed", 0), ("accumulate", 1)]
 
 
 class _Tickets:
-    """The sampler of torch's loader: the tickets for the rest of the pass."""
+    """The sampler for torch's loader: yields the tickets for the rest of the pass."""
 
     def __init__(self, progress: GlobalBatchSampler | GlobalBatchStream) -> None:
         self._progress = progress
@@ -267,7 +270,7 @@ def _as_it_is(batch: Any) -> Any:
 def _given(
     dataset: Any, sampler: GlobalBatchSampler | None, options: dict[str, Any]
 ) -> GlobalBatchSampler | GlobalBatchStream:
-    """Return the stream or sampler that the user gave; `options` are only for one that the loader makes."""
+    """Return the user's stream or sampler; `options` are allowed only if the loader creates it."""
     if any(value is not None and value is not False and (name, value) not in _UNSET for name, value in options.items()):
         raise UsageError(
             "shuffle, drop_last, seed, cost, padded, accumulate, speed and virtual_ranks need batch_size; give them to "
@@ -279,7 +282,7 @@ def _given(
         return dataset
     if isinstance(dataset, IterableDataset):
         name = type(dataset).__name__
-        raise UsageError(f"{name} is an IterableDataset; give GlobalBatchStream(dataset, batch_size) in its place")
+        raise UsageError(f"{name} is an IterableDataset; give GlobalBatchStream(dataset, batch_size) instead")
     if not isinstance(sampler, GlobalBatchSampler):
         description = "nothing" if sampler is None else with_article(type(sampler).__name__)
         raise UsageError(
@@ -288,7 +291,7 @@ def _given(
         )
     if hasattr(dataset, "__len__") and len(dataset) != sampler.size:
         raise UsageError(
-            f"the sampler is for {sampler.size} samples but the data set has {len(dataset)}; make it from this one"
+            f"the sampler is for {sampler.size} samples but the data set has {len(dataset)}; create it from this data set"
         )
     return sampler
 
@@ -296,7 +299,7 @@ def _given(
 def _made(
     dataset: Any, batch_size: int, both: dict[str, Any], of_samplers: dict[str, Any]
 ) -> GlobalBatchSampler | GlobalBatchStream:
-    """Return a source with `batch_size`; a bare iterable data set works on one rank only."""
+    """Create a source with `batch_size`; an unwrapped iterable data set works only on a single rank."""
     if not isinstance(dataset, IterableDataset):
         return GlobalBatchSampler(dataset, batch_size, **both, **of_samplers)
     name, (rank, world_size) = type(dataset).__name__, find_place(None, None)

@@ -1,12 +1,12 @@
-"""The position of a run in its data: the epoch, and how many of its global batches were consumed.
+"""The position of a run in its data: the epoch, and how many of the epoch's global batches were consumed.
 
     begin ──► hand_over, for each batch ──► finish (epoch + 1, position 0)
       a pass over the rest of the epoch └──► leave: the pass ended before the epoch did
 
 The position counts global batches, so it is valid for any number of ranks. It counts batches that were handed over, not
-batches that workers have prefetched. A batch is consumed when an optimizer step or a synchronized backward follows it
-(:mod:`paceline.data.consumption`). A pass that was left early continues after the last consumed batch, so looking at a
-batch does not use it up.
+batches that workers have prefetched. A batch is consumed when it is followed by an optimizer step or a synchronized
+backward (:mod:`paceline.data.consumption`). A pass that was left early continues after the last consumed batch, so
+looking at a batch does not use it up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Position:
     """
 
     size = -1
-    """Samples of the data set, as of the beginning of the epoch; -1 for a stream."""
+    """Number of samples in the data set at the beginning of the epoch; -1 for a stream."""
 
     def __init__(
         self,
@@ -50,17 +50,17 @@ class Position:
         self.epoch, self.position = 0, 0
         self._started = (0, 0)  # epoch and position at the beginning of the latest pass
         self.key = data_position.key_of_caller() if self.world_size > 1 else -1
-        """Index of this source in the script, the same on every rank; -1 if there is only one rank."""
-        self._end: int | None = None  # the epoch's number of global batches, if it is known without the order
-        self._named = False  # set_epoch named the epoch, and no batch of it was consumed afterwards
-        self._reported = False  # batches were handed over, or advance was called, in the latest pass
+        """Number that identifies this source in the script, the same on every rank; -1 if there is only one rank."""
+        self._end: int | None = None  # the epoch's number of global batches, if known without the order
+        self._named = False  # set_epoch chose the epoch, and none of its batches has been consumed since
+        self._reported = False  # in the latest pass, batches were handed over or advance was called
         self.passes = 0  # number of passes
         self._consumption = Consumption()  # how much of the latest pass the script has used up
-        # Describes the latest pass to other ranks. Computed on first use, because its digests read the whole order.
+        # Describes the latest pass to other ranks. Computed on first use, because the digests read the whole order.
         self._origin = data_position.Origin()
         self._origin_of = -1  # the pass that it describes
         self._data = -1  # digest of the data set
-        self._stream_digest = -1  # of the samples that a stream has given in this epoch; -1 if it is not compared
+        self._stream_digest = -1  # of a stream's samples so far in this epoch; -1 if they are not compared
 
     @property
     def length(self) -> int | None:
@@ -68,23 +68,23 @@ class Position:
         return self._end
 
     def tickets(self) -> Iterator[Any]:
-        """Yield a ticket to fetch for each global batch that is left in the pass."""
+        """Yield a ticket for each remaining global batch of the pass."""
         raise NotImplementedError
 
     def begin(self) -> None:
         """Start a pass over the rest of the epoch, or over the next epoch if this one is complete.
 
-        Batches that the latest pass handed over but that no step consumed come again.
+        Batches that the latest pass handed over but no step consumed are repeated.
 
         Raises:
-            UsageError: if that pass was left in the middle of an accumulation window; see :meth:`rewind`.
+            UsageError: if the latest pass was left in the middle of an accumulation window; see :meth:`rewind`.
         """
         self._consumption.leave()
         left = self._consumption.left_over(self.position, self.length)
         if left is not None and self._consumption.window > 1:
             raise UsageError(
                 f"rank {self.rank}: the last pass was left after batch {self.position} of epoch {self.epoch}, "
-                f"{self.position - left} batches after the last optimizer step, perhaps with their gradients "
+                f"{self.position - left} batches after the last optimizer step, so gradients may have "
                 "accumulated; step before you leave the loop, or call optimizer.zero_grad() and the sampler's rewind() "
                 f"to repeat these batches, or its set_position({self.position}) to skip them"
             )
@@ -97,33 +97,33 @@ class Position:
         self._consumption.begin(self.position)
 
     def hand_over(self) -> None:
-        """Count a batch that the script gets now."""
-        self._consumption.hand_over(self.position)  # first: it accounts for the batches before this one
+        """Count a batch that the script is about to get."""
+        self._consumption.hand_over(self.position)  # first, because it accounts for earlier batches
         self.advance()
         self._consumption.handed = self.position
         data_position.hand_over(self)
 
     def leave(self) -> None:
-        """Note that the latest pass will hand over no more batches."""
+        """Record that the latest pass will not hand over any more batches."""
         self._consumption.leave()
 
     def rewind(self) -> None:
         """Go back to the end of the last step, if the latest pass was left before the end of its epoch.
 
-        The next pass does this by itself, except in the middle of an accumulation window, whose gradients may still
-        exist. Call this after you have cleared them.
+        The next pass does this automatically, except in the middle of an accumulation window, because its gradients may
+        still exist. In that case, clear them and then call this method.
         """
         self._consumption.leave()
         if (left := self._consumption.left_over(self.position, self.length)) is not None:
             self.set_position(left)
 
     def advance(self, batches: int = 1) -> None:
-        """Report that this many more global batches were consumed, whether or not an optimizer steps.
+        """Report that this many more global batches were consumed, whether or not there was an optimizer step.
 
-        :class:`paceline.data.DataLoader` does this for you; with other loaders, call it yourself.
+        :class:`paceline.data.DataLoader` does this for you; with other loaders, call this method yourself.
 
         Raises:
-            UsageError: if the epoch has fewer batches left.
+            UsageError: if fewer batches are left in the epoch.
         """
         position = self.position + at_least("batches", batches, 0)
         if self.length is not None and position > self.length:
@@ -140,11 +140,11 @@ class Position:
         self._move(self.epoch + 1, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass, in place of the automatic advance.
+        """Set the epoch of the next pass, instead of the automatic advance.
 
-        Another epoch starts from its beginning. The current epoch keeps its position, so a script that calls this at
-        the top of its loop over epochs resumes in the middle of one. If all its batches were consumed, the next pass
-        yields nothing.
+        A different epoch starts from its beginning. The current epoch keeps its position, so a script that calls this
+        at the top of its loop over epochs can resume in the middle of an epoch. If all batches of the current epoch
+        were consumed, the next pass yields nothing.
         """
         if at_least("epoch", epoch, 0) != self.epoch:
             self._move(epoch, 0)
@@ -184,7 +184,8 @@ class Position:
         """Continue where :meth:`state_dict` was taken; the number of ranks may differ.
 
         Raises:
-            CheckpointMismatch: if batch size, seed or data differ, because the position would mean other samples.
+            CheckpointMismatch: if batch size, seed or data differ, because the position would refer to different
+                samples.
         """
         remedies = {name: f"{text}, or start over without the saved position" for name, text in REMEDIES.items()}
         check_settings(self.rank, state, self._identity(), remedies)
@@ -197,7 +198,7 @@ class Position:
         self._move(epoch, position, state.get("length"))
 
     def origin(self) -> data_position.Origin:
-        """Describe the pass under way, for comparison with the other ranks."""
+        """Describe the current pass, for comparison with the other ranks."""
         if self._origin_of != self.passes:
             self._origin_of, self._origin = self.passes, self.origin_in(self._started[0])
         return self._origin._replace(position=self._consumption.handed, stream=self._stream_digest)
@@ -205,7 +206,7 @@ class Position:
     def origin_in(self, epoch: int | None) -> data_position.Origin:
         """Describe the data and, unless `epoch` is None, its order in that epoch."""
         order = -1 if epoch is None else self._order_digest(epoch)
-        if epoch is not None and self.slicing.speeds is not None:  # other speeds would give overlapping slices
+        if epoch is not None and self.slicing.speeds is not None:  # with different speeds, slices would overlap
             order = data_position.short(derive_seed("speed", order, repr(self.slicing.speeds)))
         if epoch is not None and (virtual_ranks := self.slicing.virtual_ranks) is not None:
             order = data_position.short(derive_seed("virtual ranks", order, virtual_ranks))
@@ -221,7 +222,7 @@ class Position:
         )
 
     def describe(self, dataset: Any) -> None:
-        """Compute the digest of the data, which other ranks compare."""
+        """Compute the digest of the data, for comparison between ranks."""
         if self.world_size > 1 and self._data == -1:
             self._data = data_position.short(outline_digest(dataset))
 
@@ -230,7 +231,7 @@ class Position:
         return -1
 
     def _identity(self) -> dict[str, Any]:
-        """Return the settings that give a position its meaning, which must be equal when it is loaded."""
+        """Return the settings that give a position its meaning; they must be the same when it is loaded."""
         return {"batch_size": self.batch_size, "seed": self.seed, "drop_last": self.drop_last}
 
     def _mark(self, epoch: int, position: int) -> dict[str, Any]:

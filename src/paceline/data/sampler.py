@@ -20,7 +20,7 @@ from paceline.errors import CheckpointMismatch, UsageError
 
 
 class GlobalBatchSampler(Position, Sampler[list[int]]):
-    """Batches that are the same for every number of ranks, with each sample exactly once per epoch.
+    """Batches that are the same for any number of ranks, with each sample exactly once per epoch.
 
     The order of an epoch is cut into global batches, and each global batch into one contiguous slice per rank. There is
     no padding or repetition: slices differ by at most one sample, and some are empty if there are more ranks than
@@ -30,39 +30,40 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     After a ``break`` the next loop continues after the last consumed batch, in the same epoch; :meth:`restart` goes
     back to the beginning of the epoch. The epoch advances when a pass is exhausted.
 
-    Another loader (``torch.utils.data.DataLoader(dataset, batch_sampler=sampler)``) does not report consumed batches.
-    Then the epoch advances when the last batch is *fetched*, and the pass starts over after a ``break``. Inside the
+    Other loaders (``torch.utils.data.DataLoader(dataset, batch_sampler=sampler)``) do not report consumed batches. With
+    them, the epoch advances when the last batch is *fetched*, and the pass starts over after a ``break``. Inside the
     loop, save ``state_dict(consumed=k)`` after `k` batches of the pass, or call :meth:`advance` after each batch. An
     empty slice is an empty list, which torch's default collate does not accept.
 
     Args:
         dataset: the data set, or its number of samples.
         batch_size: samples in a *global* batch, all ranks together. The last batch may be short.
-        order: an order of indices in place of a shuffled one: a sequence, or a function of the epoch that returns one.
+        order: the order of indices, instead of a shuffled one: a sequence, or a function of the epoch that returns one.
             It may repeat, omit and group indices, and must be the same on every rank. A function is called with
             Python's, NumPy's and torch's CPU generators seeded from (seed, epoch), as in
             ``lambda epoch: list(WeightedRandomSampler(weights, n))``.
-        shuffle: whether the order is a permutation from (seed, epoch), or 0, 1, 2, …; ignored with `order`.
-        seed: decides the permutations, and the random streams of samples that the DataLoader fetches.
-        drop_last: whether a short last batch is left out.
-        cost: the training cost of each sample, such as its length, for slices of about equal cost instead of equal
-            count: one number per sample, the same on every rank, or a function of a sample, called once for each
-            sample. The global batches, their order and the exact mean do not change; slices differ in length, so losses
-            must be weighted with ``model.weight(len(batch))``.
+        shuffle: whether the order is a permutation determined by (seed, epoch), or 0, 1, 2, …; ignored with `order`.
+        seed: determines the permutations, and the random streams for samples that the DataLoader fetches.
+        drop_last: whether to drop a short last batch.
+        cost: the training cost of each sample, such as its length, to cut slices of about equal cost instead of equal
+            length. Either one number per sample, the same on every rank, or a function of a sample, which is called
+            once per sample. The global batches, their order and the exact mean do not change. Slices differ in length,
+            so losses must be weighted with ``model.weight(len(batch))``.
         padded: with `cost`, whether batches are padded to their longest sample. Then a slice costs its number of
             samples times its largest cost, and samples of similar cost go to the same rank.
-        accumulate: with `cost`, the micro-batches of a step. Ranks then get about equal shares of the whole step,
-            because they synchronize only in its last micro-batch.
-        speed: the speed of each rank, such as ``[2, 1, 1]``, for slices in proportion to it. The global batches, their
-            order and the exact mean do not change; losses must be weighted with ``model.weight(len(batch))``. Every
-            rank gets a sample. With `cost`, slices have costs in proportion to it.
-        virtual_ranks: the slices into which global batches are cut, whatever the number of ranks, for a wrapper with
-            ``virtual_ranks``; :class:`paceline.data.DataLoader` yields lists of them. The wrapper's by default.
+        accumulate: with `cost`, the number of micro-batches per step. Ranks then get about equal shares of the whole
+            step, because they synchronize only in its last micro-batch.
+        speed: the speed of each rank, such as ``[2, 1, 1]``, to cut slices in proportion to it. The global batches,
+            their order and the exact mean do not change; losses must be weighted with ``model.weight(len(batch))``.
+            Every rank gets at least one sample. With `cost`, the slices' costs are in proportion to the speeds.
+        virtual_ranks: the number of slices per global batch, regardless of the number of ranks, for a wrapper with
+            ``virtual_ranks``; :class:`paceline.data.DataLoader` yields lists of slices. By default the wrapper's
+            number.
         rank: this rank; by default the process group's, or 0 without one.
         world_size: the number of ranks; by default the process group's, or 1 without one.
 
     Raises:
-        UsageError: for a value out of range, or a data set without length.
+        UsageError: if a value is out of range, or the data set has no length.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     ) -> None:
         super().__init__(batch_size, seed, drop_last, (rank, world_size), speed)
         self.size = size_of(dataset)
-        self._dataset: Sized | None = None  # gives the size in later epochs; None if `dataset` is a number
+        self._dataset: Sized | None = None  # for its size in later epochs; None if `dataset` is a number
         self._costs = None if cost is None else costs_of(cost, dataset, self.size)
         if self._costs is not None and self.rank == 0:
             warn_if_equal(self._costs)
@@ -98,7 +99,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self.shuffle = shuffle
         self._order = EpochOrder(self.size, order, shuffle, self.seed)
         self._fetched = 0  # batches that __iter__ has yielded in this pass
-        self._assumed = False  # the latest pass counts as consumed because it was fetched to its end
+        self._assumed = False  # the latest pass was fetched to its end, so it counts as consumed
         if cost is not None:
             self.slicing.unlike_by = "cost"
         if virtual_ranks is not None:
@@ -113,7 +114,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             )
 
     def describe(self, dataset: Any) -> None:
-        """Compute the digest of the data, whose size is read again at the beginning of every epoch."""
+        """Compute the digest of the data. Its size is read again at the beginning of every epoch."""
         if self._dataset is None and hasattr(dataset, "__len__"):
             self._dataset = dataset
         super().describe(dataset)
@@ -133,7 +134,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self._check_not_empty()
 
     def __len__(self) -> int:
-        """Global batches in the current epoch, from its beginning."""
+        """Number of global batches in the whole current epoch."""
         self._read_size_between_epochs()
         return self.length
 
@@ -143,7 +144,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     @property
     def length(self) -> int:
-        """Global batches in the current epoch. A user's order is evaluated for that epoch only."""
+        """Return the number of global batches in the current epoch. A user's order is evaluated for that epoch only."""
         return batch_count(self._order.length(self.epoch), self.batch_size, self.drop_last)
 
     @property
@@ -153,13 +154,13 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     @property
     def samples_consumed(self) -> int:
-        """Samples of the current epoch that all ranks together have consumed."""
+        """Number of samples of the current epoch that all ranks together have consumed."""
         if self.position == 0:
-            return 0  # after the last epoch the user's order may raise
+            return 0  # the user's order may raise after the last epoch
         return min(self.position * self.batch_size, self._order.length(self.epoch))
 
     def tickets(self) -> Iterator[Slice | Slices]:
-        """Yield this rank's slice of each remaining global batch; with virtual ranks, its slices."""
+        """Yield this rank's slice of each remaining global batch, or its slices with virtual ranks."""
         if self.slicing.virtual_ranks is None:
             yield from self._tickets_by_rank()
             return
@@ -175,7 +176,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         epoch, start = self._started
         order, speeds = self._order.of(epoch), self.slicing.speeds
         loads: list[float] = []
-        # From the beginning of the window, because earlier micro-batches decide how later ones are split.
+        # Start at the beginning of the window, because earlier micro-batches determine how later ones are split.
         for number in range(start - start % self.window, batch_count(len(order), self.batch_size, self.drop_last)):
             begin, end = batch_bounds(number, len(order), self.batch_size)
             batch = order[begin:end]
@@ -214,7 +215,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     def advance(self, batches: int = 1) -> None:
         """Report that this many more global batches were consumed; see :meth:`Position.advance`."""
-        if self._assumed:  # fetched ahead to the end, but consumed batches are reported after all
+        if self._assumed:  # the pass was fetched ahead to its end, but the script does report consumed batches
             self._move(*self._started)
         super().advance(batches)
 
@@ -226,7 +227,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
                 taken since it began the latest pass. None uses the reported position.
 
         Raises:
-            UsageError: if batches were fetched in this pass but none was reported as consumed.
+            UsageError: if batches were fetched in this pass but none were reported as consumed.
         """
         if consumed is None and self._fetched and not self._reported:
             raise UsageError(
@@ -240,8 +241,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         """Continue where :meth:`state_dict` was taken; the number of ranks may differ.
 
         Raises:
-            CheckpointMismatch: if batch size, seed, number of samples or order differ, because the position would mean
-                other samples.
+            CheckpointMismatch: if batch size, seed, number of samples or order differ, because the position would refer
+                to different samples.
         """
         previous = (self.epoch, self.position)
         super().load_state_dict(state)
@@ -250,7 +251,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         length, digest = self.length, self._order.fingerprint(self.epoch)
         if self.position > length or state.get("order") != digest:
             epoch, position = self.epoch, self.position
-            self._move(*previous)  # a refused state must leave no trace
+            self._move(*previous)  # a refused state must not change anything
             raise CheckpointMismatch(
                 f"rank {self.rank}: the order of epoch {epoch} ({length} batches, digest {digest}) differs from the "
                 f"checkpoint's (position {position}, digest {state.get('order')}); give the same function of the epoch "
@@ -259,7 +260,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     def _order_digest(self, epoch: int) -> int:
         order = self._order.digest(epoch)
-        if self._costs is not None:  # ranks with different costs would take overlapping slices
+        if self._costs is not None:  # slices would overlap if costs differed between ranks
             kind = "cost" if self._split is split_by_cost else "padded cost"
             return data_position.short(derive_seed(kind, order, int(quick_digest(self._costs)), self.window))
         return order

@@ -25,7 +25,7 @@ from paceline.data.split.partition import slice_bounds
 from paceline.errors import CheckpointMismatch, UsageError
 
 PROBES = 4
-"""Number of samples of each global batch that are compared between ranks."""
+"""Number of samples per global batch to compare between ranks."""
 
 
 class GlobalBatchStream(Position):
@@ -34,27 +34,27 @@ class GlobalBatchStream(Position):
     Give it to :class:`paceline.data.DataLoader`. Every sample reaches exactly one rank, and all ranks yield the same
     number of batches; a rank whose slice of the last batch is empty gets ``None``.
 
-    The data set must yield the same stream in every process, so it must not split itself by rank. (Workers are hidden
-    from it, so it does not split itself by worker.) It may draw from the global generators, which have the same seed in
-    every process, and its ``set_epoch`` is called. Every worker of every rank reads the whole stream, and a resume
-    reads up to its position. So costly work such as decoding belongs in ``collate_fn``, which gets only this rank's
-    samples.
+    The data set must yield the same stream in every process, so it must not split itself by rank. (It cannot split
+    itself by worker, because worker information is hidden from it.) It may draw from the global generators, which have
+    the same seed in every process, and its ``set_epoch`` is called. Every worker of every rank reads the whole stream,
+    and a resumed run reads up to its position again. So costly work such as decoding belongs in ``collate_fn``, which
+    gets only this rank's samples.
 
-    In every step a digest of some samples is compared between ranks and between the workers of a rank. If samples
-    differ on purpose, for example because the data set has a private random generator, give it a string as
-    ``fingerprint``; then only that is compared.
+    In every step a digest of some samples is compared between ranks and between the workers of a rank. If samples are
+    meant to differ, for example because the data set has a private random generator, give it a string as
+    ``fingerprint``; then only the fingerprint is compared.
 
     Args:
         dataset: an iterable that starts from the beginning at each ``iter()``.
         batch_size: samples in a *global* batch, all ranks together.
-        seed: decides the random streams that the data set sees.
-        drop_last: whether a short last batch is left out.
+        seed: determines the random streams that the data set sees.
+        drop_last: whether to drop a short last batch.
         speed, virtual_ranks: as for :class:`GlobalBatchSampler`.
         rank: this rank; by default the process group's, or 0 without one.
         world_size: the number of ranks; by default the process group's, or 1 without one.
 
     Raises:
-        UsageError: for a value out of range, or data that can be iterated only once.
+        UsageError: if a value is out of range, or the data can be iterated only once.
     """
 
     def __init__(
@@ -76,19 +76,20 @@ class GlobalBatchStream(Position):
         self.describe(dataset)
 
     def tickets(self) -> Iterator[Ticket]:
-        """Yield tickets for the remaining global batches, without end: only a reader sees the end of the stream."""
+        """Yield an endless sequence of tickets for global batches, because only a reader sees the end of the stream."""
         (epoch, start), shares = self._started, self.slicing.shares()
-        # Before workers do it: torch asks for the first ticket while all workers are idle. Hugging Face's data sets
-        # keep their epoch in shared memory and add the difference, which two workers at once would add twice.
+        # Set the epoch before workers do: torch requests the first ticket while all workers are idle. Hugging Face data
+        # sets keep their epoch in shared memory and add the difference, which two concurrent workers would add twice.
         set_epoch_of(self.dataset, epoch)
-        if start != self.length:  # the length is known only after a pass that has reached the end
+        if start != self.length:  # the length is known only after a pass has reached the end
             is_cut = self.slicing.virtual_ranks is not None
             for number in count(start):
                 yield Ticket(epoch, number, shares, is_cut)
 
     @property
     def samples_consumed(self) -> int:
-        """Samples of the current epoch that all ranks have consumed; a short last batch counts as a full one."""
+        """Number of samples of the current epoch that all ranks have consumed; a short last batch counts as a full
+        one."""
         return self.position * self.batch_size
 
     def begin(self) -> None:
@@ -97,7 +98,7 @@ class GlobalBatchStream(Position):
         self._stream_digest = -1
 
     def note_read(self, read: Read) -> None:
-        """Note the digest of the samples up to the next batch; refuse workers that disagree."""
+        """Record the digest of the samples up to the next batch; refuse workers that disagree."""
         if self._stream_digest not in (-1, read.digest_before):
             raise UsageError(
                 f"rank {self.rank}: {type(self.dataset).__name__} gave different samples in two workers before batch "
@@ -107,7 +108,7 @@ class GlobalBatchStream(Position):
         self._stream_digest = read.digest
 
     def end(self, batches: int) -> None:
-        """Note that the stream has ended after this number of global batches."""
+        """Record that the stream ended after this number of global batches."""
         self._end = batches
 
     def _mark(self, epoch: int, position: int) -> dict[str, Any]:
@@ -116,14 +117,14 @@ class GlobalBatchStream(Position):
 
 @dataclass(frozen=True)
 class Ticket:
-    """A global batch of an epoch, to be read."""
+    """A request to read one global batch of an epoch."""
 
     epoch: int
     number: int
     shares: tuple[int, Sequence[int]]
     """The number of slices, and the numbers of this rank's slices."""
     is_cut: bool
-    """Whether the batch is cut for virtual ranks, so that its slices come as a list."""
+    """Whether the batch is cut for virtual ranks, so that this rank gets a list of slices."""
 
 
 class Read(NamedTuple):
@@ -142,7 +143,7 @@ class End:
 
 
 class Reader(Dataset[Any]):
-    """Reads a stream in one process, forward only; a ticket for an earlier batch opens the stream again."""
+    """Reads a stream in one process, forward only; a ticket for an earlier batch reopens the stream."""
 
     def __init__(self, stream: GlobalBatchStream, collate_fn: Collate, workers: int = 0) -> None:
         self.dataset: Any = stream.dataset
@@ -181,7 +182,8 @@ class Reader(Dataset[Any]):
         low, high = slice_bounds(len(batch), share, ticket.shares[0], self._speeds)
         if low == high:
             return None
-        # Seeded by slice from here on: every process read the stream with the same seed, but augmentation differs.
+        # Seeded by slice from here on, because every process read the stream with the same seed, but augmentation must
+        # differ.
         sow(derive_seed("batch", self.seed, ticket.epoch, ticket.number, share))
         try:
             return self.collate_fn(batch[low:high])
@@ -222,7 +224,7 @@ def set_epoch_of(dataset: Any, epoch: int) -> None:
 
 
 def with_last(batches: Iterator[Read], stream: GlobalBatchStream) -> Iterator[tuple[Read, bool]]:
-    """Yield a stream's batches, each with whether it is the last; fetches one batch ahead."""
+    """Yield each batch of a stream with a flag for the last one; fetches one batch ahead."""
     number = stream.position
     batch = next(batches, None)
     if batch is None and number != stream.length:

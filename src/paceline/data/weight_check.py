@@ -6,11 +6,11 @@ from paceline.core.state import data_position
 from paceline.core.telemetry.users_code import warn
 
 MOST_UNSYNCHRONIZED = 16
-"""Optimizer steps without a synchronized backward that show that the model is not in our wrapper."""
+"""After this many optimizer steps without a synchronized backward, the model must be outside our wrapper."""
 
 
 class WeightCheck:
-    """Follows the steps of a loader whose slices differ in length, and warns once, on rank 0, at the script's loop."""
+    """Watches the steps of a loader whose slices differ in length, and warns once, on rank 0, at the script's loop."""
 
     def __init__(self, rank: int) -> None:
         self._has_warned = rank != 0
@@ -24,17 +24,17 @@ class WeightCheck:
         self._steps = data_position.steps()
 
     def begin_batch(self, *, is_empty: bool) -> None:
-        """Note a batch that is about to be handed over."""
+        """Record a batch that is about to be handed over."""
         self._has_samples |= not is_empty
 
     def end_batch(self) -> None:
-        """Check the step, if the script has finished one with this batch."""
+        """Check the step, if this batch completed one."""
         if data_position.synchronizations() != self._synchronizations:
             if self._has_samples and data_position.weights() == self._weights:
                 self._warn(
                     "slices by cost= or speed= differ in length, and this step's backward was not weighted, so samples "
-                    "of short slices count more; put it into model.weight(len(batch)) around a summed loss, or "
-                    'model.weight(len(batch), reduction="mean") around a mean'
+                    "in short slices count more; compute a summed loss inside model.weight(len(batch)), or a mean "
+                    'loss inside model.weight(len(batch), reduction="mean")'
                 )
             self._unsynchronized = 0
             self.begin_step()
@@ -44,7 +44,7 @@ class WeightCheck:
             if self._unsynchronized == MOST_UNSYNCHRONIZED:
                 self._warn(
                     f"a loader with slices by cost= or speed= has seen {MOST_UNSYNCHRONIZED} optimizer steps and no "
-                    "backward of a paceline.DistributedDataParallel, so samples of short slices count more; wrap the "
+                    "backward of a paceline.DistributedDataParallel, so samples in short slices count more; wrap the "
                     "model in it and use its weight(), or scale each loss yourself"
                 )
 

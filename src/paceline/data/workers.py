@@ -1,11 +1,12 @@
-"""Errors for DataLoader workers that died; they name rank and worker.
+"""Errors for DataLoader workers that died, naming the rank and the worker.
 
 torch notices a dead worker in three ways, but never names the rank: its SIGCHLD handler raises a ``RuntimeError``
-anywhere in the main thread; its wait for a batch raises one; or a batch cannot be opened, because the dead worker has
-not sent its memory.
+anywhere in the main thread; its wait for a batch raises one; or a batch cannot be opened, because the worker died
+before it sent the batch's memory.
 
 An exception inside the standard library's lock code, between ``acquire`` and the ``with`` block, would leave the lock
-held, and shutting down the workers needs the locks of their queues. In that code the signal is sent again, 5 ms later.
+held, and shutting down the workers needs the locks of their queues. So a signal that arrives there is sent again 5 ms
+later.
 """
 
 from __future__ import annotations
@@ -41,20 +42,21 @@ _CAUSES = {
 }
 _CRASH = "see its message above, or run with num_workers=0 to find the cause"
 _REAP_S = 1.0
-"""Time for the kernel to report the end of a worker after its connection has broken, in seconds."""
+"""Seconds to wait for the kernel to report a worker's exit after its connection has broken."""
 _LOCKED_IN = {module.__file__ for module in (threading, queue, multiprocessing.queues, multiprocessing.synchronize)}
-"""Files of the standard library with lock code, where a signal handler must not raise."""
+"""Standard library files with lock code, in which a signal handler must not raise."""
 _AGAIN_S = 0.005
-"""Delay before a signal is sent again, in seconds."""
+"""Seconds before a signal is sent again."""
 _watched: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
 """torch's iterators with workers, and the positions of their loaders."""
 
 
 class OutliveStop:
-    """Makes a worker outlive a signal to all processes of the job, because its rank needs it to finish the step.
+    """Makes a worker survive a stop signal to all processes of the job, because its rank needs it to finish the step.
 
     Use an instance as ``worker_init_fn`` of torch's DataLoader. A second SIGTERM, which torch or multiprocessing sends
-    to a worker that does not exit, ends the worker. It ignores other stop signals; it ends with its rank in any case.
+    to a worker that does not exit, ends the worker. Other stop signals are ignored; the worker ends with its rank in
+    any case.
 
     Args:
         then: the user's own ``worker_init_fn``.
@@ -89,11 +91,11 @@ class OutliveStop:
 
 
 def begin(loader: Iterable[Any], progress: Position) -> Any:
-    """Return the iterator of torch's `loader`; from now on, an error names a worker that died."""
+    """Return the iterator of torch's `loader`; from now on, errors name a worker that died."""
     try:
         iterator = iter(loader)
     except RuntimeError as error:
-        # torch's iterator failed in its constructor, so only the frames of the traceback hold it and its workers.
+        # torch's iterator failed in its constructor, so only the traceback's frames refer to it and its workers.
         owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
         unfinished = next(filter(workers_of, owners), None)
         lost = None if unfinished is None else lost_worker(unfinished, progress, progress.position, error)
@@ -103,11 +105,11 @@ def begin(loader: Iterable[Any], progress: Position) -> Any:
         raise lost from error
     if workers_of(iterator):
         _watched[iterator] = progress
-        # If the iterator is in a reference cycle, the collector may close the pipes before the iterator asks its
-        # workers to exit. A finalizer's arguments are not garbage, so the pipes stay open.
+        # If the iterator is in a reference cycle, the garbage collector may close the pipes before the iterator asks
+        # its workers to exit. A finalizer's arguments stay alive, and so do the pipes.
         weakref.finalize(iterator, _hold, pipes_of(iterator))
         _end_with_process(os.getpid())
-        if threading.current_thread() is threading.main_thread():  # only there can handlers be installed
+        if threading.current_thread() is threading.main_thread():  # handlers can be installed only there
             _name_in_signal_handler()
     return iterator
 
@@ -123,9 +125,9 @@ def workers_of(iterator: Any) -> Sequence[Any]:
 
 @cache
 def _end_with_process(process: int) -> None:
-    """Kill the workers of living iterators when `process`, the current process, exits.
+    """Kill the workers of live iterators when `process`, the current process, exits.
 
-    multiprocessing would send them one SIGTERM, which they outlive, and wait for them without limit.
+    multiprocessing would send them one SIGTERM, which they survive, and wait for them forever.
     """
 
     def end() -> None:
@@ -139,11 +141,12 @@ def _end_with_process(process: int) -> None:
 
 
 def lost_worker(iterator: Any, progress: Position, batch: int, error: BaseException) -> DataError | None:
-    """Return the error to raise if `error` came instead of `batch` because a worker of `iterator` died; else None."""
+    """Return the error to raise if a worker of `iterator` died, so that `error` was raised in place of `batch`; else
+    None."""
     of_torch = isinstance(error, RuntimeError) and str(error).startswith("DataLoader")
     if not of_torch and (isinstance(error, RuntimeError) or not workers_of(iterator)):
         return None
-    # The connection breaks before the kernel reports the end, so the exit code may come a moment later.
+    # The connection breaks before the kernel reports the exit, so the exit code may arrive a moment later.
     deadline = time.monotonic() + _REAP_S
     while not (ended := _ended(iterator)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -153,7 +156,7 @@ def lost_worker(iterator: Any, progress: Position, batch: int, error: BaseExcept
 
 
 def _ended(iterator: Any) -> list[tuple[int, Any]]:
-    """Return the workers that have ended, with their numbers; exit code 0 counts only without other exit codes."""
+    """Return the workers that have exited, with their numbers; those with exit code 0 only if there are no others."""
     ended = [(number, worker) for number, worker in enumerate(workers_of(iterator)) if worker.exitcode is not None]
     return [(number, worker) for number, worker in ended if worker.exitcode] or ended
 
@@ -178,14 +181,14 @@ def _end(code: int) -> str:
 
 @cache
 def _name_in_signal_handler() -> None:
-    """Put a SIGCHLD handler around torch's, which still finds the dead worker."""
+    """Wrap torch's SIGCHLD handler, which still finds the dead worker."""
     of_torch = signal.getsignal(signal.SIGCHLD)
     if not callable(of_torch):
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
         if _is_at_a_lock(frame):
-            _thread.start_new_thread(_send_again, (number,))  # not threading's, whose locks may be held
+            _thread.start_new_thread(_send_again, (number,))  # not threading's, as its locks may be held
             return
         try:
             of_torch(number, frame)
@@ -220,10 +223,10 @@ def _named(error: RuntimeError) -> DataError | None:
 
 
 def end_workers(iterator: Any) -> None:
-    """End the workers of torch's `iterator` now, not when it is collected.
+    """End the workers of torch's `iterator` now, not when it is garbage-collected.
 
-    An error's traceback keeps the iterator in a cycle. When the collector finds the cycle, the pipes through which
-    torch asks the workers to exit may be closed or reused.
+    An error's traceback keeps the iterator in a reference cycle. By the time the cycle is collected, the pipes through
+    which torch asks the workers to exit may be closed or reused.
     """
-    with suppress(RuntimeError):  # a worker died, which another error already reports
+    with suppress(RuntimeError):  # a worker died, and another error already reports it
         getattr(iterator, "_shutdown_workers", lambda: None)()

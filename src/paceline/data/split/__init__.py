@@ -1,1 +1,1 @@
-"""Functions of plain values that split global batches among ranks: by count, cost or speed."""
+"""Functions on plain values that split global batches among ranks: by count, cost or speed."""

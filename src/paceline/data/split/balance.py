@@ -1,4 +1,4 @@
-"""Splits global batches among ranks by the cost of samples, so that no rank waits for a rank with longer samples."""
+"""Splits global batches among ranks by the cost of samples, so that no rank waits for one with longer samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def split_by_cost(
         speeds: the load that each rank processes per unit of time; equal by default.
 
     Returns:
-        For each rank the places of its samples in `costs`, ascending, and its load including `loads`.
+        For each rank, the positions of its samples in `costs` in ascending order; and each rank's load, including
+        `loads`.
     """
     totals = list(loads) if loads is not None else [0.0] * world_size
     shares: list[list[int]] = [[] for _ in range(world_size)]
@@ -48,7 +49,7 @@ def split_by_cost(
         return totals[rank] if speeds is None else (totals[rank] + cost) / speeds[rank]
 
     for done, place in enumerate(sorted(range(len(costs)), key=lambda place: (-costs[place], place))):
-        # When there are only as many samples left as ranks without one, these ranks get them.
+        # If only as many samples are left as there are ranks without one, these ranks get them.
         candidates = empty if len(empty) >= len(costs) - done else range(world_size)
         # For equal loads, prefer the rank with fewer samples, so that samples without cost are also spread.
         rank = min(candidates, key=lambda rank: (finish(rank, costs[place]), len(shares[rank]), rank))
@@ -69,8 +70,9 @@ def split_by_padded_cost(
     The samples are sorted by descending cost and cut into one contiguous group per rank. No other split is better,
     because exchanging samples until groups are contiguous increases no group's cost. Bisection of the largest load
     finds the cuts: each rank takes as many of the remaining samples as stay below it. From empty loads and with equal
-    speeds the largest load is the smallest possible. Ranks with loads take their groups in ascending order of load,
-    without such a bound. With `speeds`, loads are in units of time. Every rank gets a sample if there are enough.
+    speeds the largest load is the smallest possible. If ranks already have loads, they take their groups in ascending
+    order of load, and there is no such bound. With `speeds`, loads are in units of time. Every rank gets a sample if
+    there are enough.
 
     Arguments and result are the same as for :func:`split_by_cost`, with padded loads.
     """
@@ -88,7 +90,7 @@ def split_by_padded_cost(
 
 
 def _cuts(descending: Sequence[float], loads: Sequence[float], speeds: Sequence[float]) -> list[int]:
-    """Return the ends of contiguous groups of samples that make the largest load small."""
+    """Return the ends of contiguous groups of samples such that the largest load is small."""
     count = len(descending)
     low = max(load / speed for load, speed in zip(loads, speeds, strict=True))
     high = low + (count + 1) * max(descending, default=0.0) / min(speeds)  # enough for any rank to take all samples
@@ -113,17 +115,19 @@ def _groups_below(
         if left:
             each = descending[taken]
             fitting = left if each <= 0 else int(min(max(0.0, limit * speed - load) / each, left))
-            # At least one sample, and one left for each rank that follows, if there are enough.
+            # Take at least one sample, and leave one for each later rank, if there are enough.
             taken += min(max(fitting, 1), max(left - later, 1))
         ends.append(taken)
     return ends
 
 
 def costs_of(cost: Cost, dataset: Any, size: int) -> torch.Tensor:
-    """Return each sample's cost, shape (size,), float64; a function is called once for each sample of `dataset`."""
+    """Return each sample's cost, shape (size,), float64; a function is called once per sample of `dataset`."""
     if callable(cost):
         if isinstance(dataset, int):
-            raise UsageError("cost is a function of a sample, but the sampler knows no data set; give it the data set")
+            raise UsageError(
+                "cost is a function of a sample, but the sampler got a number of samples; give it the data set"
+            )
         with preserved():  # augmentation may draw from the rank's random streams
             users_costs: Any = [cost(dataset[index]) for index in range(size)]
     else:

@@ -20,18 +20,18 @@ class EpochOrder:
     """The order of each epoch: sequential, shuffled by (seed, epoch), or the user's.
 
     Args:
-        size: samples of the data set; may change between epochs.
-        users: the user's order, or a function of the epoch that returns one; None for a sequential or shuffled order.
+        size: number of samples in the data set; may change between epochs.
+        users: the user's order, or a function from epoch to order; None for a sequential or shuffled order.
         shuffle: whether the order is shuffled.
-        seed: decides the permutations, and the global generators in a user's function.
+        seed: determines the permutations, and seeds the global generators for the user's function.
     """
 
     def __init__(self, size: int, users: Indices | Callable[[int], Indices] | None, shuffle: bool, seed: int) -> None:
         self.size, self.users, self._shuffle, self._seed = size, users, shuffle, seed
-        self._cached: tuple[int, int, torch.Tensor] | None = None  # epoch, size and indices of the latest one
+        self._cached: tuple[int, int, torch.Tensor] | None = None  # epoch, size and indices of the latest order
 
     def of(self, epoch: int) -> torch.Tensor:
-        """Return the indices of an epoch, shape (samples,), int64; the latest epoch's are cached."""
+        """Return the indices of an epoch, shape (samples,), int64; those of the latest epoch are cached."""
         if self._cached is None or self._cached[:2] != (epoch, self.size):
             self._cached = (epoch, self.size, self._make(epoch))
         return self._cached[2]
@@ -41,11 +41,11 @@ class EpochOrder:
         return self.size if self.users is None else len(self.of(epoch))
 
     def fingerprint(self, epoch: int) -> str | None:
-        """Return a fingerprint of the user's order, to be saved; None if (seed, epoch) decides the order."""
+        """Return a fingerprint of the user's order, to be saved; None if (seed, epoch) determines the order."""
         return None if self.users is None else hashlib.sha256(self.of(epoch).numpy().tobytes()).hexdigest()[:16]
 
     def digest(self, epoch: int) -> int:
-        """Return a digest of the part of the order that the seed does not decide, to compare ranks."""
+        """Return a digest of whatever the seed does not determine about the order, to compare ranks."""
         return int(self._shuffle) if self.users is None else short(int(quick_digest(self.of(epoch))))
 
     def _make(self, epoch: int) -> torch.Tensor:
@@ -53,13 +53,13 @@ class EpochOrder:
             return epoch_order(self.size, self._seed, epoch) if self._shuffle else torch.arange(self.size)
         if not callable(self.users):
             return _checked(self.users, self.size, epoch)
-        with preserved():  # the same numbers on every rank and after a resume
+        with preserved():  # the same random numbers on every rank and after a resume
             sow(derive_seed("order", self._seed, epoch))
             return _checked(self.users(epoch), self.size, epoch)
 
 
 def _checked(users_order: Any, size: int, epoch: int) -> torch.Tensor:
-    """Return the user's order as int64 indices in range."""
+    """Check the user's order, and return it as int64 indices."""
     if not (hasattr(users_order, "__len__") and hasattr(users_order, "__getitem__")):
         raise UsageError(
             f"order must be a sequence of indices, or a function of the epoch that returns one, not a "

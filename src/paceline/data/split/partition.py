@@ -1,4 +1,4 @@
-"""Cuts an order of indices into global batches, and a global batch into one slice per rank."""
+"""Cuts an order of indices into global batches, and each global batch into one slice per rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def batch_bounds(number: int, length: int, batch_size: int) -> tuple[int, int]:
 def slice_bounds(length: int, rank: int, world_size: int, speeds: tuple[float, ...] | None = None) -> tuple[int, int]:
     """Return the bounds of `rank`'s slice of `length` samples.
 
-    The slices of all ranks follow each other without gap or overlap. They are in proportion to `speeds`. Without speeds
-    they differ by at most one sample, and the first ranks have the longer ones.
+    The ranks' slices follow each other without gap or overlap. Their lengths are in proportion to `speeds`. Without
+    speeds they differ by at most one sample, and the first ranks have the longer slices.
     """
     if speeds is not None:
         shares = shares_by_speed(length, speeds)

@@ -13,20 +13,20 @@ class Slicing:
     """One slice per rank, of equal length or by speed; or `virtual_ranks` equal slices, the same number per rank."""
 
     virtual_ranks: int | None = None
-    """Slices into which each global batch is cut; None for one slice per rank."""
+    """Number of slices per global batch; None for one slice per rank."""
 
     def __init__(self, batch_size: int, rank: int, world_size: int, speed: Sequence[float] | None) -> None:
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self.unlike_by = "" if speed is None else "speed"
-        """The argument that makes slices differ in length; empty without one."""
+        """Name of the argument that makes slices differ in length; empty if there is none."""
         self.speeds = checked_speeds(speed, world_size, batch_size)
-        """The speeds of the ranks; None if slices do not depend on them."""
+        """The ranks' speeds; None if slices do not depend on them."""
 
     def use_virtual_ranks(self, count: int) -> None:
         """Cut every global batch into `count` slices, from the next pass on."""
         count = check_virtual_ranks("virtual_ranks", count)
         check_same_count("the loader", self.virtual_ranks, count)
-        slices_of_rank(count, self._rank, self._world_size)  # refuses a count that the ranks do not divide
+        slices_of_rank(count, self._rank, self._world_size)  # refuses a count that ranks cannot share equally
         if self.unlike_by:
             raise UsageError(
                 f"{self.unlike_by}= cuts batches into slices of different lengths and virtual_ranks={count} into equal "

@@ -1,4 +1,4 @@
-"""Slices in proportion to the speeds of ranks, so that a slower rank gets fewer samples.
+"""Slices in proportion to the ranks' speeds, so that a slower rank gets fewer samples.
 
 If rank r computes v_r samples per second, a step of B samples takes at least B / Σ v: the harmonic ideal, in which all
 ranks finish at the same time. With equal slices it takes B / (N · min v). See decision 0054.
@@ -15,10 +15,11 @@ from paceline.errors import UsageError
 
 @lru_cache(maxsize=64)
 def shares_by_speed(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the number of samples of each rank, out of `count`: whole numbers in proportion to `speeds`.
+    """Return each rank's number of samples, out of `count`: whole numbers in proportion to `speeds`.
 
-    Fractions are rounded by the largest remainder, the first ranks first, so equal speeds give the same numbers as
-    :func:`~.partition.slice_bounds`. Every rank gets a sample if there are enough; otherwise the fastest ranks get one.
+    Fractions are rounded by largest remainder, and ties go to the first ranks, so equal speeds give the same numbers as
+    :func:`~.partition.slice_bounds`. Every rank gets at least one sample if there are enough; otherwise the fastest
+    ranks get one each.
     """
     ranks = range(len(speeds))
     if count < len(speeds):
@@ -27,7 +28,7 @@ def shares_by_speed(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     largest = max(speeds)
     scaled = [speed / largest for speed in speeds]  # whose sum is finite
     free, quotas = list(ranks), [0.0]
-    while min(quotas) < 1:  # ranks with less than a sample get one, and the others share the rest
+    while min(quotas) < 1:  # ranks with less than one sample get one, and the others share the rest
         left, total = count - len(speeds) + len(free), math.fsum(scaled[rank] for rank in free)
         quotas = [left * scaled[rank] / total for rank in free]
         free = [rank for rank, quota in zip(free, quotas, strict=True) if quota >= 1]
@@ -42,7 +43,7 @@ def shares_by_speed(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def checked_speeds(speed: Sequence[float] | None, world_size: int, batch_size: int) -> tuple[float, ...] | None:
-    """Return the speeds of the ranks, checked; None for equal slices, or a single rank."""
+    """Check the ranks' speeds and return them; None for equal slices or a single rank."""
     if speed is None:
         return None
     remedy = "give a number > 0 for each rank, such as [2, 1, 1]"
