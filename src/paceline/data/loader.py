@@ -291,7 +291,7 @@ def _given(
         )
     if hasattr(dataset, "__len__") and len(dataset) != sampler.size:
         raise UsageError(
-            f"the sampler is for {sampler.size} samples but the data set has {len(dataset)}; create it from this data set"
+            f"the sampler is for {sampler.size} samples but the data set has {len(dataset)}; create it from this one"
         )
     return sampler
 
