@@ -64,8 +64,8 @@ def _one_line(folder: Path) -> Iterator[None]:
 def _why_nothing(records: Sequence[RankRecord]) -> str:
     if killed := [record.rank for record in records if record.ended == KILLED]:
         return (
-            f"no step was measured: {named_ranks(killed)} ended before the first part of the record, which is written "
-            f"every {FLUSH_S:g} s; train longer, or let the program end by itself"
+            f"no step was measured: {named_ranks(killed)} ended before its record was first written, "
+            f"which happens every {FLUSH_S:g} s; train longer, or let the program end by itself"
         )
     if not any(record.wrapper for record in records):
         return (
@@ -75,6 +75,6 @@ def _why_nothing(records: Sequence[RankRecord]) -> str:
         )
     taken = max(len(record.steps) for record in records)
     return (
-        f"no step was measured: the program took {taken}, and the first {WARM_UP} only warm up; train longer (a step "
-        "ends when an optimizer of torch.optim steps after a backward)"
+        f"no step was measured: the program took {taken}, and the first {WARM_UP} are only warm-up; train longer (a "
+        "step ends when an optimizer of torch.optim steps after a backward)"
     )

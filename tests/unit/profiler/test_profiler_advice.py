@@ -46,7 +46,7 @@ def test_a_rank_that_sleeps_is_named_with_its_phase_and_what_others_wait() -> No
     assert figures["bubble_ms_per_step"]["0"] == pytest.approx(30, abs=3)
     assert figures["bubble_ms_per_step"]["2"] == pytest.approx(0, abs=1)
     assert figures["advice"][0]["kind"] == "straggler"
-    assert "Rank 2 holds the others up: its forward" in found.headline
+    assert "Rank 2 slows the others down: its forward" in found.headline
 
 
 def test_a_rank_with_fewer_cores_is_told_so() -> None:
@@ -54,7 +54,7 @@ def test_a_rank_with_fewer_cores_is_told_so() -> None:
     made[1] = replace(made[1], cores=1)
     found = verdict(made)
     assert found.advice[0].kind == "straggler"
-    assert "it has 1 cores and the others 2: give it as many" in found.advice[0].text
+    assert "it has 1 cores and the others 2: give it the same number" in found.advice[0].text
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -86,7 +86,7 @@ def test_a_rank_that_causes_all_waiting_is_probably_slow(ranks: int) -> None:
     short = {"data": 0.0, "backward": 0.002, "optimizer": 0.0004}
     found = report(ranks=ranks, steps=40, timing=lambda rank, _: short | {"forward": 0.008 if rank == 1 else 0.002})
     assert not found.stragglers, "for less than a second"
-    assert "Rank 1 is probably slow, profile longer to be sure: others wait for " in found.headline
+    assert "Rank 1 is probably slow; profile longer to make sure: others wait for " in found.headline
     balance = the("balance", found)
     assert "and is probably slow" in balance.reason
     assert "always the last" not in balance.reason
@@ -96,14 +96,14 @@ def test_short_operators_ask_for_larger_batches() -> None:
     short = OperatorTable(calls=1000, seconds=0.004)
     found = report(operators=short, timing=lambda *_: {"forward": 0.002, "backward": 0.004, "optimizer": 0.0005})
     assert found.advice[0].kind == "larger-batch"
-    assert "64 rows a rank, not 32" in found.advice[0].text
+    assert "64 rows per rank, not 32" in found.advice[0].text
     long = OperatorTable(calls=100, seconds=0.02)
     assert "larger-batch" not in kinds(report(operators=long))
 
 
 @pytest.mark.parametrize(
     ("kind", "part", "headline"),
-    [("checkpoints", "checkpoint", "Saving checkpoints takes "), ("own-code", "gap", "Rank 0 holds the others up: ")],
+    [("checkpoints", "checkpoint", "Saving checkpoints takes "), ("own-code", "gap", "Rank 0 slows the others down: ")],
 )
 def test_what_leaves_the_training_as_it_is_comes_before_larger_batches(kind: str, part: str, headline: str) -> None:
     """A save by hand on rank 0 was told after «take larger batches», which save more and are another training."""

@@ -81,7 +81,7 @@ def test_ranks_that_compete_with_each_other_are_told_so_with_the_remedy() -> Non
     """They were put down to other programs, or to communication."""
     found = verdict(shared(4, 2, 2.0, 0.49))
     assert found.headline.startswith(
-        "The ranks hold each other up: 4 ranks with 1 thread each share 2 cores, and rank "
+        "The ranks slow each other down: 4 ranks with 1 thread each share 2 cores, and rank "
     )
     assert "other programs" not in found.headline
     assert kinds(found) == ["threads"]
@@ -93,7 +93,7 @@ def test_ranks_that_compete_with_each_other_are_told_so_with_the_remedy() -> Non
 
 def test_threads_beyond_the_cores_are_own_competition_too() -> None:
     found = verdict(shared(2, 2, 2.0, 0.98, threads=2))
-    assert found.headline.startswith("The ranks hold each other up: 2 ranks with 2 threads each share 2 cores")
+    assert found.headline.startswith("The ranks slow each other down: 2 ranks with 2 threads each share 2 cores")
     assert "OMP_NUM_THREADS=1" in the("threads", found).text
 
 
@@ -110,7 +110,7 @@ def test_other_programs_and_own_competition_are_both_told_with_their_shares() ->
     assert load.others == pytest.approx(1.0)
     assert load.of_ranks + load.of_others == pytest.approx(load.share)
     crowd = "because 4 ranks with 1 thread each share 2 cores: rank "
-    assert found.headline.startswith(f"Other programs hold the ranks up, and these each other, {crowd}")
+    assert found.headline.startswith(f"Other programs slow the ranks down, and the ranks slow each other down, {crowd}")
     assert kinds(found) == ["threads", "host-load"]
 
 
@@ -179,8 +179,8 @@ def test_workers_are_not_advised_where_loading_computes_and_no_core_is_free() ->
     """``--try`` gave two ranks four workers each, on two cores that the ranks had taken."""
     advice = the("data-loading", loader(2, 1.0))
     assert "num_workers" not in advice.text
-    assert "; workers would not help, because loading computes, and no core is free for it" in advice.text
-    assert "cache what loading computes" in advice.text
+    assert "; workers would not help, because loading is computation, and no core is free for it" in advice.text
+    assert "cache what it computes" in advice.text
     assert "2 ranks compute on 2 cores" in advice.reason
     assert advice.gain == pytest.approx(loader(2, 1.0).shares["data"] / 2)
 

@@ -237,7 +237,7 @@ def test_the_timeline_zooms_by_button_keys_wheel_and_mouse(tmp_path: Path) -> No
         ["selected", True, True],
         ["double click", 0, True],
         ["read out", "rank 0: forward, 21.0 ms, from 3.0 ms"],
-        ["tip", "rank 0: backward, 38.0 ms (36.8 ms without what lies inside it), from 24.0 ms"],
+        ["tip", "rank 0: backward, 38.0 ms (36.8 ms without what is inside it), from 24.0 ms"],
         ["problems", [], 0],
     ]
 
@@ -315,7 +315,7 @@ MANY = (
 @pytest.mark.slow
 def test_sixty_four_ranks_can_be_looked_through_on_a_phone(large: Report, tmp_path: Path) -> None:
     [seen] = run_in_page(page(large), MANY, tmp_path, "--window-size=390,900")
-    assert re.fullmatch(r"rank 40 waits \d+\.\d ms a step for rank 13", seen.pop("tip"))
+    assert re.fullmatch(r"rank 40 waits \d+\.\d ms per step for rank 13", seen.pop("tip"))
     assert seen == {"grew": True, "picked": True, "problems": [], "wide": True}
 
 
@@ -380,8 +380,8 @@ def test_the_part_that_made_the_difference_is_named(capsys: pytest.CaptureFixtur
 def test_equal_runs_and_runs_without_steps_are_called_that() -> None:
     one = made_up()
     assert compare(one, one).headline == "A and B take the same time for a sample, within 2.0%."
-    assert compare(one, empty()).headline == "B took no step that was measured."
-    assert compare(empty(), empty()).headline == "A and B took no step that was measured."
+    assert compare(one, empty()).headline == "No step was measured in B."
+    assert compare(empty(), empty()).headline == "No step was measured in A and B."
 
 
 @pytest.mark.parametrize("other", [empty, gappy, evil, lambda: made_up(64, 20)], ids=["nothing", "holes", "evil", "64"])

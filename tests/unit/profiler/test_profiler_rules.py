@@ -44,7 +44,7 @@ def test_batches_of_unequal_size_are_told_with_the_argument_that_makes_their_cos
     advice = the("balance", found)
     assert "paceline.data.DataLoader(…, cost=lambda sample: …)" in advice.text
     assert "padded=True" in advice.text
-    assert "cells, padding included" in advice.reason
+    assert "cells, including padding" in advice.reason
     assert advice.gain == pytest.approx(found.shares["bubble"])
     assert found.headline.startswith("Ranks wait for each other, in turns, for ")
 
@@ -63,7 +63,7 @@ def test_a_save_by_hand_on_one_rank_is_its_own_code_and_the_function_is_named() 
     assert "balance" not in kinds(found)
     assert "Look at save() (train.py:8, in torch.serialization.save) on rank 0" in found.advice[0].text
     assert found.headline.startswith(
-        "Rank 0 holds the others up: its own code in the loop takes 6.8 ms longer in a step, most of it in save()"
+        "Rank 0 slows the others down: its own code in the loop takes 6.8 ms longer per step, most of it in save()"
     )
     mended = verdict(records(2, 80))
     saved = 1 - length(mended) / length(found)
@@ -83,8 +83,8 @@ def test_a_rank_that_becomes_slow_by_its_own_code_is_told_since_when_and_by_whic
     made = records(2, steps, slow_half)
     made[1] = replace(made[1], own_code={"augment() (train.py:8)": 150})
     found = verdict(made)
-    assert found.headline.startswith("Rank 1 holds the others up: its own code in the loop takes ")
-    assert "ms longer in a step since step 75, most of it in augment() (train.py:8); " in found.headline
+    assert found.headline.startswith("Rank 1 slows the others down: its own code in the loop takes ")
+    assert "ms longer per step since step 75, most of it in augment() (train.py:8); " in found.headline
     assert float(found.headline.split("takes ")[1].split(" ms")[0]) == pytest.approx(20, abs=0.5)
     assert "since step 75" in found.advice[0].text
     assert "Checkpointer" not in found.advice[0].text
@@ -103,7 +103,7 @@ def test_a_few_long_evaluations_on_one_rank_are_its_own_code() -> None:
     found = verdict([replace(made[0], own_code=seen), made[1]])
     assert found.advice[0].kind == "own-code"
     assert found.headline.startswith(
-        "Rank 0 holds the others up: its own code in the loop takes 4.8 ms longer in a step"
+        "Rank 0 slows the others down: its own code in the loop takes 4.8 ms longer per step"
     )
     assert "most of it in evaluate()" in found.headline
     few = {"evaluate() (train.py:30)": 20}
@@ -121,7 +121,7 @@ def test_a_few_long_evaluations_on_one_rank_are_its_own_code() -> None:
 def test_batches_that_the_loop_makes_itself_are_its_own_code() -> None:
     made = records(2, 40, lambda *_: {"data": 0.0, "gap": 0.05})
     found = verdict([replace(record, own_code={"get_batch() (train.py:8)": 80}) for record in made])
-    assert found.headline == "The loop's own code takes 57% of a step, much in get_batch() (train.py:8)."
+    assert found.headline == "The loop's own code takes 57% of a step, much of it in get_batch() (train.py:8)."
     slow = verdict(records(2, 40, lambda rank, _: {"data": 0.0, "gap": 0.05 * rank}))
     assert "its own code in the loop takes 50.0 ms longer" in slow.headline
 
@@ -214,7 +214,7 @@ SHORT = OperatorTable(calls=1000, seconds=0.004)
         (lambda *_: {"data": 0.05}, 0.003, None, "The loop waits for data for 57% of the time."),
         (lambda *_: {"gap": 0.05}, 0.003, None, "The loop's own code takes 57% of a step."),
         (lambda *_: {}, 0.04, None, "Communication takes 53% of a step."),
-        (lambda *_: {"optimizer": 0.001}, 0.001, None, "Nothing holds the ranks up: they compute for 90%"),
+        (lambda *_: {"optimizer": 0.001}, 0.001, None, "Nothing slows the ranks down: they compute for 90%"),
     ],
 )
 def test_the_headline_is_the_largest_thing_that_costs_time(
@@ -233,7 +233,7 @@ def delayed_in_turns(rank: int, step: int) -> dict[str, float]:
 def test_load_of_the_host_is_the_only_advice_where_it_explains_the_waiting() -> None:
     loaded = verdict(records(2, 80, delayed_in_turns, busy_cores=2.0, own_cores=0.5))
     assert kinds(loaded) == ["host-load"]
-    assert loaded.headline.startswith("Other programs hold the ranks up: rank ")
+    assert loaded.headline.startswith("Other programs slow the ranks down: rank ")
     assert "because of other programs, which keep 1.0 of 2 cores busy" in loaded.advice[0].reason
     alone = verdict(records(2, 80, delayed_in_turns, busy_cores=1.0, own_cores=0.5))
     assert "host-load" not in kinds(alone), "nobody else was there"
@@ -250,7 +250,7 @@ def test_load_does_not_hide_own_code_that_the_loop_was_seen_in() -> None:
     found = verdict([replace(record, own_code={"clip() (train.py:8)": 60}) for record in made])
     assert kinds(found) == ["loop", "host-load"]
     assert found.headline.startswith("The loop's own code takes ")
-    assert "much in clip() (train.py:8). Beside that, other programs hold the ranks up: " in found.headline
+    assert "much of it in clip() (train.py:8). In addition, other programs slow the ranks down: " in found.headline
     assert kinds(verdict(made)) == ["host-load"], "no sample of the stack saw it, so it may be a delay"
 
 
@@ -276,8 +276,8 @@ def test_a_slow_rank_is_told_from_delays_that_are_longer_than_its_own(seed: int)
     slow = True
     found = verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5))
     assert kinds(found) == ["straggler", "host-load"]
-    assert found.headline.startswith("Rank 1 holds the others up: its own code in the loop")
-    assert "Beside that, other programs hold the ranks up: rank " in found.headline
+    assert found.headline.startswith("Rank 1 slows the others down: its own code in the loop")
+    assert "In addition, other programs slow the ranks down: rank " in found.headline
     slow = False
     assert kinds(verdict(records(2, 120, timing, busy_cores=2.0, own_cores=0.5))) == ["host-load"]
 
@@ -315,7 +315,7 @@ def test_a_straggler_is_compared_with_those_that_there_are() -> None:
 
 
 def test_a_rank_that_was_slow_for_a_while_is_no_headline_beside_far_more_waiting_for_data() -> None:
-    """«Rank 0 holds the others up: its waiting for data takes 37 ms longer in a step», of 25 steps at the start."""
+    """«Rank 0 slows the others down: its waiting for data takes 37 ms longer per step», of 25 steps at the start."""
     found = verdict(records(2, 150, lambda rank, step: {"data": 0.06 if rank == 0 and step < 28 else 0.025}))
     assert kinds(found)[:2] == ["data-loading", "straggler"]
     assert found.headline.startswith("The loop waits for data for ")
@@ -339,11 +339,11 @@ def test_gradients_that_are_averaged_in_each_backward_of_a_step_are_told() -> No
         step.batches, step.averages = 4, 4
     found = verdict(made)
     advice = the("accumulation", found)
-    assert advice.text.startswith("Average gradients once in a step, not 4 times: model.no_sync()")
+    assert advice.text.startswith("Average gradients once per step, not 4 times: model.no_sync()")
     assert advice.gain == pytest.approx(0.75 * found.shares["communication"])
     for step in (step for record in made for step in record.steps):
         step.averages = 1
-    assert the("accumulation", verdict(made)).text.startswith("Accumulate 16 in place of 4 batches")
+    assert the("accumulation", verdict(made)).text.startswith("Accumulate 16 instead of 4 batches")
 
 
 def test_forwards_of_two_models_are_one_batch_and_each_may_average_its_gradients() -> None:
@@ -370,7 +370,7 @@ def test_saves_cost_the_steps_that_they_slow_down_too() -> None:
     advice = the("checkpoints", verdict(records(2, 103, timing)))
     steps = [length(verdict(records(2, 103, one))) for one in (timing, lambda *_: {})]
     assert advice.gain == pytest.approx(0.9 * (1 - steps[1] / steps[0]), rel=0.05)
-    assert "every 100 steps in place of every 10" in advice.text
+    assert "every 100 steps instead of every 10" in advice.text
 
 
 def test_virtual_ranks_are_not_told_what_they_refuse() -> None:

@@ -66,7 +66,7 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
     first = advice[0].headline if advice else ""
     if facts.load is not None and facts.is_explained_by_load():
         lack = lack_of_cores(facts.load)
-        return f"{first} Beside that, {lack}" if first else sentence(lack)
+        return f"{first} In addition, {lack}" if first else sentence(lack)
     costs = {part: facts.shares[part] for part in NAMED}
     # The first piece of advice is the verdict, unless another part costs far more.
     if first and 2 * advice[0].gain >= max(*costs.values(), facts.shares[step_parts.COMMUNICATION]):
@@ -75,5 +75,5 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
     worst = max(costs, key=lambda part: costs[part])
     if costs[worst] < NOTABLE:
         computing = math.fsum(facts.shares[part] for part in step_parts.COMPUTE)
-        return f"Nothing holds the ranks up: they compute for {computing:.0%} of the time."
+        return f"Nothing slows the ranks down: they compute for {computing:.0%} of the time."
     return part_sentence(facts, worst)

@@ -119,21 +119,21 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
         if record.ended not in ("", MISSING)
     ]
     if absent := [record.rank for record in records if record.ended == MISSING]:
-        notes.append(f"{named_ranks(absent)} left no record in this folder; copy the files of all hosts together")
+        notes.append(f"{named_ranks(absent)} left no record in this folder; copy all hosts' files into one folder")
     if torch_ranks := [record.rank for record in records if record.wrapper == "torch"]:
         notes.append(
-            f"torch's DistributedDataParallel was used on {named_ranks(torch_ranks)}: of its all-reduces only the wait "
-            "at the end of backward is visible, so buckets and their overlap are missing; use "
+            f"torch's DistributedDataParallel was used on {named_ranks(torch_ranks)}: only the wait for its "
+            "all-reduces at the end of backward is visible, so buckets and their overlap are missing; use "
             "paceline.DistributedDataParallel to see them"
         )
     if any(record.profiles_itself for record in records):
         notes.append(
-            "the program used torch's profiler itself, and only one can run: operators are missing, and the program's "
+            "the program itself used torch's profiler, and only one can run: operators are missing, and the program's "
             "profiler slowed some steps"
         )
     # For torch's wrapper, the note above says the same.
     if len(records) > 1 and not facts.overlap and records[0].wrapper == "paceline":
-        notes.append("the ends of all-reduces were not seen, so overlap is not known")
+        notes.append("the ends of all-reduces were not recorded, so the overlap is unknown")
     return notes
 
 

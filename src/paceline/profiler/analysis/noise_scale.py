@@ -57,7 +57,7 @@ def estimate(steps: Sequence[Norms]) -> NoiseScale | None:
     if gradient <= 0 or variance <= 0:
         text = (
             f"In {len(gradients)} steps noise hides the gradient: the critical batch size is far above the {batch:.0f} "
-            "samples of a step, so more ranks pay."
+            "samples of a step, so more ranks pay off."
         )
         return NoiseScale(text, batch)
     value = variance / gradient
@@ -65,13 +65,13 @@ def estimate(steps: Sequence[Norms]) -> NoiseScale | None:
     def progress(size: float) -> float:
         return 1 / (1 + value / size)
 
-    verdict = "more ranks pay" if batch < value / 2 else "more ranks pay little"
+    verdict = "more ranks pay off" if batch < value / 2 else "more ranks pay off only a little"
     if batch > 2 * value:
-        verdict = "more ranks do not pay"
+        verdict = "more ranks do not pay off"
     text = (
-        f"The critical batch size is about {value:.0f} samples at this point of the training, and a step has "
-        f"{batch:.0f}: {verdict}. A step makes {progress(batch):.0%} of the progress that the true gradient would, and "
-        f"twice the batch {progress(2 * batch):.0%}."
+        f"The critical batch size is about {value:.0f} samples at this point in training, and a step has "
+        f"{batch:.0f}: {verdict}. A step makes {progress(batch):.0%} of the progress that the true gradient would "
+        f"make, and twice the batch {progress(2 * batch):.0%}."
     )
     sizes = [value * 2.0 ** (power - CURVE // 2) for power in range(CURVE)]
     return NoiseScale(text, batch, value, [(size, progress(size)) for size in sizes])

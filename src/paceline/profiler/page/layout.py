@@ -122,6 +122,6 @@ def _tiles(report: Report) -> list[tuple[str, str | None, str]]:
         ("computing", shown(share(report, *step_parts.COMPUTE)), "forward and backward"),
         ("communication", shown(share(report, step_parts.COMMUNICATION)), "exposed: not hidden under backward"),
         ("bubble", shown(share(report, step_parts.BUBBLE)), "idle, waiting for a later rank"),
-        ("all-reduce", shown(share(report, "allreduce")), "by the time that it or computing runs"),
-        ("overlap", None if overlap is None else shown(overlap), "of the all-reduces' time lies under computing"),
+        ("all-reduce", shown(share(report, "allreduce")), "of the time in which it or computing runs"),
+        ("overlap", None if overlap is None else shown(overlap), "of all-reduce time overlaps with computing"),
     ]

@@ -126,7 +126,7 @@ def _verdict(
     first, second = typical_step(a), typical_step(b)
     if first is None or second is None:
         without = [name for name, step in zip(names, (first, second), strict=True) if step is None]
-        return f"{' and '.join(without)} took no step that was measured.", ""
+        return f"No step was measured in {' and '.join(without)}.", ""
     if few := [name for name, run in zip(names, (a, b), strict=True) if not run.is_firm]:
         return f"{' and '.join(few)} took too few steps to compare: profile {ENOUGH} or more.", ""
     unit = "step"

@@ -26,9 +26,9 @@ NAMES = {part: part for part in ALL} | {COMMUNICATION: "exposed communication"}
 MEANINGS = {
     DATA: "the loop waits for a batch",
     FORWARD: "the model's forward",
-    BACKWARD: "backward, without the parts that are named apart",
-    COMMUNICATION: "a network without cost would save it",
-    BUBBLE: "idle until the last rank comes: equally fast ranks would save it",
+    BACKWARD: "backward, without the parts listed separately",
+    COMMUNICATION: "an infinitely fast network would save it",
+    BUBBLE: "idle until the last rank arrives; equally fast ranks would save it",
     OPTIMIZER: "optimizer steps",
     CHECKPOINT: "saves",
     OTHER: "everything else in the loop: metrics, logging, schedulers",

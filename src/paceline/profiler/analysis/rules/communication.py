@@ -22,7 +22,7 @@ def accumulation(facts: Facts) -> Advice | None:
     if averages > 3 / 2:
         return Advice(
             "accumulation",
-            f"Average gradients once in a step, not {averages:.0f} times: model.no_sync() around every forward and "
+            f"Average gradients once per step, not {averages:.0f} times: model.no_sync() around every forward and "
             "backward but the last, or paceline.accumulate(model, batches, steps)",
             f"communication costs {share:.0%} of a step, because each of its {averages:.0f} backwards averages all "
             "gradients",
@@ -31,7 +31,7 @@ def accumulation(facts: Facts) -> Advice | None:
         )
     predictions = {str(times): facts.all_reduce_share(times) for times in ACCUMULATED}
     then = ", ".join(f"{predicted:.0%} at {times}" for times, predicted in predictions.items())
-    many = f"{TIMES}" if facts.batches == 1 else f"{facts.batches * TIMES:.0f} in place of {facts.batches:.0f}"
+    many = f"{TIMES}" if facts.batches == 1 else f"{facts.batches * TIMES:.0f} instead of {facts.batches:.0f}"
     return Advice(
         "accumulation",
         f"Accumulate {many} batches between optimizer steps: paceline.accumulate(model, batches, steps)",
@@ -54,8 +54,8 @@ def bucket_size(facts: Facts) -> Advice | None:
     return Advice(
         "bucket-size",
         f"Set bucket_cap_mb={capacity:g}",
-        f"simulated with the times at which this run's gradients came, communication after backward would be "
-        f"{saved * 1e3:.1f} ms shorter",
+        f"in a simulation with this run's gradient arrival times, communication after backward is {saved * 1e3:.1f} ms "
+        "shorter",
         min(saved / facts.length, facts.waiting),
         part_sentence(facts, COMMUNICATION),
     )

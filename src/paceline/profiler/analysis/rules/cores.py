@@ -20,8 +20,8 @@ def host_load(facts: Facts) -> Advice | None:
     return Advice(
         "host-load",
         "Profile again when the host is idle, or give the ranks cores of their own; under this load, advice on "
-        "communication and on waiting in turns would not be sure",
-        f"rank {load.rank} was ready to run and had no core for {load.of_others:.0%} of its time because of other "
+        "communication and on waiting in turns would be unreliable",
+        f"rank {load.rank} was ready to run but had no core for {load.of_others:.0%} of its time because of other "
         f"programs, which keep {load.others:.1f} of {load.neighbours.cores:g} cores busy",
         load.of_others,
     )
@@ -39,7 +39,7 @@ def threads(facts: Facts) -> Advice | None:
     reason = there.description()
     if load is not None:
         reason += (
-            f"; rank {load.rank} was ready to run and had no core for {load.of_ranks:.0%} of its time because of the "
+            f"; rank {load.rank} was ready to run but had no core for {load.of_ranks:.0%} of its time because of the "
             "other threads of these ranks"
         )
     if ranks > room:
@@ -63,10 +63,10 @@ def threads(facts: Facts) -> Advice | None:
 
 def lack_of_cores(load: Load) -> str:
     """Return a sentence that says why the most delayed rank lacked cores."""
-    lacked = f"rank {load.rank} was ready to run and had no core for {load.share:.0%} of its time."
-    others, crowd = "other programs hold the ranks up", load.neighbours.description()
+    lacked = f"rank {load.rank} was ready to run but had no core for {load.share:.0%} of its time."
+    others, crowd = "other programs slow the ranks down", load.neighbours.description()
     if not load.is_by_ranks:
         return f"{others}: {lacked}"
     if not load.is_by_others:
-        return f"the ranks hold each other up: {crowd}, and {lacked}"
-    return f"{others}, and these each other, because {crowd}: {lacked}"
+        return f"the ranks slow each other down: {crowd}, and {lacked}"
+    return f"{others}, and the ranks slow each other down, because {crowd}: {lacked}"

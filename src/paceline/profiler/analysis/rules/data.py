@@ -20,17 +20,17 @@ def data_loading(facts: Facts) -> Advice | None:
     share = facts.shares[DATA]
     if share < NOTABLE:
         return None
-    reason = f"the loop waits {share * facts.length * 1e3:.1f} ms of a step for its batch, {share:.0%}"
+    reason = f"the loop waits {share * facts.length * 1e3:.1f} ms per step for its batch, {share:.0%} of the time"
     record = facts.records[0]
     batch, is_waiting = _batch(facts)
     count, then = _workers_and_step(facts, batch, is_waiting)
     saved = min(share, 1 - then / facts.length)
     if count <= record.workers or (saved < NOTABLE and not is_waiting):
         return _cheaper(facts, reason, is_waiting)
-    how = f"give the DataLoader num_workers={count}{f' in place of {record.workers}' if record.workers else ''}"
+    how = f"give the DataLoader num_workers={count}{f' instead of {record.workers}' if record.workers else ''}"
     if count > record.cores:
-        how += ", more than there are cores, because they wait most of the time (torch warns of it)"
-    return _advice(facts, f"Load data beside the training: {how}, or do less work on a sample", reason, saved)
+        how += " (more than there are cores, because they mostly wait; torch warns about it)"
+    return _advice(facts, f"Load data in parallel with training: {how}, or do less work per sample", reason, saved)
 
 
 def _advice(facts: Facts, text: str, reason: str, gain: float) -> Advice:
@@ -39,12 +39,12 @@ def _advice(facts: Facts, text: str, reason: str, gain: float) -> Advice:
 
 def _cheaper(facts: Facts, reason: str, is_waiting: bool) -> Advice:
     """Return advice for loading that more workers would not speed up."""
-    text = "Make a batch cheaper: cache what loading computes, or do less work on a sample"
+    text = "Make loading cheaper: cache what it computes, or do less work per sample"
     if not is_waiting:
         there, others = neighbours(facts.records, 0), 0.0 if facts.load is None else facts.load.others
         workers = "more workers" if facts.records[0].workers else "workers"
         ranks = "the rank computes" if len(there.records) == 1 else f"{len(there.records)} ranks compute"
-        text += f"; {workers} would not help, because loading computes, and no core is free for it"
+        text += f"; {workers} would not help, because loading is computation, and no core is free for it"
         reason += f"; {ranks} on {there.cores:g} cores"
         reason += f", and other programs keep {others:.1f} of them busy" if others >= OTHERS else ""
     return _advice(facts, text, reason, facts.shares[DATA] / 2)

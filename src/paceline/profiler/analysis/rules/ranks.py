@@ -33,8 +33,8 @@ class LateRank:
         return f"its {self.what} takes {self.seconds * 1e3:.1f} ms longer{per}{self.when}{most}"
 
     def headline(self, facts: Facts) -> str:
-        waiting = f"{facts.shares[BUBBLE]:.0%} of all time is spent waiting for a rank"
-        return f"Rank {self.rank} holds the others up: {self.longer(' in a step')}; {waiting}."
+        waiting = f"{facts.shares[BUBBLE]:.0%} of all time is spent waiting for another rank"
+        return f"Rank {self.rank} slows the others down: {self.longer(' per step')}; {waiting}."
 
 
 def straggler(facts: Facts) -> Advice | None:
@@ -53,15 +53,15 @@ def straggler(facts: Facts) -> Advice | None:
     for name in ("cores", "threads"):
         usual = Counter(getattr(record, name) for record in others).most_common(1)[0][0]
         if getattr(own, name) < usual:
-            remedy = f"; it has {getattr(own, name)} {name} and the others {usual}: give it as many"
+            remedy = f"; it has {getattr(own, name)} {name} and the others {usual}: give it the same number"
             break
     compared = f"that of rank {others[0].rank}" if len(others) == 1 else "the median of the others"
     waited = facts.accounts.caused(slow.rank)
     return Advice(
         "straggler",
         f"Look at rank {slow.rank} ({own.host}): {late.longer()}{remedy}",
-        f"its own time, without waiting for other ranks, is {slow.slowdown:.2f} times {compared}{during} "
-        f"({slow.kind}); the others wait {waited * 1e3:.1f} ms for it in a step",
+        f"its own time, excluding waits for other ranks, is {slow.slowdown:.2f} times {compared}{during} "
+        f"({slow.kind}); the others wait {waited * 1e3:.1f} ms for it per step",
         _saved_by_one_rank(facts, waited),
         late.headline(facts),
         ONE_CAUSE,
@@ -74,14 +74,14 @@ def own_code(facts: Facts) -> Advice | None:
     if late is None:
         return None
     where = f"{late.function} on rank {late.rank}" if late.function else f"what only rank {late.rank} does"
-    how = "do it less often, beside the training, or on all ranks at once"
+    how = "do it less often, in the background, or on all ranks at once"
     if not late.when:  # perhaps not in every step
         how += "; a Checkpointer with async_save=True saves in the background"
     return Advice(
         "own-code",
         f"Look at {where}{late.when}: {how}",
-        f"rank {late.rank}'s {OWN_CODE} takes {late.seconds * 1e3:.1f} ms longer in a step than the others'"
-        f"{late.when}; they wait {facts.accounts.caused(late.rank) * 1e3:.1f} ms of a step for it on average",
+        f"rank {late.rank}'s {OWN_CODE} takes {late.seconds * 1e3:.1f} ms longer per step than that of the others"
+        f"{late.when}; they wait {facts.accounts.caused(late.rank) * 1e3:.1f} ms per step for it on average",
         _saved_by_one_rank(facts, fmean(facts.longer(late.rank, OTHER).values())),
         late.headline(facts),
         ONE_CAUSE,
@@ -131,9 +131,9 @@ def balance(facts: Facts) -> Advice | None:
         return Advice(
             "balance",
             "Give ranks batches of equal cost: paceline.data.DataLoader(…, cost=lambda sample: …), with the length of "
-            "a sample, and padded=True if batches are padded to their longest one",
+            "a sample, and padded=True if batches are padded to their longest sample",
             f"ranks wait for each other in turns for {share:.0%} of the time, because their batches have "
-            f"{min(cells):,.0f} to {max(cells):,.0f} cells, padding included",
+            f"{min(cells):,.0f} to {max(cells):,.0f} cells, including padding",
             share,
             in_turns,
         )
@@ -150,11 +150,11 @@ def balance(facts: Facts) -> Advice | None:
     rank = caused.index(max(caused))
     part = caused[rank] / math.fsum(caused)
     if part >= MOSTLY:
-        text = f"Profile longer to be sure that rank {rank} is slow, and look at what else runs there"
+        text = f"Profile longer to make sure that rank {rank} is slow, and check what else runs there"
         why = f"; rank {rank} causes {part:.0%} of it and is probably slow"
-        verdict = f"Rank {rank} is probably slow, profile longer to be sure: others wait for {share:.0%} of the time."
+        verdict = f"Rank {rank} is probably slow; profile longer to make sure: others wait for {share:.0%} of the time."
     else:
-        text = "Find out which samples take longer: DataLoader(…, cost=…) of paceline.data gives ranks equal cost"
+        text = "Find out which samples take longer: paceline.data.DataLoader(…, cost=…) gives ranks equal cost"
         why, verdict = ", in turns, although their batches have equal sizes", in_turns
     reason = f"ranks wait for each other for {share:.0%} of the time{why}"
     return Advice("balance", text, reason, share, verdict)

@@ -32,9 +32,9 @@ def larger_batch(facts: Facts) -> Advice | None:
     small = f"communication and the optimizer take {once:.0%} of {facts.length * 1e3:.1f} ms"
     return Advice(
         "larger-batch",
-        f"Take larger batches, such as {2 * per_rank:.0f} rows a rank, not {per_rank:.0f}; scale the learning rate",
-        f"an operator takes {table.seconds / table.calls * 1e6:.0f} µs, and the cost of calling operators is "
-        f"{1 - table.computing:.0%} of their time",
+        f"Use larger batches, such as {2 * per_rank:.0f} rows per rank, not {per_rank:.0f}; scale the learning rate",
+        f"an operator takes {table.seconds / table.calls * 1e6:.0f} µs on average, and calling operators costs "
+        f"{1 - table.computing:.0%} of that time",
         (1 - growing) / 2,
         f"Steps are too small: {small}." if len(facts.records) > 1 and once >= 2 * NOTABLE else "",
         OTHER_TRAINING,
@@ -49,7 +49,7 @@ def host_bound(facts: Facts) -> Advice | None:
         return None
     return Advice(
         "host-bound",
-        'Take larger batches, or launch fewer kernels: torch.compile(model, mode="reduce-overhead") uses CUDA graphs',
+        'Use larger batches, or launch fewer kernels: torch.compile(model, mode="reduce-overhead") uses CUDA graphs',
         f"the GPU computes for {used:.0%} of the time; for {host:.0%}, only the host is busy, calling operators",
         host * math.fsum(facts.shares[part] for part in (*COMPUTE, OPTIMIZER)),
         f"The GPU is idle for {1 - used:.0%} of the time, mostly because the host launches kernels too slowly.",
@@ -64,7 +64,7 @@ def mixed_precision(facts: Facts) -> Advice | None:
     return Advice(
         "mixed-precision",
         'Compute in bfloat16: torch.autocast("cuda", torch.bfloat16), or MixedPrecision of the wrapper',
-        f"kernels that can use tensor cores are {used:.0%} of the GPU's time",
+        f"kernels that can use tensor cores take {used:.0%} of the GPU's time",
         math.fsum(facts.shares[part] for part in COMPUTE) / 2,
         weight=OTHER_TRAINING,
     )
@@ -85,9 +85,9 @@ def saves(facts: Facts) -> Advice | None:
     every = len(rows) / len(saving)
     return Advice(
         "checkpoints",
-        f"Save less often, such as every {RARER * every:.0f} steps in place of every {every:.0f}, or in the "
+        f"Save less often, such as every {RARER * every:.0f} steps instead of every {every:.0f}, or in the "
         "background: Checkpointer(…, async_save=True)",
-        f"saving takes {share:.0%} of the time, and with the steps that it slows down {cost:.0%}",
+        f"saving takes {share:.0%} of the time, or {cost:.0%} including the steps that it slows down",
         cost * (1 - 1 / RARER),
         part_sentence(facts, CHECKPOINT),
     )
@@ -102,7 +102,7 @@ def loop(facts: Facts) -> Advice | None:
     return Advice(
         "loop",
         f"Look at the loop's own code: {function or 'metrics, .item(), logging, moving batches'}",
-        f"{share:.0%} of a step is neither data, forward, backward, communication nor optimizer",
+        f"{share:.0%} of a step is not data, forward, backward, communication or optimizer",
         share / 2,
         part_sentence(facts, OTHER),
     )

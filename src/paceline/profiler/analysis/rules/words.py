@@ -24,10 +24,10 @@ def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
 def part_sentence(facts: Facts, part: str) -> str:
     """Return a sentence that gives a part's share of the step."""
     share, function = f"{facts.shares[part]:.0%}", function_of_own_code(facts)
-    much = f", much in {function}" if function else ""
+    much = f", much of it in {function}" if function else ""
     if part == step_parts.COMMUNICATION and facts.shares[step_parts.BUBBLE]:
         # No cause was found, so count small differences in arrival as part of the cost of communication.
-        return f"Communication takes {facts.waiting:.0%} of a step, waiting for each other included."
+        return f"Communication takes {facts.waiting:.0%} of a step, including the time ranks wait for each other."
     return {
         step_parts.DATA: f"The loop waits for data for {share} of the time.",
         step_parts.OPTIMIZER: f"The optimizer takes {share} of a step.",

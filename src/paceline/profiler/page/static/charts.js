@@ -1,8 +1,8 @@
 "use strict";
-// Curves, drawn by uPlot: the steps of every rank, and the gradient noise scale.
+// Charts drawn by uPlot: the steps of every rank, and the gradient noise scale.
 
 const HUES = ["#3d85d9", "#e08a1e", "#2f9e8f", "#c25ad1", "#d6524a", "#8a9a2b", "#7a6ee0", "#a8744f"];
-const MOST_SINGLE = HUES.length;  // with more ranks: the range of all, their median, and one that is chosen
+const MOST_SINGLE = HUES.length;  // with more ranks: the range of all, their median, and one rank of choice
 
 function axes(x, y) {
   const grid = { stroke: colour("grid"), width: 1 }, font = "12px system-ui, sans-serif";
@@ -11,7 +11,7 @@ function axes(x, y) {
   return [one(x, 34), one(y, 58)];
 }
 
-// A chart that fills the width of its place, and is made anew for another theme or other data.
+// A chart that fills the width of its container, and is recreated when the theme or the data changes.
 function chart(place, make) {
   let plot = null;
   const height = () => (innerWidth < 600 ? 260 : 320);
@@ -98,7 +98,7 @@ function noiseChart(noise) {
   chart($("#noise .plot"), () => ({ values: [noise.curve.map(([batch]) => batch),
     noise.curve.map(([, share]) => 100 * share)], options: { axes: axes("global batch size (samples)", "%"),
     scales: { x: { time: false, distr: 3 }, y: { range: [0, 100] } },
-    series: [{ label: "batch" }, { label: "progress per step, of the best possible", stroke: colour("accent"), width: 2,
+    series: [{ label: "batch" }, { label: "progress per step, relative to the best possible", stroke: colour("accent"), width: 2,
       value: percent }],
     hooks: { draw: [(plot) => {
       mark(plot, noise.value, "mark", [6, 4]);

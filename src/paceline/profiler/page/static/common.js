@@ -1,10 +1,10 @@
 "use strict";
-// What all parts of the page share: the theme, one tooltip, and how figures are written.
+// Shared by all parts of the page: the theme, one tooltip, and the formatting of figures.
 
 const $ = (selector, within = document) => within.querySelector(selector);
 const data = (id) => JSON.parse($(`#${id}`)?.textContent ?? "null");
 
-// A canvas knows no style sheet: it asks for the colours of the theme, and is drawn again when the theme changes.
+// Style sheets do not apply to a canvas: it asks for the theme's colors, and is redrawn when the theme changes.
 const painters = [];
 const probe = document.body.appendChild(document.createElement("i"));
 probe.hidden = true;
@@ -48,7 +48,7 @@ document.addEventListener("pointermove", (event) => {
 });
 document.addEventListener("scroll", () => showTip(""), { passive: true, capture: true });
 
-// Call back when an element has another width; in the next frame, as what is drawn then may change the layout again.
+// Call back when an element's width has changed; in the next frame, because drawing may change the layout again.
 function onWidth(element, paint) {
   let width = element.clientWidth;
   new ResizeObserver(() => requestAnimationFrame(() => {
@@ -69,7 +69,7 @@ function nbytes(size) {
   return `${size.toFixed(size >= 10 || unit === 0 ? 0 : 1)} ${units[unit]}`;
 }
 
-// Who waits for whom: the picture's cells are one path for each shade, so the cell is found by its place.
+// Who waits for whom: all cells of a shade are one path, so find the cell from the pointer's position.
 const waits = data("waits-data"), heat = $(".heat");
 if (waits && heat) {
   heat.addEventListener("pointermove", (event) => {
@@ -78,7 +78,7 @@ if (waits && heat) {
     const row = place(event.clientY - box.top), column = place(event.clientX - box.left);
     const value = waits.rows[row]?.[column];
     const said = value === undefined || row === column ? ""
-      : `rank ${waits.ranks[row]} waits ${ms(value)} a step for rank ${waits.ranks[column]}`;
+      : `rank ${waits.ranks[row]} waits ${ms(value)} per step for rank ${waits.ranks[column]}`;
     showTip(said, event.clientX, event.clientY);
   });
 }

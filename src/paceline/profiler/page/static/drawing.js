@@ -1,5 +1,5 @@
 "use strict";
-// Draws a stretch of the timeline on a canvas, and keeps where each box is, for the pointer and for keys.
+// Draws a stretch of the timeline on a canvas, and remembers where each box is, for the pointer and keys.
 
 const KINDS = { "data wait": "data", forward: "forward", backward: "backward", launch: "communication",
   control: "communication", wait: "communication", "bucket wait": "communication", reduce: "communication",
@@ -16,7 +16,7 @@ class Drawing {
   x(at) { return this.gutter + (at - this.from) / (this.to - this.from) * (this.width - this.gutter); }
   time(px) { return this.from + (px - this.gutter) / (this.width - this.gutter) * (this.to - this.from); }
 
-  // Draw the rows of some ranks from `from` to `to`; `hovered` is the number of a bucket to be seen on all ranks.
+  // Draw the rows of some ranks from `from` to `to`; `hovered` is the number of a bucket to highlight on all ranks.
   draw(rows, from, to, stragglers, hovered) {
     Object.assign(this, { from, to, hovered, boxes: [], width: this.canvas.parentElement.clientWidth - 16 });
     this.roomy = rows.length <= ROOMY;
@@ -94,7 +94,7 @@ class Drawing {
     const height = one.depth ? high.inner : high.phase, shade = this.ink[KINDS[one.label] ?? "other"];
     this.tinted(one.depth ? 0.75 : 1, () => this.stretch(shade, one.start, one.end, y, height, 1));
     if (one.label === "wait" || one.label === "bucket wait") this.late(late, one, y, height);
-    const whole = one.end - one.start, own = one.own < whole - 0.001 ? ` (${ms(one.own)} without what lies inside it)` : "";
+    const whole = one.end - one.start, own = one.own < whole - 0.001 ? ` (${ms(one.own)} without what is inside it)` : "";
     const text = `${name}: ${said}, ${ms(whole)}${own}, from ${ms(one.start)}`;
     this.keep(one.start, one.end, y, height, text, null);
     if (!one.depth && this.roomy) this.caption(said, one.start, one.end, y + height / 2 + 1);
@@ -108,7 +108,7 @@ class Drawing {
     }
   }
 
-  // The stripes of a bubble, as the bars have them.
+  // The stripes of a bubble, the same as in the bars.
   striped() {
     const tile = document.createElement("canvas"), pen = tile.getContext("2d");
     tile.width = tile.height = 8;
@@ -141,7 +141,7 @@ class Drawing {
   }
 
   said(trip, row) {
-    const waited = trip.last - trip.start, end = trip.known ? `finished at ${ms(trip.end)}` : "its end is not known";
+    const waited = trip.last - trip.start, end = trip.known ? `finished at ${ms(trip.end)}` : "its end is unknown";
     const parts = [`launched at ${ms(trip.start)}, ${end}`];
     if (waited > 0.001) parts.push(`waited ${ms(waited)} for rank ${this.names[trip.slowest]}, the last to launch it`);
     if (trip.known) parts.push(`${ms(Math.max(0, trip.exposed))} not hidden under backward`);
@@ -151,7 +151,7 @@ class Drawing {
   stretch(shade, start, end, y, height, least) {
     const left = this.x(start), width = Math.max(least, this.x(end) - left);
     if (left > this.width || left + width < this.gutter) return;
-    this.fill(shade, left, y, width > 4 && least ? width - 1 : width, height);  // a line of ground between neighbours
+    this.fill(shade, left, y, width > 4 && least ? width - 1 : width, height);  // leaves a line of background between neighbors
   }
 
   keep(start, end, y, height, text, bucket) {
@@ -167,7 +167,7 @@ class Drawing {
     this.pen.fillText(text, left + 4, y);
   }
 
-  // Shade what is being selected, from one place to another.
+  // Shade the selection, from one position to another.
   selecting(one, other) {
     const left = Math.min(one, other), height = this.canvas.clientHeight;
     this.tinted(0.18, () => this.fill(this.ink.mark, left, 0, Math.abs(one - other), height));

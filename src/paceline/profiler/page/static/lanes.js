@@ -1,10 +1,10 @@
 "use strict";
-// What lies where on the timeline, in ms and in lanes: plain values, before anything is drawn.
+// The layout of the timeline, in ms and lanes: plain values, computed before anything is drawn.
 
 const MOST_LANES = 24;
 
-// Each stretch with its depth, the number of stretches around it, and its own time, without those inside it. One that
-// outlasts what is around it is beside it.
+// Each stretch with its depth (the number of stretches around it) and its own time (without stretches inside it). A
+// stretch that ends after the one it began in is beside it, not inside.
 function nested(slices) {
   const open = [];
   return [...slices].sort((one, other) => one[1] - other[1] || other[2] - one[2]).map(([label, start, end, bucket]) => {
@@ -16,7 +16,7 @@ function nested(slices) {
   });
 }
 
-// Buckets that are on their way at the same time get lanes of their own. Returns the number of lanes.
+// Put buckets that are in flight at the same time into different lanes. Returns the number of lanes.
 function pack(trips) {
   const free = [];
   for (const trip of trips) {
@@ -28,8 +28,8 @@ function pack(trips) {
   return free.length;
 }
 
-// The way of one bucket on one rank. From its launch it waits until the last rank has launched it (`last`), then its
-// bytes travel. `exposed` is the time of both that does not lie under backward.
+// The trip of one bucket on one rank. After its launch it waits until the last rank has launched it (`last`), then its
+// bytes are sent. `exposed` is the part of that time not hidden under backward.
 function tripOf(bucket, rank, backward) {
   const launches = bucket.launched.map((at) => at ?? 0), latest = Math.max(...launches);
   const start = bucket.launched[rank], end = Math.max(start, bucket.finished[rank] ?? latest);
@@ -47,14 +47,14 @@ function rankRows(step, rank) {
   return { rank, slices, backward, trips, depths, lanes: pack(trips), late: lateParts(slices, trips) };
 }
 
-// The stretches in which the rank waits for a bucket that another one has not launched yet: its bubbles.
+// The bubbles: stretches in which the rank waits for a bucket that another rank has not launched yet.
 function lateParts(slices, trips) {
   const launched = new Map(trips.map((trip) => [trip.bucket, trip.last]));
   return slices.filter((one) => one.label === "bucket wait" && launched.get(one.bucket) > one.start)
     .map((one) => ({ start: one.start, end: Math.min(one.end, launched.get(one.bucket)) }));
 }
 
-// Cut a stretch into pieces under backward and beside it: [start, end, hidden].
+// Cut a stretch into pieces inside and outside of backward: [start, end, hidden].
 function cut(start, end, backward) {
   const pieces = [];
   let at = start;

@@ -1,6 +1,6 @@
 "use strict";
-// Mouse and fingers on the timeline: dragging selects what to zoom into, with Shift or a finger it moves; two fingers
-// and the wheel with Ctrl zoom. The wheel alone scrolls the page, as everywhere.
+// Mouse and touch on the timeline: dragging selects what to zoom into; dragging with Shift or one finger moves; two
+// fingers, or Ctrl and the wheel, zoom. The wheel alone scrolls the page, as usual.
 
 function pointers(view) {
   const canvas = view.canvas;

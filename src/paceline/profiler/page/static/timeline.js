@@ -1,11 +1,11 @@
 "use strict";
-// The timeline of a step: what is shown of it, and how keys, buttons, mouse and fingers change that. Times are in ms.
+// The timeline of a step: which part is shown, and how keys, buttons, mouse and touch change that. Times are in ms.
 
 const SHORTEST_MS = 0.005;
 
 class StepTimeline {
-  // State: `from` and `to`, the stretch that is shown; `spoken`, the number of the box that was read out last;
-  // `hovered`, the bucket under the pointer; `drag`, what a pointer that is down has done, or null.
+  // State: `from` and `to`, the stretch that is shown; `spoken`, the number of the box read out last;
+  // `hovered`, the bucket under the pointer; `drag`, what a pressed pointer has done so far, or null.
   constructor(root, step) {
     this.root = root;
     this.step = step;
@@ -64,7 +64,7 @@ class StepTimeline {
     this.draw();
   }
 
-  // Read out the next box, or the one before, and bring it into sight.
+  // Read out the next or previous box, and scroll it into view.
   speak(by) {
     const known = this.drawing.boxes.length;
     this.spoken = this.spoken < 0 && by < 0 ? known - 1 : (this.spoken + by + known) % known;
