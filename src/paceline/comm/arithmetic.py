@@ -1,4 +1,4 @@
-"""Sums over ranks, element by element in a binary tree over the ranks, in pieces that fit the cache."""
+"""Elementwise sums over the ranks, added in a binary tree, in pieces that fit in the cache."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
 REDUCTIONS = tuple(_COMBINE)
 _CODES = {op: code for code, op in enumerate(REDUCTIONS)}
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-"""Integer dtypes. torch adds and multiplies bool like Gloo: *or* and *and*."""
+"""Integer dtypes. Like Gloo, torch adds bools with *or* and multiplies them with *and*."""
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _COMPLEX = (torch.complex64, torch.complex128)
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
 def supports(op: ReduceOp.RedOpType, dtype: torch.dtype) -> bool:
-    """Return whether this module implements the reduction; Gloo does the others."""
+    """Return whether this module implements the reduction; Gloo performs the others."""
     if op not in _COMBINE:
         return False
     if op in _BITWISE or dtype in _INTEGERS:
@@ -40,7 +40,7 @@ def supports(op: ReduceOp.RedOpType, dtype: torch.dtype) -> bool:
 
 
 def code_of(op: ReduceOp.RedOpType) -> int:
-    """Return the number of the reduction, the same on every rank."""
+    """Return the reduction's number, which is the same on every rank."""
     return _CODES[op]
 
 
@@ -53,19 +53,19 @@ def name_of(code: int) -> str:
 def reduce_into(
     results: Sequence[Tensor], parts: Sequence[Tensor], op: ReduceOp.RedOpType, scale: float | None = None
 ) -> None:
-    """Combine `parts` pairwise in a binary tree, times `scale`, and write the result to each of `results`.
+    """Combine `parts` pairwise in a binary tree, multiply by `scale`, and write the result to each of `results`.
 
-    Four are combined as (0 + 1) + (2 + 3), five as that + 4: sums of neighbours, as long as there are two of one size.
-    So 2ᵏ ranks that each show the sum of a subtree get the bits that 2ᵏ⁺¹ ranks get which show its halves.
+    Four parts are combined as (0 + 1) + (2 + 3), five as ((0 + 1) + (2 + 3)) + 4: neighboring sums of equal size first.
+    So 2ᵏ ranks that each contribute the sum of a subtree get the same bits as 2ᵏ⁺¹ ranks that contribute its halves.
 
-    All are flat, with the same dtype and length. The results may be the parts themselves.
+    All tensors are flat, with the same dtype and length. The results may be the parts themselves.
     """
     count, dtype = parts[0].numel(), parts[0].dtype
     length = max(1, PIECE_BYTES // dtype.itemsize)
-    # With two parts the only sum goes straight to its target, so no partial sum is kept.
+    # With two parts, the only sum is written directly to its target, so no partial sum is kept.
     kept = len(parts).bit_length() if len(parts) > 2 else 0
     scratch = [torch.empty(min(length, count), dtype=dtype, device=parts[0].device) for _ in range(kept)]
-    if count <= length:  # one piece, which need not be sliced
+    if count <= length:  # a single piece does not need to be sliced
         _reduce_piece(results, parts, scratch, op, scale)
         return
     for start in range(0, count, length):
@@ -97,14 +97,14 @@ def _reduce_piece(
 def _combine_in_tree(
     combine: Callable[..., Tensor], parts: Sequence[Tensor], scratch: Sequence[Tensor], target: Tensor
 ) -> None:
-    """Combine three or more `parts`; `target`, which may be one of them, is written when all have been read."""
-    # The number of parts in each sum that waits for its neighbour, and the sum; the last has fewest.
+    """Combine three or more `parts`; `target`, which may be one of them, is written after all have been read."""
+    # Each sum that waits for its neighbor, with its number of parts; the last one has the fewest.
     open_sums: list[tuple[int, Tensor]] = []
     for number, part in enumerate(parts, start=1):
         size, total = 1, part
         while number < len(parts) and open_sums and open_sums[-1][0] == size:
             _, left = open_sums.pop()
-            # A waiting sum lies at its depth in `open_sums`, so it is not overwritten.
+            # A waiting sum is stored at its depth in `open_sums`, so it is not overwritten.
             total = combine(left, total, out=scratch[len(open_sums)])
             size *= 2
         open_sums.append((size, total))
@@ -118,8 +118,8 @@ def _combine_in_tree(
 def share(count: int, place: int, places: int, align: int = 16) -> slice:
     """Return the share of `count` elements that the rank in `place` of `places` reduces.
 
-    It is a multiple of `align` elements, except for the last rank: of float32 a whole number of cache lines, so that no
-    two ranks write to the same line. With narrower dtypes they may, at the borders of shares, which costs time alone.
+    It is a multiple of `align` elements, except for the last rank. For float32 that is a whole number of cache lines,
+    so no two ranks write to the same line. With narrower dtypes they may where shares meet, which only costs time.
     """
     per = -(-count // places)
     per = -(-per // align) * align

@@ -1,8 +1,8 @@
-"""Keeps forked children, such as DataLoader workers, away from the groups and the memory of their rank.
+"""Keeps forked children, such as DataLoader workers, away from their rank's groups and memory.
 
-A child has copies of the rank's objects but not its threads. Gloo's destructor would wait forever for such a thread,
-and would close the rank's connections. A child therefore never destroys a process group, even if it is garbage.
-Finalizers that affect peers or shared memory run only in the process that created them.
+A child has copies of the rank's objects, but not the rank's threads. Gloo's destructor would wait forever for such a
+thread, and would close the rank's connections. So a child never destroys a process group, even one that is garbage.
+Finalizers that affect peers or shared memory run only in the process that registered them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.errors import CommunicationError
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 """Process groups that were passed to :func:`keep_in_children`."""
 _held: list[list[Any]] = []
-"""Groups and stores for each fork that is under way, as several threads may fork."""
+"""Groups and stores for each fork that is under way; several threads may fork at once."""
 
 
 def finalize(owner: Any, function: Callable[..., None], *arguments: Any) -> None:
-    """Call `function` when `owner` is collected in this process, but not in a forked child or at exit."""
+    """Call `function` when `owner` is garbage-collected in this process, but not in a forked child or at exit."""
     weakref.finalize(owner, _run_in, os.getpid(), function, arguments).atexit = False
 
 
@@ -34,7 +34,7 @@ def _run_in(process: int, function: Callable[..., None], arguments: tuple[Any, .
 
 
 def check_own_process(process: int) -> None:
-    """Check that this is not a child of `process`."""
+    """Raise an error if this process is a forked child of `process`."""
     if os.getpid() != process:
         raise CommunicationError(
             f"this process was forked from a rank (pid {process}), which alone can use its process groups; "
@@ -54,9 +54,9 @@ def _register() -> None:
 
 
 def _hold() -> None:
-    """Refer to every group and its store until the fork is over.
+    """Hold references to every group and its store until the fork is over.
 
-    This runs before the fork, because in the child hooks registered earlier, such as logging's, come first. Their
+    This runs before the fork because hooks registered earlier, such as logging's, run first in the child. Their
     allocations may start a garbage collection, which would destroy an unreferenced group.
     """
     known = get_known_groups()
@@ -68,6 +68,6 @@ def _let_go() -> None:
 
 
 def _keep_all() -> None:
-    """In a child, keep the held groups and stores forever, also at exit."""
+    """In a child, keep the held groups and stores forever, even at exit."""
     for kept in _held.pop():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -1,8 +1,8 @@
-"""Connects the ranks over Gloo, with errors that name ranks, and refuses connections from other users.
+"""Connects the ranks over Gloo, with errors that name ranks, and rejects connections from other users.
 
 Gloo accepts any process that connects to its port in time and sends a rank's number. That process would receive the
-rank's messages, and its own might be unpickled. Before a rank uses a new group, it therefore asks the kernel which
-users are connected; this works on one host.
+rank's messages, and messages from it might be unpickled. Before a rank uses a new group, it therefore asks the kernel
+which users are connected. This works only on one host.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from paceline.core.torch_internals.distributed.c10d import ProcessGroupGloo, Sto
 from paceline.errors import CommunicationError
 
 _LINE = re.compile(r"^ *\d+: (\S+) (\S+) (?!06)(\S+) \S+ \S+ \S+ +(\d+) +\d+ (\d+) ", re.MULTILINE)
-"""A socket in ``/proc/net/tcp``, unless it is in TIME_WAIT and no longer held by a process."""
+"""A socket in ``/proc/net/tcp``, except one in TIME_WAIT, which no process holds any longer."""
 _LISTENING = "0A"
 _ROOT = 0
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> ProcessGroupGloo:
-    """Connect this rank with the others, which all call this. Messages call rank r ``names[r]``."""
+    """Connect this rank with the others; all of them call this. Error messages call rank r ``names[r]``."""
     try:
         before = own_sockets()
         group = ProcessGroupGloo(store, rank, size, timeout)
@@ -36,7 +36,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
         store.set(f"connected/{rank}", "")
         return group
     except CommunicationError:
-        # Any value, so that the others do not report this rank as missing.
+        # Set to any value, so that the other ranks do not report this one as missing.
         store.set(f"connected/{rank}", "failed")
         raise
     except RuntimeError as error:
@@ -44,7 +44,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
             store.set(f"connected/{rank}", "failed")
             absent = [names[index] for index in missing_from(store, [f"connected/{r}" for r in range(size)], GRACE_S)]
         except RuntimeError:
-            absent = []  # the store is gone
+            absent = []  # the store no longer exists
         others = named_ranks(absent or [name for name in names if name != names[rank]])
         reason = "ended meanwhile, or is stuck" if absent else "cannot be reached, or failed as well"
         raise CommunicationError(
@@ -66,7 +66,7 @@ def _check_no_stranger(sockets: set[int], name: int) -> None:
 
 @dataclass(frozen=True)
 class Connection:
-    """A line of ``/proc/net/tcp``, with addresses in its own form, ``0100007F:1F90``."""
+    """A line of ``/proc/net/tcp``, with addresses in the file's notation, such as ``0100007F:1F90``."""
 
     local: str
     remote: str
@@ -84,7 +84,7 @@ def own_sockets() -> set[int]:
     """Return the inodes of this process's sockets."""
     inodes = set()
     for descriptor in os.scandir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed in the meantime
             target = os.readlink(descriptor.path)
             if target.startswith("socket:["):
                 inodes.add(int(target[8:-1]))
@@ -92,7 +92,7 @@ def own_sockets() -> set[int]:
 
 
 def connections(*tables: str) -> list[Connection]:
-    """Return the TCP sockets of this network namespace that a process holds, from `tables`, ``tcp`` and ``tcp6``."""
+    """Return the TCP sockets in this network namespace that a process holds, from ``tcp`` and ``tcp6`` or `tables`."""
     found = []
     for table in tables or ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # a kernel without IPv6
@@ -114,15 +114,15 @@ def find_stranger(sockets: set[int], user: int) -> tuple[int, int] | None:
 
 
 def stranger(table: list[Connection], sockets: set[int], user: int) -> tuple[int, int] | None:
-    """Return a connection to one of the listening `sockets` that does not come from a process of `user`.
+    """Return a connection to one of the listening `sockets` that does not come from one of the `user`'s processes.
 
     Args:
         table: all sockets of the host.
         sockets: inodes of this process's sockets.
-        user: the user whose processes may connect; so may root's, because root can read their memory anyway.
+        user: the user whose processes may connect. Root's may too, because root can read their memory anyway.
 
     Returns:
-        The port and the user at the other end, -1 if its process has ended; None if all connections are valid.
+        The port, and the user at the other end or -1 if that process has ended; None if all connections are valid.
     """
     ours = [line for line in table if line.inode in sockets]
     ports = {line.port for line in ours if line.state == _LISTENING}

@@ -18,11 +18,11 @@ from paceline.errors import UsageError
 
 
 def agree_to_share(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> bool:
-    """Return whether the ranks can share memory. All of them call this, before they connect in any other way.
+    """Return whether the ranks can share memory. All ranks call this before they connect in any other way.
 
     If they cannot, rank 0 warns and says why.
     """
-    # Before any rank connects, because Gloo's error does not mention file descriptors.
+    # Publish before any rank connects, because Gloo's error does not mention file descriptors.
     _publish_descriptors(store, rank)
     refused = ""
     try:
@@ -38,14 +38,14 @@ def agree_to_share(store: Store, rank: int, size: int, timeout: timedelta, names
 
 
 def open_engine(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> Engine:
-    """Open this rank's engine with the other ranks of its host, which all call this.
+    """Open this rank's engine together with the other ranks of its host, which all call this.
 
     Args:
         store: a store that only this group uses.
         rank: this rank.
         size: the number of ranks.
         timeout: how long to wait for a rank, now and in every collective.
-        names: messages call rank r ``names[r]``.
+        names: error messages call rank r ``names[r]``.
     """
     ranks = range(size)
     arena = Arena(size)
@@ -55,21 +55,21 @@ def open_engine(store: Store, rank: int, size: int, timeout: timedelta, names: S
 
 
 def _needed(size: int, local: int) -> int:
-    """Return the descriptors needed to create a group of `size` ranks, `local` of them on this host."""
-    # Gloo: a connection to every rank and some more. For each peer on this host: a pidfd, two eventfds, its memory
+    """Return how many descriptors are needed to create a group of `size` ranks, `local` of them on this host."""
+    # Gloo: a connection to every rank, and a few more. For each peer on this host: a pidfd, two eventfds, its memory
     # (duplicated by Python before 3.13), and a socket for the handshake.
     gloo, own_memory, handshake, spare = size + 4, 2, 2, 6
     return gloo + own_memory + 5 * (local - 1) + handshake + spare
 
 
 def _publish_descriptors(store: Store, rank: int) -> None:
-    """Publish how many descriptors this rank may open, how many of them are free, and the hard limit."""
+    """Publish how many descriptors this rank may open, how many of those are free, and the hard limit."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     store.set(f"descriptors/{rank}", f"{limit} {limit - _open_now()} {most}")
 
 
 def _check_descriptors(store: Store, rank: int, local: int, names: Sequence[int]) -> None:
-    """Raise on every rank if a rank has too few file descriptors for a group with `local` ranks that share memory."""
+    """Raise on every rank if any rank has too few descriptors for a group with `local` ranks that share memory."""
     size = len(names)
     keys = [f"descriptors/{other}" for other in range(size)]
     entries = [store.get(key) for key in keys]
@@ -77,7 +77,7 @@ def _check_descriptors(store: Store, rank: int, local: int, names: Sequence[int]
         limit, free, most = map(int, text.split())
         count = _needed(size, local)
         if free < count:
-            # Twice as many as now, because each wrapper will make a group, and each DataLoader worker takes some.
+            # Suggest twice as many, because each wrapper will create a group, and each DataLoader worker needs some.
             advice = max(1024, 2 * (limit - free + count))
             hard = f" (the hard limit is {most})" if 0 <= most < advice else ""
             raise UsageError(
@@ -89,6 +89,6 @@ def _check_descriptors(store: Store, rank: int, local: int, names: Sequence[int]
 
 def _open_now() -> int:
     try:
-        return len(os.listdir("/dev/fd")) - 1  # without the one that lists them
+        return len(os.listdir("/dev/fd")) - 1  # without the one used for listing
     except OSError:  # not even one is left
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -3,9 +3,9 @@
 All ranks of the world must call torch's ``new_group``; otherwise it derives the group's name from the number of groups
 in this process, which may differ between members. Here the members agree on a name.
 
-The groups are not registered with torch, which would count them. Ranks may have different numbers of wrappers, or
-collect them at different times, so torch's names for the user's groups would then differ between ranks. See decision
-0014.
+The groups are not registered with torch, because torch would count them. Ranks may have different numbers of wrappers,
+or garbage-collect them at different times, so torch's names for the user's groups would differ between ranks. See
+decision 0014.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from paceline.core.torch_internals.distributed.c10d import (
 from paceline.core.torch_internals.distributed.nccl import attach_nccl, bare_group
 
 NCCL = ("nccl", "cuda:nccl")
-"""Parts of a backend's name that mean NCCL for CUDA tensors."""
+"""Parts of a backend name that select NCCL for CUDA tensors."""
 
 
 def open_own_group(
     group: dist.ProcessGroup, backend: str, timeout: timedelta | None, *, high_priority: bool = False
 ) -> Any:
-    """Open a process group of the ranks of `group`, in their order; all of them call this together.
+    """Open a process group with the ranks of `group`, in the same order. All of them call this together.
 
-    The caller passes it to :func:`paceline.core.processes.nccl_communicators.release` in the end.
+    In the end, the caller passes it to :func:`paceline.core.processes.nccl_communicators.release`.
 
     Args:
         group: the given group.
-        backend: a name for ``torch.distributed.new_group``. An NCCL communicator is split from that of `group` if that
-            is bound to a device, so that only the group's ranks take part; torch would split it from the world's.
-        timeout: the timeout of its collectives, and of opening it; None for torch's default.
-        high_priority: whether NCCL runs on a stream of high priority.
+        backend: a name for ``torch.distributed.new_group``. An NCCL communicator is split from `group`'s if that is
+            bound to a device, so that only the group's ranks take part; torch would split it from the world's.
+        timeout: the timeout for opening the group and for its collectives; None for torch's default.
+        high_priority: whether NCCL runs on a high-priority stream.
     """
     ranks, store = dist.get_process_group_ranks(group), get_known_groups()[group][1]
     timeout = timeout or get_default_timeout(backend)
     number = meet(store, group.rank(), group.size(), timeout, ranks)
     name = f"{group.group_name}/own/{number}"
     place = PrefixStore(f"{name}/", store)
-    # All ranks of the group are here, which NCCL needs to destroy a communicator.
+    # All ranks of the group have arrived, which NCCL requires for destroying a communicator.
     destroy_released(ranks, group.rank(), place)
     on_cpu = ",".join(part for part in backend.split(",") if part not in NCCL)
     if on_cpu:
-        # `group` has given this warning already, unless it uses GPUs only, and then it is irrelevant.
+        # `group` has already given this warning, unless it uses only GPUs, and then the warning is irrelevant.
         with warnings.catch_warnings(), connecting(place, group.rank(), group.size(), timeout, ranks):
             warnings.filterwarnings("ignore", message="the process group uses Gloo")
             opened = open_group(group, ranks, on_cpu, store, name, timeout)
@@ -66,5 +66,5 @@ def open_own_group(
         attach_nccl(opened, group, ranks, place, name, timeout, high_priority=high_priority)
     keep(opened, name, ranks)
     keep_in_children(opened)
-    keep_in_children(group)  # torch forgets it once it is destroyed, and a fork may come after that
+    keep_in_children(group)  # torch forgets a destroyed group, and a fork may follow
     return opened

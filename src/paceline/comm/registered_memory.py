@@ -1,4 +1,4 @@
-"""GPU memory that is registered with an NCCL communicator, which can then reduce it in place."""
+"""GPU memory registered with an NCCL communicator, which can then reduce it in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEEDED = ("register_mem_pool", "mem_allocator", "supports_tensor_alloc")
 
 def why_not(nccl: Any, device: torch.device) -> str | None:
     """Return why memory cannot be registered with the backend `nccl`; None if it can."""
-    missing = [name for name in NEEDED if not hasattr(type(nccl), name)]  # an instance's properties may raise
+    missing = [name for name in NEEDED if not hasattr(type(nccl), name)]  # properties of an instance may raise
     missing += [f"torch.cuda.{name}" for name in ("MemPool", "use_mem_pool") if not hasattr(torch.cuda, name)]
     if missing:
         return f"this torch, {torch.__version__}, lacks {', '.join(missing)}"
@@ -23,12 +23,12 @@ def why_not(nccl: Any, device: torch.device) -> str | None:
 
 
 class RegisteredMemory:
-    """Allocator on `device` with a pool that is registered with the backend `nccl`; all ranks make it together."""
+    """Allocator on `device` whose pool is registered with the backend `nccl`. All ranks create it together."""
 
     def __init__(self, nccl: Any, device: torch.device) -> None:
         self.device = device
         if not nccl._is_initialized():
-            nccl.eager_connect_single_device(device)  # memory is registered with a communicator, which is lazy
+            nccl.eager_connect_single_device(device)  # memory needs a communicator, which is created lazily
         self._pool = torch.cuda.MemPool(nccl.mem_allocator)
         nccl.register_mem_pool(self._pool)  # includes later allocations
 

@@ -1,4 +1,4 @@
-"""The hosts of a group's ranks: the identity of this host, and the ranks' agreement on theirs before they connect."""
+"""The hosts of a group's ranks: the identity of this host, and the exchange of identities before the ranks connect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.core.processes.missing_ranks import read_from
 from paceline.core.torch_internals.distributed.c10d import Store
 
 SPLIT = "PACELINE_HOSTS"
-"""Environment variable for tests, which divides the ranks of a host into as many blocks that count as hosts."""
+"""Environment variable for tests: divides the ranks of a host into this many blocks, which count as hosts."""
 
 
 class Refused(Exception):
@@ -24,17 +24,17 @@ class Refused(Exception):
 
 
 def host_number(rank: int, size: int) -> int:
-    """Return a number that is equal on all ranks of one host, unless it counts as several for a test."""
+    """Return a number that is equal on all ranks of one host, unless a test divides the host."""
     try:
         host = _kernel()
     except OSError:
         host = socket.gethostname()
     digest = hashlib.sha256(f"{host}/{_part(rank, size)}".encode()).digest()
-    return int.from_bytes(digest[:7], "big")  # 7 bytes, which fit a signed 64-bit element of a tensor
+    return int.from_bytes(digest[:7], "big")  # 7 bytes, which fit in an int64 tensor element
 
 
 def memory_identity(rank: int, size: int) -> str:
-    """Return a string that two ranks have in common if and only if they can share memory.
+    """Return a string that is equal on two ranks if and only if they can share memory.
 
     It names the kernel, the network and process namespaces, and the user.
     """
@@ -47,7 +47,7 @@ def memory_identity(rank: int, size: int) -> str:
         kernel = _kernel()
         # Abstract sockets belong to a network namespace, and pidfds to a process namespace.
         spaces = "/".join(os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid"))
-        # A sandbox or an old kernel may refuse calls that Python offers.
+        # A sandbox or an old kernel may reject calls that Python offers.
         for trial in (os.eventfd(0), os.pidfd_open(os.getpid())):
             os.close(trial)
         Arena().close()
@@ -59,7 +59,7 @@ def memory_identity(rank: int, size: int) -> str:
 
 
 def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> list[str]:
-    """Exchange memory identities, and return them in the order of ranks."""
+    """Exchange memory identities, and return them in rank order."""
     try:
         entry = {"host": memory_identity(rank, size)}
     except Refused as refused:
@@ -75,10 +75,10 @@ def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> li
 
 
 def _kernel() -> str:
-    """Return the id that the running kernel drew when it booted."""
+    """Return the random id that the kernel generated at boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _part(rank: int, size: int) -> int:
-    """Return the number of the host that `rank` is on, if this host counts as several."""
+    """Return which part of this host `rank` is in, if a test divides the host."""
     return rank * int(os.environ.get(SPLIT, "1")) // size

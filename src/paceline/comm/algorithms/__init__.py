@@ -1,4 +1,4 @@
-"""Collectives from first principles: each one a schedule of messages, over send and receive of any process group.
+"""Collectives from first principles: each is a schedule of messages over the send and receive of any process group.
 
 schedule.py     the schedule, and the chunks that each rank holds after each step
 linear.py  tree.py  scatter.py  ring.py  halving.py  hierarchical.py     the algorithms: pure functions with their laws

@@ -1,6 +1,6 @@
-"""The alpha-beta-gamma model of an algorithm's cost, its fit to measurements, and the fastest algorithm by it.
+"""The alpha-beta-gamma model of an algorithm's cost, its fit to measurements, and the fastest algorithm.
 
-A message costs alpha seconds, and beta for each byte; to reduce a byte costs gamma. Hockney, "The communication
+A message costs alpha seconds, plus beta for each byte; reducing a byte costs gamma. Hockney, "The communication
 challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20 (1994); with gamma as in Thakur, Rabenseifner &
 Gropp, IJHPCA 19 (2005). A rank sends and receives at the same time, one message each way. So a step takes
 
@@ -17,14 +17,14 @@ and an algorithm the sum of its steps. For p ranks, n bytes, L = ⌈log₂ p⌉ 
     halving-doubling (p = 2^L)         2 L α    +  2 (p−1)/p n β       + (p−1)/p n γ
     hierarchical, h hosts of m         2(m+h−2) α + 2 (p−1)/p n β      + (p−1)/p n γ
 
-Ranks that share a host's `cores` copy every byte twice on the CPU, once to send it and once to receive it. A step takes
-at least as long as all its copies and sums, divided by the cores. With 2 ranks on 2 cores the ring is then as slow as
-the tree, because the total work of all ranks counts and not its balance.
+Ranks that share the `cores` of a host copy every byte twice on the CPU, once to send it and once to receive it. A step
+takes at least as long as all its copies and sums, divided by the cores. So with 2 ranks on 2 cores the ring is as slow
+as the tree, because what counts is the total work of all ranks, not its balance.
 
 Measured over Gloo on 2 cores, from 64 KB to 25 MB (2026-11-20, kept in ``benchmarks/results``): the fitted model has a
 median error of 10 % and a maximum of 28 % with 2 ranks (34 of 44 times within 20 %), and of 13 % and 38 % with 4 ranks
-(35 of 44). Without `cores` the median errors are 19 % and 41 %. With 2 ranks ring, halving-doubling and hierarchical
-send identical messages, and their times differ by up to 25 %.
+(35 of 44). Without `cores` the median errors are 19 % and 41 %. With 2 ranks, ring, halving-doubling and hierarchical
+send identical messages, yet their times differ by up to 25 %.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ Features = tuple[float, float, float]
 
 
 def features(schedule: Schedule, nbytes: float, cores: int | None = None) -> Features:
-    """Count the messages one after the other, the bytes moved and the bytes reduced, for a tensor of `nbytes`."""
+    """Count the consecutive messages, the bytes moved and the bytes reduced, for a tensor of `nbytes`."""
     counts = [_count(step, nbytes / schedule.chunks, cores) for step in schedule.steps]
     messages, moved, reduced = (sum(column) for column in zip(*counts, strict=True)) if counts else (0.0, 0.0, 0.0)
     return messages, moved, reduced
 
 
 def _count(step: Step, per_chunk: float, cores: int | None) -> Features:
-    """Count the features of one step: the busiest rank's work, or all ranks' work divided by the cores."""
+    """Count the factors of one step: the busiest rank's work, or all ranks' work divided by the cores."""
     if not step:
         return 0.0, 0.0, 0.0
     sent: dict[int, float] = {}
@@ -90,7 +90,7 @@ def _count(step: Step, per_chunk: float, cores: int | None) -> Features:
     if cores is None:
         return 1.0, port, adder
     copies = sum(sent.values()) + sum(received.values())
-    # Both ends of a message take a core, for its setup as for its bytes.
+    # Both ends of a message occupy a core, for its setup and for its bytes.
     return max(1.0, 2 * len(step) / cores), max(port, copies / cores), max(adder, sum(reduced.values()) / cores)
 
 
@@ -99,14 +99,14 @@ class Sample(NamedTuple):
 
     schedule: Schedule
     nbytes: int
-    """Bytes of the tensor."""
+    """Size of the tensor, in bytes."""
     seconds: float
 
 
 def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
-    """Return the model with the least squares of relative errors and no negative cost.
+    """Return the least-squares model of the relative errors, without negative costs.
 
-    Relative, so that a sample of 64 KB counts as much as one of 25 MB.
+    Errors are relative so that a sample of 64 KB counts as much as one of 25 MB.
     """
     if any(sample.seconds <= 0 for sample in samples):
         raise UsageError("a measured time is not positive; repeat the measurement")
@@ -121,7 +121,7 @@ def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
     # only seven, so all are tried, without SciPy.
     for kept in (chosen for many in (1, 2, 3) for chosen in combinations(range(3), many)):
         part = rows[:, list(kept)]
-        # Columns of norm 1, because seconds per message and per byte differ by many orders of magnitude.
+        # Normalize the columns, because seconds per message and per byte differ by many orders of magnitude.
         scale = part.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
         costs = torch.linalg.lstsq(part / scale, torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0] / scale
         error = float((part @ costs - 1).norm())
@@ -136,8 +136,8 @@ def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
 def crossovers(size: int, model: Model, result: Result = "all-reduce") -> list[tuple[int, str]]:
     """Return the sizes, in bytes, at which the fastest algorithm changes: ``[(0, "tree_all_reduce"), (81920, …)]``.
 
-    Of equally fast algorithms it is the first in :data:`~paceline.comm.algorithms.NAMES`. Costs are linear in the
-    bytes, so an algorithm that is the fastest at both ends of a range is the fastest within.
+    If several are equally fast, the first one in :data:`~paceline.comm.algorithms.NAMES` counts. Costs are linear in
+    the bytes, so an algorithm that is fastest at both ends of a range is fastest throughout.
     """
     schedules = [schedule for name in NAMES if (schedule := build(name, size)).result == result]
 

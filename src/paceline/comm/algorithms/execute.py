@@ -1,8 +1,8 @@
 """Executes a schedule on this rank's tensor, step by step.
 
-All messages of a step are sent at the same time. Splitting them, to add one piece while the next one is sent, does not
-help: with 2 ranks on 2 cores and 25 MB over Gloo, the ring took 22.5 ms with whole messages and 22.7 to 24.9 ms with
-pieces of 256 KB to 8 MB, because the cores are busy copying in both cases.
+All messages of a step are sent at the same time. Splitting them, to add one piece while the next is being sent, does
+not help: with 2 ranks on 2 cores and 25 MB over Gloo, the ring took 22.5 ms with whole messages and 22.7 to 24.9 ms
+with pieces of 256 KB to 8 MB, because the cores are busy copying in both cases.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from paceline.comm.arithmetic import reduce_into
 
 
 def execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.RedOpType = ReduceOp.SUM) -> None:
-    """Execute this rank's part of `schedule`, in place on a flat contiguous tensor; all members do so together.
+    """Execute this rank's part of `schedule` in place on a flat contiguous tensor. All members call this together.
 
-    A message to be added is received in a scratch tensor, a message to be copied directly in its place. The caller
-    scales the sum of an average.
+    A message to add is received into a scratch tensor, a message to copy directly into its place. For an average, the
+    caller scales the sum.
     """
     members.guard(schedule.name, lambda: _execute(schedule, flat, members, op))
 
@@ -31,7 +31,7 @@ def _execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.Re
 
     messages = (transfer for step in schedule.steps for transfer in step if transfer.dst == members.rank)
     summed = [part(transfer).numel() for transfer in messages if transfer.reduce]
-    # One tensor for all steps, because a step adds its messages before the next step receives.
+    # One tensor is enough for all steps, because each step adds its messages before the next one receives.
     scratch = torch.empty(max(summed, default=0), dtype=flat.dtype, device=flat.device)
     for sent, received in schedule.of(members.rank):
         outgoing = [(piece, transfer.dst) for transfer in sent if (piece := part(transfer)).numel()]
@@ -48,6 +48,7 @@ def _execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.Re
             work.wait()
         for target, arrived in sums:
             reduce_into([target], [target, arrived], op)
-        # After the sums, which need not wait for sends; before the next step, whose messages may overwrite sent data.
+        # Wait after the sums, which do not depend on the sends, but before the next step, whose messages may overwrite
+        # sent data.
         for work in sends:
             work.wait()

@@ -1,4 +1,4 @@
-"""The algorithms as functions, which work in place and are called by all ranks, like those of torch.distributed.
+"""The algorithms as functions. As in torch.distributed, they work in place and all ranks call them.
 
 Before sending any data, the ranks exchange their arguments (algorithm, number of elements, dtype, reduction, root) in
 one small all-gather. A mismatch is therefore an error on every rank and never a hang.
@@ -33,7 +33,7 @@ SUM = ReduceOp.SUM
 
 
 def linear_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> None:
-    """Copy rank `src`'s tensor to every rank, one by one: p−1 steps of n bytes. `src` is a rank of the world."""
+    """Copy rank `src`'s tensor to each rank in turn: p−1 steps of n bytes. `src` is a global rank."""
     _run("linear_broadcast", tensor, group, root=("src", src))
 
 
@@ -43,50 +43,50 @@ def tree_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> None:
 
 
 def scatter_all_gather_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> None:
-    """Copy rank `src`'s tensor to every rank in pieces: ⌈log₂ p⌉ + p−1 steps, under 2 n bytes; van de Geijn's."""
+    """Copy rank `src`'s tensor to every rank in pieces: ⌈log₂ p⌉ + p−1 steps, under 2 n bytes (van de Geijn)."""
     _run("scatter_all_gather_broadcast", tensor, group, root=("src", src))
 
 
 def linear_reduce(tensor: Tensor, *, dst: int = 0, op: ReduceOp.RedOpType = SUM, group: Any = None) -> None:
-    """Reduce all tensors into rank `dst`'s, one by one: p−1 steps of n bytes; the others keep theirs."""
+    """Reduce all tensors into rank `dst`'s, one by one: p−1 steps of n bytes. The other tensors do not change."""
     _run("linear_reduce", tensor, group, op, root=("dst", dst))
 
 
 def tree_reduce(tensor: Tensor, *, dst: int = 0, op: ReduceOp.RedOpType = SUM, group: Any = None) -> None:
     """Reduce all tensors into rank `dst`'s up a binomial tree: ⌈log₂ p⌉ steps of n bytes.
 
-    The other ranks' tensors hold partial sums afterwards.
+    Afterwards the other ranks' tensors hold partial sums.
     """
     _run("tree_reduce", tensor, group, op, root=("dst", dst))
 
 
 def ring_reduce_scatter(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None) -> Tensor:
-    """Reduce all tensors, and leave this rank its own chunk of the result: p−1 steps, (p−1)/p · n bytes.
+    """Reduce all tensors; each rank gets its own chunk of the result: p−1 steps, (p−1)/p · n bytes.
 
     Returns:
-        That chunk, a flat view of `tensor`: with the rank's place r in the group, elements ``n·r // p`` up to
-        ``n·(r+1) // p``. The rest of `tensor` holds partial sums afterwards.
+        This rank's chunk, a flat view of `tensor`: elements ``n·r // p`` up to ``n·(r+1) // p`` for rank r of the
+        group. The rest of `tensor` holds partial sums afterwards.
     """
     return _run("ring_reduce_scatter", tensor, group, op)
 
 
 def ring_all_gather(tensor: Tensor, *, group: Any = None) -> None:
-    """Copy every rank's chunk, as :func:`ring_reduce_scatter` leaves it, to all: p−1 steps, (p−1)/p · n bytes."""
+    """Copy every rank's chunk, as left by :func:`ring_reduce_scatter`, to all ranks: p−1 steps, (p−1)/p · n bytes."""
     _run("ring_all_gather", tensor, group)
 
 
 def ring_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None) -> None:
-    """Reduce all tensors, on every rank: 2 (p−1) steps, 2 (p−1)/p · n bytes; Patarasuk & Yuan 2009."""
+    """All-reduce in a ring: 2 (p−1) steps, 2 (p−1)/p · n bytes (Patarasuk & Yuan 2009)."""
     _run("ring_all_reduce", tensor, group, op)
 
 
 def tree_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None) -> None:
-    """Reduce all tensors, on every rank: to the first rank and back, 2 ⌈log₂ p⌉ steps of n bytes."""
+    """All-reduce in a binomial tree, to the first rank and back: 2 ⌈log₂ p⌉ steps of n bytes."""
     _run("tree_all_reduce", tensor, group, op)
 
 
 def halving_doubling_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None) -> None:
-    """Reduce all tensors, on every rank: about 2 log₂ p steps, 2 (p−1)/p · n bytes; Rabenseifner 2004."""
+    """All-reduce by halving and doubling: about 2 log₂ p steps, 2 (p−1)/p · n bytes (Rabenseifner 2004)."""
     _run("halving_doubling_all_reduce", tensor, group, op)
 
 
@@ -97,10 +97,10 @@ def hierarchical_all_reduce(
     group: Any = None,
     hosts: Sequence[Hashable] | None = None,
 ) -> None:
-    """Reduce all tensors, on every rank: rings inside hosts, across them, and inside again.
+    """All-reduce in rings: within hosts, across hosts, and within hosts again.
 
     Args:
-        hosts: the host of each rank of the group; by default the ranks exchange theirs.
+        hosts: the host of each rank of the group; by default the ranks exchange their hosts.
     """
     _run("hierarchical_all_reduce", tensor, group, op, hosts=hosts)
 
@@ -122,8 +122,8 @@ def _run(
             place = members.place_of(root[1], root[0])
         except UsageError as error:
             problem = problem or error
-    # A rank with a problem takes part as well, or the others would wait for it. The exchange runs on the device of the
-    # other ranks' tensors if possible, because a backend of another device would not reach them.
+    # A rank with a problem also takes part; otherwise the other ranks would wait for it. Exchange on the tensor's
+    # device if possible: the other ranks' tensors are probably there, and other backends would not reach them.
     device = tensor.device if members.carries(tensor.device) else torch.device("cpu")
     calls = members.agree(_call(name, tensor, op, place, members, problem), device)
     if hosts is None:
@@ -132,12 +132,12 @@ def _run(
         raise problem
     schedule = build(name, members.size, place, hosts)
     flat = tensor.detach().view(-1)
-    # torch refuses to write to an inference tensor outside of this mode, and to save others for backward inside.
+    # Outside inference mode torch refuses to write to inference tensors; inside, to save other tensors for backward.
     with torch.inference_mode(tensor.is_inference()):
         execute(schedule, flat, members, op)
         if schedule.result == "reduce-scatter":
             flat = flat[bounds(flat.numel(), schedule.chunks, members.rank)]
-        # Only on ranks that have the result, because linear_reduce() leaves the other ranks' tensors unchanged.
+        # Scale only on ranks that have the result, because linear_reduce() leaves the other ranks' tensors unchanged.
         if op is ReduceOp.AVG and schedule.root in (None, members.rank):
             flat.mul_(1 / members.size)
     return flat
@@ -154,7 +154,7 @@ def _call(
 
 
 def _problem(name: str, tensor: Tensor, op: ReduceOp.RedOpType, members: Members) -> UsageError | None:
-    """Return the error for an invalid argument of this rank; None if all are valid."""
+    """Return the error for an invalid argument on this rank; None if all are valid."""
     where = f"{name} on {members.name}"
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         return UsageError(

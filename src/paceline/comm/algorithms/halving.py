@@ -1,9 +1,9 @@
 """Halving and doubling: reduce-scatter by recursive halving, then all-gather by recursive doubling.
 
 Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; Thakur, Rabenseifner & Gropp, IJHPCA 19
-(2005). As few bytes as the ring, 2 (p−1)/p · n, in only 2 log₂ p steps, where p is a power of two.
+(2005). It sends as few bytes as the ring, 2 (p−1)/p · n, in only 2 log₂ p steps, if p is a power of two.
 
-Four ranks, chunks A B C D. Partners exchange halves of the chunks that they still care for, and add ::
+Four ranks, chunks A B C D. Partners exchange halves of the chunks that they still reduce, and add ::
 
     halving     step 1    0 ↔ 2, 1 ↔ 3    0 and 1 keep A B,  2 and 3 keep C D
                 step 2    0 ↔ 1, 2 ↔ 3    0 keeps A,  1 keeps B,  2 keeps C,  3 keeps D:  each a whole sum
@@ -11,8 +11,8 @@ Four ranks, chunks A B C D. Partners exchange halves of the chunks that they sti
                 step 4    0 ↔ 2, 1 ↔ 3    all have A B C D
 
 For other p, the ranks beyond the largest power of two q are folded in: rank q+i first sends everything to rank i, which
-adds, and in the end gets the result from it. Every chunk's sum is finished by one rank and copied from there, so all
-ranks end with the same bits.
+adds it, and at the end receives the result from it. Each chunk's sum is completed on one rank and copied from there, so
+all ranks end with the same bits.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def halving_steps(size: int) -> list[Step]:
     steps: list[Step] = []
     distance = size // 2
     while distance > 0:
-        # A rank still holds sums of 2·distance chunks. Its partner's half of them begins at the partner's number,
-        # rounded down to a multiple of distance.
+        # A rank still holds the sums of 2·distance chunks. Its partner's half begins at the partner's number, rounded
+        # down to a multiple of distance.
         steps.append(
             tuple(
                 Transfer(rank, rank ^ distance, _half_of(rank ^ distance, distance), reduce=True)

@@ -1,10 +1,10 @@
-"""Hierarchical all-reduce: inside hosts, across, inside, so that each byte crosses the network once for a host.
+"""Hierarchical all-reduce: within hosts, across hosts, within hosts, so each byte crosses the network once per host.
 
 Cho, Finkler, Kung & Hunter, "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy",
 SysML 2019. With h hosts of m ranks, a rank sends 2 (h−1)/h · n/m bytes over the network; a flat ring sends
 2 (p−1)/p · n over each link between hosts ::
 
-    host x: ranks 0 1     host y: ranks 2 3     chunks A B | C D:  place 0 of a host cares for A B, place 1 for C D
+    host x: ranks 0 1     host y: ranks 2 3     chunks A B | C D:  place 0 of a host reduces A B, place 1 C D
 
     inside     step 1    0 ↔ 1, 2 ↔ 3     a ring's reduce-scatter: 0 and 2 have their host's A B, 1 and 3 its C D
     across     step 2    0 ↔ 2, 1 ↔ 3     a ring's reduce-scatter: 0 has A, 2 has B, 1 has C, 3 has D
@@ -45,9 +45,9 @@ def all_reduce(hosts: Sequence[Hashable]) -> Schedule:
 
 
 def _fold(rows: Sequence[Sequence[int]], places: int, chunks: int) -> list[Step]:
-    """Build the rounds of messages from a host's ranks beyond the first `places` to those first ones."""
+    """Build the rounds of messages in which a host's other ranks send to its first `places` ranks."""
     rounds: list[Step] = []
-    # In rounds, because a rank receives one message at most in a step.
+    # In rounds, because a rank receives at most one message per step.
     for start in range(places, max(map(len, rows)), places):
         rounds.append(
             tuple(

@@ -1,6 +1,6 @@
-"""Point to point: the root serves the others one by one, in p−1 steps of n bytes; in an all-to-all, each pair meets.
+"""Point to point: the root serves the other ranks one by one, in p−1 steps of n bytes. All-to-all is pairwise.
 
-The other algorithms are compared with it; for two ranks none is better ::
+It is the baseline for the other algorithms; with two ranks, none is better ::
 
     broadcast from rank 1 of 4            reduction to rank 1 of 4
     step 1    1 → 2                       step 1    2 → 1    adds
@@ -22,16 +22,16 @@ def broadcast(size: int, root: int = 0) -> Schedule:
 
 
 def reduce(size: int, root: int = 0) -> Schedule:
-    """Build the reduction: p−1 steps; the root receives (p−1) · n bytes, added in the order of the ranks after it."""
+    """Build the reduction: p−1 steps; the root receives (p−1) · n bytes, added in rank order from the next rank."""
     steps = tuple((Transfer((root + place) % size, root, _WHOLE, reduce=True),) for place in range(1, size))
     return Schedule("linear_reduce", "reduce", size, 1, steps, root)
 
 
 def all_to_all(size: int) -> Schedule:
-    """Build the pairwise exchange: in step k, rank r and rank r xor k swap the parts that they have for each other.
+    """Build the pairwise exchange: in step k, rank r and rank r xor k swap the parts meant for each other.
 
-    Chunk s·p + d is the part of rank s for rank d, so all chunks together are p tensors of n bytes. Where p is a power
-    of two: p−1 steps, (p−1)/p · n bytes from every rank. It exists only as a schedule.
+    Chunk s·p + d is rank s's part for rank d, so all chunks together are p tensors of n bytes. If p is a power of two:
+    p−1 steps, (p−1)/p · n bytes from every rank. It exists only as a schedule.
     """
     steps = (
         tuple(

@@ -1,4 +1,4 @@
-"""The ranks of a group: messages among them, and their agreement on a collective before its first message."""
+"""The ranks of a group: the messages between them, and their agreement on a collective before its first message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TAG = 5202
 
 
 class Call(NamedTuple):
-    """A rank's description of a collective before it begins; all fields except the last two must be equal."""
+    """A rank's description of a collective before it begins. All fields but the last two must be equal on all ranks."""
 
     algorithm: int
     numel: int
@@ -31,7 +31,7 @@ class Call(NamedTuple):
     host: int = 0
     """Ranks with the same number share a host."""
     refused: int = 0
-    """1 if this rank refuses its arguments, and raises."""
+    """1 if this rank rejects its arguments and will raise an error."""
 
 
 _FIELDS: dict[str, Callable[[int], str]] = {
@@ -44,7 +44,7 @@ _WORDS = {"algorithm": "algorithms", "numel": "numbers of elements", "dtype": "d
 
 
 class Members:
-    """The ranks of a group, seen from this rank. Ranks are places in the group here, 0 to size − 1."""
+    """The ranks of a group, as seen from this rank. Here, ranks are places in the group, from 0 to size − 1."""
 
     def __init__(self, group: Any = None) -> None:
         if group is None:
@@ -59,15 +59,15 @@ class Members:
         self.size: int = group.size()
         known = group in get_known_groups()  # a bare ProcessGroupGloo is not
         self.world_ranks: list[int] = dist.get_process_group_ranks(group) if known else list(range(self.size))
-        """The members' ranks in the world, which messages use."""
+        """The members' global ranks, which error messages use."""
 
     @property
     def name(self) -> str:
-        """Name of this rank in messages."""
+        """Name of this rank in error messages."""
         return f"rank {self.world_ranks[self.rank]}"
 
     def place_of(self, world_rank: int, argument: str) -> int:
-        """Return the place in the group of a world rank."""
+        """Return the place of a global rank in the group."""
         if world_rank not in self.world_ranks:
             raise UsageError(
                 f"{argument}={world_rank} is not a rank of the group, which has {named_ranks(self.world_ranks)}; "
@@ -79,19 +79,19 @@ class Members:
         """Return whether the group can send tensors on `device`; Gloo sends only CPU tensors."""
         try:
             backend = self._group._get_backend(device) if hasattr(self._group, "_get_backend") else self._group
-        except RuntimeError:  # it has no backend for such tensors
+        except RuntimeError:  # the group has no backend for such tensors
             return False
         return device.type == "cpu" or not isinstance(backend, dist.ProcessGroupGloo)
 
     def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> tuple[Any, Any]:
-        """Begin all these messages, each to or from a place; return the works of the receives and of the sends."""
+        """Begin these messages, each to or from a place; return the works of the receives and those of the sends."""
         if any(not tensor.is_cpu for tensor, _ in (*sends, *receives)):
             # One batch, because with NCCL two ranks that each send first would wait for each other.
             batch = [self._operation(dist.irecv, tensor, place) for tensor, place in receives]
             batch += [self._operation(dist.isend, tensor, place) for tensor, place in sends]
             works = dist.batch_isend_irecv(batch)
             return works, ()
-        # By methods of the group: functions of torch.distributed would not know a bare ProcessGroupGloo.
+        # Use the group's methods, because torch.distributed's functions do not know a bare ProcessGroupGloo.
         incoming = [self._group.recv([tensor], place, TAG) for tensor, place in receives]
         return incoming, [self._group.send([tensor], place, TAG) for tensor, place in sends]
 
@@ -99,14 +99,14 @@ class Members:
         return dist.P2POp(verb, tensor, group=self._group, tag=TAG, group_peer=place)
 
     def agree(self, call: Call, device: torch.device) -> list[Call]:
-        """Return the calls of all members, which exchange them before sending any part of a tensor."""
+        """Exchange calls with all members before any part of a tensor is sent, and return the calls."""
         if self.size == 1:
             return [call]
         sent = torch.tensor(call, dtype=torch.int64, device=device)
         received = [torch.empty_like(sent) for _ in range(self.size)]
         self.guard("agreement", lambda: self._group.allgather([received], [sent]).wait())
         calls = [Call(*fields.tolist()) for fields in received]
-        if call.refused:  # this rank raises its own error, which says more
+        if call.refused:  # this rank raises its own, more specific error
             return calls
         if refusing := [rank for rank, other in zip(self.world_ranks, calls, strict=True) if other.refused]:
             raise DesyncError(
@@ -125,7 +125,7 @@ class Members:
         return f"ranks call a collective with different {_WORDS[field]}: {parts}; use the same on every rank"
 
     def guard(self, event: str, function: Callable[[], Any]) -> Any:
-        """Call `function`, and turn a failure of the backend into an error that names the `event`."""
+        """Call `function`, and convert a backend failure into an error that names the `event`."""
         try:
             return function()
         except PacelineError:

@@ -1,7 +1,7 @@
-"""The ring: every rank sends to the next one only, in every step, so that all links are busy all the time.
+"""The ring: in every step each rank sends only to the next one, so all links are always busy.
 
-Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009). In every
-all-reduce each rank sends at least 2 (p−1)/p · n bytes, and in the ring no more. The price is 2 (p−1) steps.
+Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009). In any
+all-reduce each rank sends at least 2 (p−1)/p · n bytes, and in the ring it sends no more. The price is 2 (p−1) steps.
 
 Reduce-scatter with 3 ranks, chunks A B C. The columns show the chunks of each rank (a: its own, A₁₂: the sum so far) ::
 
@@ -12,7 +12,7 @@ Reduce-scatter with 3 ranks, chunks A B C. The columns show the chunks of each r
     step 2    rank 0 sends B to 1,  1 sends C to 2,  2 sends A to 0;  each adds
               A  .  .       .  B  .       .  .  C         rank r has the whole sum of chunk r
 
-All-gather: the sums go round the same way and are copied ::
+All-gather: the sums go around the ring in the same direction and are copied ::
 
     step 3    A  .  C       A  B  .       .  B  C
     step 4    A  B  C       A  B  C       A  B  C
@@ -58,7 +58,7 @@ def reduce_scatter(size: int) -> Schedule:
 
 
 def all_gather(size: int) -> Schedule:
-    """Build the all-gather: rank r's chunk r goes to all. p−1 steps, (p−1)/p · n bytes sent by every rank."""
+    """Build the all-gather: rank r's chunk r goes to all ranks. p−1 steps, (p−1)/p · n bytes sent by every rank."""
     steps = all_gather_steps(range(size), _one_each(size))
     return Schedule("ring_all_gather", "all-gather", size, size, tuple(steps))
 

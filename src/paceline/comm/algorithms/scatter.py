@@ -1,4 +1,4 @@
-"""Broadcast of long messages: scatter the pieces down a tree, then pass them round a ring.
+"""Broadcast of long messages: scatter the pieces down a tree, then pass them around a ring.
 
 Van de Geijn's algorithm: Barnett, Shuler, Gupta, Payne, van de Geijn & Watts, "Building a high-performance collective
 communication library", Supercomputing '94. The tree sends the whole message ⌈log₂ p⌉ times through one rank;
@@ -12,7 +12,7 @@ Four ranks, root 0, chunks A B C D ::
                   step 4    0 → 1  D    1 → 2  A    2 → 3  B    3 → 0  C
                   step 5    0 → 1  C    1 → 2  D    2 → 3  A    3 → 0  B
 
-With another root, chunks are numbered from the root on: the rank in place v after it gets chunk v.
+With another root, chunks are numbered starting from the root: the rank v places after it gets chunk v.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.comm.algorithms.schedule import Schedule, Step, Transfer
 
 
 def broadcast(size: int, root: int = 0) -> Schedule:
-    """Build the broadcast: ⌈log₂ p⌉ + p−1 steps; every rank receives 2 (p−1)/p · n bytes at most, less than 2 n."""
+    """Build the broadcast: ⌈log₂ p⌉ + p−1 steps; every rank receives at most 2 (p−1)/p · n bytes, less than 2 n."""
     members = [(root + place) % size for place in range(size)]
     steps = scatter_steps(size, root) + all_gather_steps(members, [range(chunk, chunk + 1) for chunk in range(size)])
     return Schedule("scatter_all_gather_broadcast", "broadcast", size, size, tuple(steps), root)
 
 
 def scatter_steps(size: int, root: int) -> list[Step]:
-    """Build the steps down the binomial tree: a rank that forwards sends the chunks of the whole subtree."""
+    """Build the steps down the binomial tree: a rank forwards the chunks of the receiver's whole subtree."""
     distance = 1
     while distance < size:
         distance *= 2

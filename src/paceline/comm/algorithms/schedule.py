@@ -3,15 +3,16 @@
 Each algorithm is a pure function that returns a :class:`Schedule`. The same value is executed
 (``execute.py``), costed (``cost.py``), drawn (``paceline explain``) and tested.
 
-The rules that give a schedule its meaning:
+A schedule follows these rules:
 
-- A tensor of n elements is cut into ``chunks`` parts; part c is ``bounds(n, chunks, c)``. Parts differ by one element
-  at most, and some are empty if n is smaller.
-- Steps follow each other. Within a step every transfer reads the content of its source from *before* the step, so all
-  of them may travel at once. A step is not a barrier: a rank without a transfer in it continues.
+- A tensor of n elements is cut into ``chunks`` parts; part c is ``bounds(n, chunks, c)``. Parts differ by at most one
+  element, and some are empty if n is smaller.
+- Steps run one after another. Within a step every transfer reads the content that its source had *before* the step, so
+  all transfers may run at once. A step is not a barrier: a rank without a transfer in it continues.
 - ``reduce=True``: the receiver combines its own chunks with the message. ``reduce=False``: the message replaces them.
-- In one step a rank sends at most one message and receives at most one, and never a chunk that it also sends. So a
-  message may be written at once, and a sum's order of operands is fixed: held first, received second.
+- In one step a rank sends at most one message and receives at most one, and it never receives a chunk that it also
+  sends. So a message may be written as soon as it arrives, and the operands of a sum have a fixed order: held first,
+  received second.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Transfer:
     src: int
     dst: int
     chunks: range
-    """Neighbouring chunks that travel as one message."""
+    """Adjacent chunks that are sent as one message."""
     reduce: bool
-    """Whether the receiver combines them with its own chunks; otherwise they replace its own."""
+    """Whether the receiver combines them with its own chunks; otherwise they replace its chunks."""
 
 
 Step = tuple[Transfer, ...]
-"""Messages that travel at the same time."""
+"""Messages that are sent at the same time."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class Schedule:
     name: str
     """Name of the public function, such as ``"ring_all_reduce"``."""
     result: Result
-    """Collective that the algorithm computes."""
+    """Collective that the algorithm implements."""
     size: int
-    """Number of ranks, which count from 0 as in the group."""
+    """Number of ranks, numbered from 0 as in the group."""
     chunks: int
     """Number of parts into which the tensor is cut."""
     steps: tuple[Step, ...]
@@ -66,7 +67,7 @@ class Schedule:
 
 
 def bounds(count: int, chunks: int, first: int, last: int | None = None) -> slice:
-    """Return the elements of `count` in chunk `first`, or in chunks `first` to `last`, exclusive."""
+    """Return which of `count` elements are in chunk `first`, or in chunks `first` to `last`, exclusive."""
     last = first + 1 if last is None else last
     return slice(count * first // chunks, count * last // chunks)
 
@@ -78,11 +79,11 @@ def elements(schedule: Schedule, transfer: Transfer, count: int) -> int:
 
 
 Terms = tuple[int, ...]
-"""Ranks whose contributions a chunk combines, ascending; a rank that is counted twice appears twice."""
+"""Ranks whose contributions are combined in a chunk, in ascending order; a rank counted twice appears twice."""
 
 
 def holdings(schedule: Schedule) -> list[list[list[Terms]]]:
-    """Return the content of every chunk: ``holdings(s)[k][rank][chunk]`` after k steps; at first each rank's own.
+    """Return the content of every chunk: ``holdings(s)[k][rank][chunk]`` after k steps, starting with each rank's own.
 
     After an all-reduce every entry is ``(0, 1, …, size - 1)``, after a broadcast ``(root,)``.
     """
@@ -101,12 +102,12 @@ def holdings(schedule: Schedule) -> list[list[list[Terms]]]:
 
 
 def together(*phases: Sequence[Step]) -> list[Step]:
-    """Return the steps of phases that run at the same time; no rank is in two of them."""
+    """Merge phases that run at the same time; no rank is in two of them."""
     return [sum(steps, ()) for steps in zip_longest(*phases, fillvalue=())]
 
 
 def backwards(steps: Iterable[Step]) -> list[Step]:
-    """Return a reduction run backwards, which is a broadcast: the last message first, copied from its receiver."""
+    """Reverse a reduction, which gives a broadcast: the last message comes first, copied from its receiver."""
     return [
         tuple(Transfer(sent.dst, sent.src, sent.chunks, reduce=False) for sent in step)
         for step in reversed(list(steps))

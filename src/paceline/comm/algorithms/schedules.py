@@ -32,8 +32,8 @@ def build(name: str, size: int, root: int = 0, hosts: Sequence[Hashable] | None 
     Args:
         name: one of :data:`NAMES`.
         size: number of ranks, 1 or more.
-        root: the source of a broadcast or destination of a reduction; ignored by other algorithms.
-        hosts: the host of each rank, for ``"hierarchical_all_reduce"``; by default all are on one.
+        root: the source of a broadcast or the destination of a reduction; other algorithms ignore it.
+        hosts: the host of each rank, for ``"hierarchical_all_reduce"``; by default all are on one host.
     """
     if size < 1:
         raise UsageError(f"size={size}, but a schedule needs at least 1 rank")

@@ -1,8 +1,8 @@
 """The binomial tree: in every step the number of ranks that have finished doubles, so ⌈log₂ p⌉ steps suffice.
 
 No algorithm has fewer steps, because in one step a rank reaches one other rank. See Thakur, Rabenseifner & Gropp,
-"Optimization of collective communication operations in MPICH", IJHPCA 19 (2005), for when it pays: short messages,
-because the whole message travels in every step.
+"Optimization of collective communication operations in MPICH", IJHPCA 19 (2005), for when it pays off: with short
+messages, because every step sends the whole message.
 
 Reduction to rank 0 of 6 ranks; ``→`` adds ::
 
@@ -11,7 +11,7 @@ Reduction to rank 0 of 6 ranks; ``→`` adds ::
     step 3    4 → 0
 
 A broadcast is the same run backwards, copying: ``0 → 4``, then ``0 → 2``, then ``0 → 1, 2 → 3, 4 → 5``. Another root
-takes the place of rank 0, and the ranks after it follow in their order. The whole tensor is one chunk.
+takes the place of rank 0, followed by the ranks after it in order. The whole tensor is one chunk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WHOLE = range(1)
 
 
 def reduce_steps(size: int, root: int = 0) -> list[Step]:
-    """Build the steps towards `root`; the rank in place v after it sends in the step of v's lowest set bit."""
+    """Build the steps toward `root`; the rank v places after it sends in the step of v's lowest set bit."""
     steps = []
     distance = 1
     while distance < size:

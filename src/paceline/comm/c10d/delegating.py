@@ -20,15 +20,15 @@ from paceline.core.torch_internals.distributed.c10d import PrefixStore, ProcessG
 from paceline.errors import UsageError
 
 _LEAVE_S = 0.5
-"""Seconds to wait at exit for operations that have begun, before giving up on other ranks."""
+"""Seconds to wait at exit for operations under way before giving up on other ranks."""
 
 
 @class_never_compiled
 class Delegating(dist.ProcessGroup):
     """The part of a process group that calls Gloo and NCCL.
 
-    A delegated collective first waits for this rank's earlier native ones, to keep their order. Sends and receives do
-    not wait, because the other rank may not have called those collectives yet.
+    A delegated collective first waits for this rank's earlier native ones, to keep the order of operations. Sends and
+    receives do not wait, because the other rank may not have called those collectives yet.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> None:
@@ -47,7 +47,7 @@ class Delegating(dist.ProcessGroup):
         _groups().add(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time that later operations wait for a rank."""
+        """Set how long later operations wait for a rank."""
         super().set_timeout(timeout)
         self.timeout = timeout
 
@@ -55,11 +55,11 @@ class Delegating(dist.ProcessGroup):
         """Delegate the all-reduce of CUDA, sparse and other tensors that are not native."""
         if tensors[0].is_sparse and tensors[0].is_cuda:
             self._runner.drain()
-            return super().allreduce(tensors, options)  # Python cannot call NCCL's sparse all-reduce by its name
+            return super().allreduce(tensors, options)  # Python cannot call NCCL's sparse all-reduce directly
         return self._backend_for(tensors[0]).allreduce(tensors, options)
 
     def allgather_coalesced(self, outputs: Any, tensors: Any, *options: Any) -> Any:
-        """Delegate always: it is never native."""
+        """Delegate the collective, which is never native."""
         return self._backend_for(tensors[0]).allgather_coalesced(outputs, tensors, *options)
 
     def reduce(self, tensors: Any, *options: Any) -> Any:
@@ -95,7 +95,7 @@ class Delegating(dist.ProcessGroup):
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def gather_single(self, output: Any, tensor: Any, *options: Any) -> Any:
-        """Gather into one tensor, for torch 2.15; delegated always."""
+        """Delegate the gather into one tensor, which torch 2.15 calls."""
         return self._backend_for(tensor).gather_single(output, tensor, *options)
 
     gather_into_tensor = gather_single
@@ -116,21 +116,21 @@ class Delegating(dist.ProcessGroup):
         return backend.recv_anysource(tensors, tag)
 
     def split_group(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse ``dist.split_group``, which torch 2.15 also calls for groups without a device."""
+        """Reject ``dist.split_group``, which torch 2.15 also calls for groups without a device."""
         raise UsageError(
             f"rank {self.rank()}: a process group of the paceline backend cannot be split; call "
             "dist.new_group(ranks) on all ranks"
         )
 
     def merge_remote_group(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to merge groups, for the same reason as :meth:`split_group`."""
+        """Reject merging groups, just as :meth:`split_group` rejects splitting one."""
         raise UsageError(
             f"rank {self.rank()}: a process group of the paceline backend cannot be merged; call "
             "dist.new_group(ranks) with the ranks of both groups"
         )
 
     def register_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse hooks of torch 2.15, which C++ calls only around its own collectives."""
+        """Reject torch 2.15's hooks, which C++ calls only around its own collectives."""
         raise UsageError(f"rank {self.rank()}: the paceline backend has no hooks around collectives; use 'gloo'")
 
     register_post_hook = register_pre_hook
@@ -145,8 +145,8 @@ class Delegating(dist.ProcessGroup):
     def _backend_for(self, tensor: torch.Tensor) -> Any:
         """Return the backend for the device of `tensor`, after waiting for this rank's native collectives.
 
-        Collectives are called on the backend and not by ``super()``, because torch would hold the GIL there. A Gloo
-        thread that releases a tensor takes the GIL while it holds the lock of the queue that the collective needs.
+        Collectives are called on the backend and not through ``super()``, because torch would hold the GIL there: a
+        Gloo thread that releases a tensor takes the GIL while it holds the lock of the queue that the collective needs.
         """
         self._runner.drain()
         return self._get_backend(tensor.device)
@@ -162,17 +162,17 @@ class Delegating(dist.ProcessGroup):
         return self._backend_for(tensors[0])
 
     def shutdown(self) -> None:
-        """Close the group, except in a forked child, which released it at the fork."""
+        """Close the group. Does nothing in a forked child, which released it at the fork."""
         if self._close():
             super().shutdown()
 
     def abort(self) -> None:
-        """Close the group without waiting for NCCL's work under way."""
+        """Close the group without waiting for NCCL's pending work."""
         if self._close():
             super().abort()
 
     def _close(self) -> bool:
-        """Close everything except Gloo and NCCL; return whether this is the process that made the group."""
+        """Close everything except Gloo and NCCL; return whether this process created the group."""
         if not self._runner.is_ours:
             return False
         self._runner.close()
@@ -180,13 +180,13 @@ class Delegating(dist.ProcessGroup):
         return True
 
     def end_thread(self) -> None:
-        """End the thread at the end of the process.
+        """End the thread when the process ends.
 
-        A thread that returns from a torch operator during interpreter shutdown cannot take the GIL. It is unwound
-        through C++ code that allows no exceptions, which aborts the process.
+        A thread that returns from a torch operator during interpreter shutdown cannot take the GIL. It would be unwound
+        through C++ code that does not allow exceptions, which aborts the process.
         """
         if self._runner.is_ours:
-            self._runner.close(_LEAVE_S, interrupt=self._close_native)  # a wait for a rank that may never come
+            self._runner.close(_LEAVE_S, interrupt=self._close_native)  # it may wait for a rank that never arrives
 
     def _close_native(self) -> None:
         """Close the native engine."""
@@ -194,7 +194,7 @@ class Delegating(dist.ProcessGroup):
 
 @cache
 def _groups() -> WeakSet[Delegating]:
-    """Return the groups of this process, whose threads end before the interpreter does."""
+    """Return the groups of this process. Their threads must end before the interpreter does."""
     groups: WeakSet[Delegating] = WeakSet()
     atexit.register(_end_threads, groups)
     return groups

@@ -1,4 +1,4 @@
-"""Registers the backend's name, ``"paceline"``. Its process group is imported when one is made."""
+"""Registers the backend's name, ``"paceline"``. The process group itself is imported on first use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from paceline.core.processes import OWN_BACKEND
 
 
 def register() -> None:
-    """Register the backend's name with torch, unless it is registered."""
+    """Register the backend's name with torch, unless it already is."""
     if OWN_BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(OWN_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
     """Return the group for ``init_process_group("paceline")`` and ``new_group``; torch calls this."""
-    # Here, because the import costs time that a script with another backend need not spend.
+    # Imported here, because a script that uses another backend should not pay for the import.
     from paceline.comm.c10d.process_group import create
 
     return create(options)

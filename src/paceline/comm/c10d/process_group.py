@@ -1,7 +1,7 @@
 """The ``"paceline"`` backend of torch.distributed: collectives through shared memory among the ranks of a host.
 
-``dist.init_process_group("paceline")`` after ``import paceline``. The collectives of training are native for CPU
-tensors; the others go to Gloo, and CUDA tensors to NCCL. ``docs/backend.md`` has the table.
+``dist.init_process_group("paceline")`` after ``import paceline``. The collectives used in training are native for CPU
+tensors. Gloo runs the others, and NCCL all those of CUDA tensors. ``docs/backend.md`` has the table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from paceline.errors import UsageError
 
 
 class Flat:
-    """A flat contiguous form of a tensor; a ``with`` block writes it back to the tensor at its end."""
+    """A flat contiguous form of a tensor; a ``with`` block writes it back to the tensor on exit."""
 
     flat: Tensor
 
@@ -77,7 +77,7 @@ def options_of(options_class: Any, argument: Any, *, reduce: bool = False) -> An
 
 
 def reduction_of(op: Any) -> ReduceOp.RedOpType | None:
-    """Return the plain reduction in c10d's object; None for one with a factor."""
+    """Return the plain reduction of c10d's object; None if it has a factor."""
     return next((plain for plain in REDUCTIONS if op == plain), None)
 
 
@@ -85,16 +85,16 @@ def reduction_of(op: Any) -> ReduceOp.RedOpType | None:
 class PacelineProcessGroup(Delegating):
     """A process group whose CPU collectives run through shared memory among the ranks of a host.
 
-    :class:`~paceline.comm.c10d.delegating.Delegating` has the other collectives. If the ranks are on several hosts, or
-    cannot use shared memory, all collectives are delegated, and a warning gives the reason.
+    :class:`~paceline.comm.c10d.delegating.Delegating` implements the other collectives. If the ranks are on several
+    hosts, or cannot use shared memory, all collectives are delegated, and a warning gives the reason.
     """
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None
     ) -> None:
-        """Connect the ranks; messages call rank r of the group ``names[r]``, by default r."""
+        """Connect the ranks; error messages call rank r of the group ``names[r]``, by default r."""
         names, native_store = names or range(size), PrefixStore("paceline/", store)
-        # Before Gloo, whose errors do not name a rank that is missing or lacks file descriptors.
+        # Check before Gloo does: its errors do not name a rank that is missing or lacks file descriptors.
         with connecting(store, rank, size, timeout, names):
             shared = agree_to_share(native_store, rank, size, timeout, names)
             super().__init__(store, rank, size, timeout, names)
@@ -104,20 +104,20 @@ class PacelineProcessGroup(Delegating):
                 self._collectives = Collectives(open_engine(native_store, rank, size, timeout, names))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time that later operations wait for a rank."""
+        """Set how long later operations wait for a rank."""
         super().set_timeout(timeout)
         if self._collectives is not None:
             self._collectives.engine.timeout = timeout
 
     def getBackendName(self) -> str:
-        """Return the backend's name, as torch asks for it."""
+        """Return the backend's name, for torch."""
         return OWN_BACKEND
 
     # -- launched by the reducer: shared memory, and reductions that need no thread -----------------------------
 
     @property
     def native(self) -> bool:
-        """Whether all ranks are on one host and share memory, so that :meth:`launch_all_reduce` works."""
+        """Whether all ranks are on one host and share memory. Required by :meth:`launch_all_reduce`."""
         return self._collectives is not None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -139,7 +139,7 @@ class PacelineProcessGroup(Delegating):
     def launch_gather(self, tensor: Tensor, places: Sequence[Sequence[tuple[Tensor, slice]]]) -> Operation:
         """Begin to copy elements of the other ranks' `tensor`, from :meth:`allocate`, to `places`.
 
-        For each rank, `places` has the tensors to copy into, each with the elements of that rank's `tensor`.
+        For each rank, `places` lists the tensors to copy into, each with the slice of that rank's `tensor` to copy.
         """
         return self._native.post_gather(tensor, places)
 
@@ -163,14 +163,14 @@ class PacelineProcessGroup(Delegating):
     # -- c10d ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        """All-reduce; native for one CPU tensor and the reductions that :func:`arithmetic.supports` names."""
+        """All-reduce; native for one CPU tensor and the reductions that :func:`arithmetic.supports` accepts."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         options = options_of(AllreduceOptions, opts, reduce=True)
         op = reduction_of(options.reduceOp)
         if not self._is_native(tensors) or op is None or not supports(op, tensors[0].dtype):
             return self._allreduce_elsewhere(tensors, options)
         if len(tensors) == 1 and (launched := self._launch_small(tensors[0], op)) is not None:
-            # Not wait(), which would raise the error: callers expect it in the handle, as from submit().
+            # Not wait(), which would raise the error: callers expect the error in the handle, as with submit().
             if not options.asyncOp:
                 launched.join()
             return launched
@@ -183,11 +183,11 @@ class PacelineProcessGroup(Delegating):
         return self._submit(run, tensors, options)
 
     def _launch_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Handle | None:
-        """Launch a small all-reduce without the thread, which would take longer; return None if that is impossible."""
+        """Launch a small all-reduce without the thread, which is slower; return None if that is impossible."""
         if tensor.nbytes > SMALL_BYTES or not tensor.is_contiguous() or tensor.is_inference():
             return None
         flat = tensor.detach().view(-1)
-        # Inference tensors need the mode that _submit() sets, because any thread may write the result.
+        # Not for inference tensors: any thread may write the result, and only _submit() sets the mode for that.
         return self._runner.launch(lambda: self._native.post_small(flat, op), [tensor])
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -223,7 +223,7 @@ class PacelineProcessGroup(Delegating):
         return self._submit(run, tensors, options)
 
     def allgather(self, outputs: Any, tensors: Any = None, opts: Any = None) -> Any:
-        """All-gather; native for CPU tensors. Uneven tensors, which Gloo refuses, are a broadcast from every rank."""
+        """All-gather; native for CPU tensors. Uneven tensors, which Gloo rejects, are broadcast from each rank."""
         options = options_of(AllgatherOptions, opts)
         tensor, targets = tensors[0], outputs[0]
         if not self._is_native([tensor, *targets]) or any(output.dtype != tensor.dtype for output in targets):
@@ -243,8 +243,8 @@ class PacelineProcessGroup(Delegating):
                 flat.write_back()
 
         handle = self._submit(run, targets, options)
-        # torch's quantization hooks rely on this value, which is that of NCCL's future and not of Gloo's. The operation
-        # may already run, but only a future reads the value, and none exists before this method returns.
+        # torch's quantization hooks rely on this value, which NCCL's future has and Gloo's does not. The operation may
+        # already be running, but only a future reads the value, and none exists before this method returns.
         handle.value = lambda: [torch.stack(targets)]
         return handle
 
@@ -306,14 +306,14 @@ class PacelineProcessGroup(Delegating):
         pairs = zip(outputs, inputs, strict=True)
         return last_of([self._reduce_scatter_base(output, tensor, opts) for output, tensor in pairs])
 
-    # torch 2.13 calls these names, 2.12 and earlier the others.
+    # The names that torch 2.13 calls; 2.12 and earlier call the others.
     all_gather_single = _allgather_base  # type: ignore[assignment]
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
     def barrier(self, opts: Any = None) -> Any:
-        """Wait for all ranks; native unless a device is named."""
+        """Wait for all ranks; native unless a device is specified."""
         options = options_of(BarrierOptions, opts)
         on_device = options.device_ids or (options.device is not None and options.device.type != "cpu")
         if self._collectives is None or on_device:
@@ -343,7 +343,7 @@ class PacelineProcessGroup(Delegating):
         )
 
     def _submit(self, run: Any, result: Sequence[Tensor], options: Any) -> Handle:
-        # Writing to inference tensors raises outside inference mode, also in the runner's thread.
+        # Writing to inference tensors outside inference mode raises, even in the runner's thread.
         inference = any(tensor.is_inference() for tensor in result if isinstance(tensor, Tensor))
         mode = torch.inference_mode() if inference else torch.no_grad()
 
@@ -355,7 +355,7 @@ class PacelineProcessGroup(Delegating):
 
 
 def create(options: Any) -> PacelineProcessGroup:
-    """Make the group that torch's `options` describe."""
+    """Create the group that torch's `options` describe."""
     names = options.global_ranks_in_group or range(options.group_size)
     place = options.group_rank, options.group_size, options.timeout
     return PacelineProcessGroup(store_of_group(options.store, *place, names), *place, names)

@@ -22,30 +22,30 @@ from paceline.errors import CommunicationError
 
 @class_never_compiled
 class Handle(dist.Work):
-    """A ``Work`` that is finished when its function has run, with that function's error if it raised."""
+    """A ``Work`` that is finished once its function has run; it keeps the error if the function raised one."""
 
     value: Callable[[], Any] | None = None
-    """Function that returns the future's value, if that is not the operation's tensors."""
+    """Function that returns the future's value; None if the value is the operation's tensors."""
 
     def __init__(self, result: Sequence[Tensor]) -> None:
         super().__init__()
         self._result = list(result)
         self._finished = self._calls_back = False
         self._event: threading.Event | None = None
-        """Event for threads that wait. Made when first needed, because most handles are finished when returned."""
+        """Event for threads that wait. Created on demand, because most handles are already finished when returned."""
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._given: torch.futures.Future[Any] | None = None
-        """The future that callers get, which follows :attr:`_future`; made together with it."""
+        """The future that callers get. It is created together with :attr:`_future` and follows it."""
         self._lock = threading.Lock()
         self._process = os.getpid()
 
     def run(self, function: Callable[[], None]) -> None:
-        """Run `function`, and note that the operation is finished, unless another thread has."""
+        """Run `function` and mark the operation as finished, unless another thread has already done so."""
         error: BaseException | None = None
         try:
             function()
-        # Any error is raised by wait(): the thread has other operations to run.
+        # wait() will raise the error; this thread must go on to run other operations.
         except BaseException as raised:
             error = raised
         with self._lock:
@@ -86,7 +86,7 @@ class Handle(dist.Work):
         return True
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait until finished, for `seconds` at most; return whether it is. Never raise the operation's error."""
+        """Wait up to `seconds` until finished; return whether it is. Never raises the operation's error."""
         if not self._finished:
             check_own_process(self._process)  # a forked child does not have the thread that would finish it
         with self._lock:
@@ -98,8 +98,8 @@ class Handle(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the operation's tensors.
 
-        The error is raised by a callback, because C++ recognizes only such errors. torch DDP's reducer takes an
-        exception that Python has set on a future for the operation's value, and aborts the process.
+        The error is raised in a callback, because C++ recognizes only such errors: if Python sets an exception on a
+        future, torch DDP's reducer mistakes it for the operation's value and aborts the process.
         """
         with self._lock:
             if self._given is not None:
@@ -107,7 +107,8 @@ class Handle(dist.Work):
             future = self._future = torch.futures.Future()
             given = self._given = future.then(_value_of)
             finished = self._finished
-        # Exactly one side completes it: run() did not see the future under the lock if it had finished before.
+        # Exactly one side completes the future: if run() had already finished, it did not see the future under the
+        # lock.
         if finished:
             self._complete(future)
         return given
@@ -135,11 +136,11 @@ class Handle(dist.Work):
 
 @class_never_compiled
 class LaunchedHandle(Handle):
-    """The handle of a posted operation, which no thread waits for until a caller needs to be notified.
+    """The handle of a posted operation. No thread waits for the operation until a caller needs to be notified.
 
-    A caller does if it asks for the future, waits with a timeout, or finds the operation unfinished. The runner's
-    thread then waits for it and calls the future's callbacks, so that collectives begun by callbacks have the same
-    order on every rank.
+    A caller needs this if it asks for the future, waits with a timeout, or finds the operation unfinished. Then the
+    runner's thread waits for the operation and calls the future's callbacks, so that collectives begun in callbacks
+    have the same order on every rank.
     """
 
     def __init__(self, result: Sequence[Tensor], operation: Operation, runner: Runner) -> None:
@@ -158,7 +159,7 @@ class LaunchedHandle(Handle):
             self._is_followed = True
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait as :meth:`Handle.join` does."""
+        """Wait, like :meth:`Handle.join`."""
         if seconds is not None:
             self._follow()
         # In a callback, the runner's thread waits for the operation directly; it must not wait for itself.
@@ -170,18 +171,18 @@ class LaunchedHandle(Handle):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future as :meth:`Handle.get_future` does."""
+        """Return a future, like :meth:`Handle.get_future`."""
         self._follow()
         return super().get_future()
 
     def is_completed(self) -> bool:
-        """Return whether it is finished, which this call may bring about."""
+        """Return whether it is finished; this call may finish it."""
         if not self._finished and not self._is_followed and self._runner.is_ours:
             self._operation.progress()
             if self._operation.is_completed():
                 self._settle()
             else:
-                self._follow()  # only a wait notices that a rank has ended or is late
+                self._follow()  # only waiting reveals that a rank has ended or is late
         return self._finished
 
 
@@ -194,7 +195,7 @@ def _value_of(future: torch.futures.Future[Any]) -> Any:
 
 
 def last_of(works: Sequence[Any]) -> Any:
-    """Return the last of several works. Our own end in their order, so only others need a wait."""
+    """Return the last of several works. Our own finish in order, so wait only for the others."""
     for work in works[:-1]:
         if not isinstance(work, Handle):
             work.wait()
@@ -202,31 +203,31 @@ def last_of(works: Sequence[Any]) -> Any:
 
 
 class Runner:
-    """Runs operations in their order: synchronous ones in the calling thread, asynchronous ones in its thread."""
+    """Runs operations in order: synchronous ones in the calling thread, asynchronous ones in its own thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: queue.SimpleQueue[tuple[Handle, Callable[[], None]] | None] = queue.SimpleQueue()
-        """Operations for the thread, in their order; None ends the thread."""
+        """Operations for the thread, in order; None ends the thread."""
         self._thread: threading.Thread | None = None
         """Started when it is first needed."""
         self._queued: Handle | None = None
-        """Last operation for the thread, until it is finished."""
+        """Last operation queued for the thread, until it is finished."""
         self._launched: Operation | None = None
         """Last operation that was launched without the thread."""
         self._turn = threading.RLock()
-        """Held by a thread that begins an operation, so that operations have the same order on all ranks."""
+        """Held while beginning an operation, so that operations have the same order on all ranks."""
         self._process = os.getpid()
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process made it, and not its parent before a fork."""
+        """Whether this process created it, rather than its parent before a fork."""
         return os.getpid() == self._process
 
     def submit(self, function: Callable[[], None], result: Sequence[Tensor], *, asynchronous: bool) -> Handle:
-        """Run `function` now, or in the thread after the queued ones; return its handle.
+        """Run `function` now, or in the thread after the queued operations; return its handle.
 
-        An operation that a future's callback begins in the thread runs at once, before the queue. It therefore has the
+        If a future's callback in the thread begins an operation, it runs at once, ahead of the queue. So it has the
         same place in the order on every rank, and the callback may wait for it.
         """
         handle = Handle(result)
@@ -243,7 +244,7 @@ class Runner:
             return handle
 
     def launch(self, post: Callable[[], Operation | None], result: Sequence[Tensor]) -> Handle | None:
-        """Post an operation and return its handle, without the thread.
+        """Post an operation without the thread, and return its handle.
 
         Return None if earlier operations are queued, or if `post` returns None because it would have to wait.
         """
@@ -254,7 +255,7 @@ class Runner:
         return None
 
     def is_current_thread(self) -> bool:
-        """Return whether this is called in the runner's thread, by a callback of an operation."""
+        """Return whether the caller runs in the runner's thread, that is, in an operation's callback."""
         return threading.current_thread() is self._thread
 
     def _is_idle(self) -> bool:
@@ -265,7 +266,7 @@ class Runner:
         check_own_process(self._process)
         launched = self._launched
         if launched is not None and not launched.is_completed():
-            # Operations of the engine end in their order, so the last one stands for all that were launched.
+            # The engine finishes operations in order, so waiting for the last launched one is enough.
             with suppress(Exception):  # its handle raises the error
                 launched.wait()
         if not (self.is_current_thread() or self._is_idle()):
@@ -277,7 +278,7 @@ class Runner:
             handle.run(function)
             if self._queued is handle:
                 self._queued = None
-            del item, handle, function  # otherwise the tensors would live until the next operation
+            del item, handle, function  # otherwise the tensors would be kept alive until the next operation
 
     def close(self, seconds: float = 5, interrupt: Callable[[], None] | None = None) -> None:
         """End the thread after the queued operations; call `interrupt` if they take longer than `seconds`."""

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share.
+"""Memory shared by the ranks of one host.
 
 It is an anonymous file (``memfd``): it has no name, is not limited by ``/dev/shm``, and disappears with the last
 process that uses it. The file is sparse and as large as the host's memory. Pages are allocated on first use and
@@ -30,9 +30,9 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MAP_FIXED = 0x10
 _KEPT_OPERANDS = 512
 _ADDRESSES = 2**46
-"""Size of the address space that all groups together may take; x86-64 has twice as much."""
+"""Amount of address space that all groups together may use; x86-64 has twice as much."""
 _GROUPS = 16
-"""Number of groups that must fit into the address space; each wrapper has one."""
+"""Number of groups that must fit in the address space; each wrapper has one."""
 
 
 class Segment:
@@ -43,20 +43,21 @@ class Segment:
         # Before 3.13 Python keeps a copy of the descriptor with each mapping.
         untracked = {"trackfd": False} if sys.version_info >= (3, 13) else {}
         self.memory = mmap.mmap(descriptor, self.size, flags=mmap.MAP_SHARED | _MAP_NORESERVE, **untracked)
-        # Later operations write to this memory, and a tensor made in inference mode cannot be written to outside of it.
+        # Later operations write to this memory, and an inference tensor cannot be written to outside inference mode.
         with torch.inference_mode(False):
             self.address = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
         self._operands: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        """Tensors of :meth:`operand`, most of which are used in every step."""
+        """Tensors returned by :meth:`operand`; most are used in every step."""
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return `count` elements of `dtype` at `offset` bytes; their storage has no more, so copies stay small."""
+        """Return `count` elements of `dtype` at `offset` bytes, as a storage of their own, so that copies stay
+        small."""
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
 
     def operand(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return a cached :meth:`tensor`, for internal use only."""
+        """Return a cached result of :meth:`tensor`, for internal use only."""
         key = (offset, count, dtype)
         operand = self._operands.get(key)
         if operand is None:
@@ -71,7 +72,7 @@ class Segment:
         if tensor.numel() == 0:
             return 0
         offset = tensor.data_ptr() - self.address
-        # The address is enough: a tensor may be any view of one that was allocated here.
+        # Checking the address is enough: the tensor may be any view of one that was allocated here.
         inside = 0 <= offset <= self.size - tensor.numel() * tensor.element_size()
         if not inside or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
@@ -82,31 +83,31 @@ class Arena(Segment):
     """This rank's memory, with an allocator of tensors."""
 
     def __init__(self, ranks: int = 1) -> None:
-        """Make the memory of one of `ranks` ranks on this host."""
+        """Create the memory of one of `ranks` ranks on this host."""
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         # Every rank maps every rank's memory, in every group.
         size = min(physical, _ADDRESSES // (_GROUPS * ranks)) // _PAGE * _PAGE
         self.descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self.descriptor)
-        """Close the descriptor; the memory lives on as long as something uses it."""
+        """Close the descriptor. The memory exists as long as something uses it."""
         self.close.atexit = False
         os.ftruncate(self.descriptor, size)
         super().__init__(self.descriptor)
         self._used: dict[int, int] = {}
-        """Bytes of each allocated piece by its offset; both are whole pages."""
+        """Size in bytes of each allocated piece, by offset; both are multiples of the page size."""
         self._free: list[tuple[int, int]] = [(HEADER_BYTES, size - HEADER_BYTES)]
-        """Offset and bytes of each free piece, in the order of offsets; no two are adjacent."""
+        """Offset and size in bytes of each free piece, sorted by offset; no two are adjacent."""
         self._lock = threading.Lock()
-        """Held by the thread that changes either of them."""
+        """Held while changing either of them."""
         self._is_ours = True
-        """Whether this process made it; False in children that were forked from it."""
+        """Whether this process created the memory; False in forked children."""
 
     def leave_to_parent(self) -> None:
-        """In a process forked from the rank: keep the content, but write to private pages.
+        """In a process forked from the rank, keep the content, but write to private pages.
 
-        The child has tensors that lie here, mainly gradients; its ``zero_grad()`` must not reach the rank's.
+        The child has tensors in this memory, mainly gradients. Its ``zero_grad()`` must not affect the rank's.
         """
-        # Another thread may have held the old lock at the fork, and does not exist here.
+        # At the fork, the old lock may have been held by another thread, which does not exist in this process.
         self._lock = threading.Lock()
         self._is_ours = False
         if self.close.alive:
@@ -121,7 +122,7 @@ class Arena(Segment):
             if numel == 0:
                 return self.tensor(0, 0, dtype)
             length = -(-numel * dtype.itemsize // _PAGE) * _PAGE
-            # The kernel allocates pages at the first write, and kills the process if it has none left.
+            # The kernel allocates pages at the first write, and kills the process if it runs out.
             available = available_memory()
             if length > available:
                 raise UsageError(
@@ -130,7 +131,7 @@ class Arena(Segment):
                 )
             with self._lock:
                 offset = self._take(length)
-            # Zeroed without a write: pages that are new, or that free() has given back, read as zeros.
+            # Zeroed without writing: new pages, and pages that free() has returned, read as zeros.
             return self.tensor(offset, numel, dtype)
 
     def _take(self, length: int) -> int:
@@ -155,7 +156,7 @@ class Arena(Segment):
             if length is None:
                 raise UsageError("the tensor does not come from allocate() or was already freed; free it once")
             if self._is_ours:  # a child would release the rank's pages
-                # Under the lock, because pages released later would lose another thread's writes.
+                # Under the lock, because releasing pages after unlocking could discard another thread's writes.
                 self.memory.madvise(_MADV_REMOVE, offset, length)
             index = bisect.bisect(self._free, (offset, 0))
             following = self._free[index : index + 1]
@@ -169,7 +170,7 @@ class Arena(Segment):
 
 
 def _map_privately(address: int, size: int, descriptor: int) -> None:
-    """Put a private mapping of the file in place of the shared one at `address`, which Python's mmap cannot do."""
+    """Replace the shared mapping of the file at `address` by a private one, which Python's mmap cannot do."""
     c_mmap = ctypes.CDLL(None, use_errno=True).mmap
     c_mmap.restype = ctypes.c_void_p
     c_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -180,7 +181,7 @@ def _map_privately(address: int, size: int, descriptor: int) -> None:
 
 
 def available_memory() -> int:
-    """Return the bytes that can be allocated now, on the host or in the container, whichever has less."""
+    """Return how many bytes can be allocated now, on the host or in the container, whichever is less."""
     available = 1 << 62
     with open("/proc/meminfo") as lines:
         for line in lines:
@@ -192,7 +193,7 @@ def available_memory() -> int:
         left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
         for line in (group / "memory.stat").read_text().splitlines():
             if line.startswith(("inactive_file ", "active_file ")):
-                left += int(line.split()[1])  # the kernel drops the page cache first
+                left += int(line.split()[1])  # the kernel would drop the page cache first
         return max(0, min(available, left))
-    except (OSError, ValueError):  # no limit, or another kind of container
+    except (OSError, ValueError):  # no limit, or a different kind of container
         return available

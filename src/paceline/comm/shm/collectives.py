@@ -1,8 +1,8 @@
 """Collectives of the ranks of one host, over the engine.
 
-An all-reduce uses one of three methods. Each rank reduces a small tensor by itself, from copies that all ranks show. A
-tensor in shared memory is reduced in place; each rank reduces its share for all ranks. Any other tensor goes through
-the stage, chunk by chunk, like the tensors of the other collectives.
+An all-reduce uses one of three methods. For a small tensor, each rank computes the whole reduction itself, from copies
+that all ranks show. A tensor in shared memory is reduced in place; each rank reduces its share for all ranks. Any other
+tensor goes through the stage, chunk by chunk, like the tensors of the other collectives.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ NOT_RECORDED = nullcontext()
 
 
 class Collectives:
-    """The collectives of one group on one host. Tensors are flat and contiguous, of native dtypes."""
+    """The collectives of one group on one host. Tensors are flat and contiguous, and have native dtypes."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.place = engine.place
-        """Index of this rank among the ranks of the host, in the order that all collectives use."""
+        """Index of this rank among the host's ranks, in the order used by all collectives."""
         self.size = len(engine.members)
         self._stage = Stage(engine)
         self._places = Places(engine.arena)
@@ -56,7 +56,7 @@ class Collectives:
         return self.engine.post(header, Shown(tensor.numel(), offset), compute)
 
     def post_own_sum(self, tensor: Tensor) -> Operation:
-        """Begin to sum `tensor`, in any memory, from a copy of its present values; each rank sums for itself.
+        """Begin to sum `tensor`, in any memory, from a copy of its current values; each rank computes its own sum.
 
         The sum is complete once every rank has launched it, without waiting for other ranks' results.
         """
@@ -67,7 +67,7 @@ class Collectives:
 
         Args:
             tensor: do not write to it until the operation is finished.
-            places: for the rank in each place, the tensors to copy into, and the elements of its `tensor` for each.
+            places: for the rank in each place, the tensors to copy into, each with the slice of that rank's `tensor`.
         """
 
         @torch.no_grad()
@@ -80,7 +80,7 @@ class Collectives:
         return self.engine.post(_header(Kind.launched_gather, tensor), self._show(tensor), compute)
 
     def post_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Operation | None:
-        """Begin :meth:`all_reduce` of at most ``SMALL_BYTES``; return None if that would have to wait."""
+        """Begin :meth:`all_reduce` of at most ``SMALL_BYTES``; return None if that would require waiting."""
         return self.engine.post_at_once(lambda: self._post_small(tensor, op))
 
     # -- waited for ---------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Collectives:
             self._reduce_staged(tensor, op, self._scale_of(op))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Make `tensor` equal to that of the rank in place `root`."""
+        """Copy the `tensor` of the rank in place `root` to all ranks."""
 
         def begin(turn: int, start: int, count: int) -> Begun:
             chunk, staged = tensor[start : start + count], self._stage.half(tensor.dtype, turn)[:count]
@@ -126,7 +126,7 @@ class Collectives:
         self._stage.stream(tensor.numel(), self._stage.half(tensor.dtype).numel(), begin)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
-        """Reduce over all ranks their input number `place`, into `output`."""
+        """Reduce input number `place` of all ranks into `output`."""
         scale = self._scale_of(op)
 
         def begin(turn: int, start: int, count: int) -> Begun:
@@ -153,7 +153,7 @@ class Collectives:
         return self._post_own(Kind.all_reduce, tensor, op, self._scale_of(op))
 
     def _post_own(self, kind: Kind, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None = None) -> Operation:
-        """Post an operation in which each rank shows a copy of its flat `tensor` and computes its result."""
+        """Post an operation in which each rank shows a copy of its flat `tensor` and computes its own result."""
         engine, count, dtype = self.engine, tensor.numel(), tensor.dtype
         place = self._places.take(tensor.nbytes)
         offset = place.data_ptr() - engine.arena.address
@@ -169,7 +169,7 @@ class Collectives:
         return operation
 
     def _reduce_shared(self, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None) -> None:
-        """Reduce a tensor in place, at once; if another rank stages its tensor, in that rank's chunks."""
+        """Reduce a tensor in place: in one piece or, if another rank stages its tensor, in that rank's chunks."""
         start, total, taken = 0, tensor.numel(), 0
 
         def compute(shown: list[Shown]) -> None:
@@ -185,7 +185,7 @@ class Collectives:
                 return
 
     def _reduce_staged(self, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None) -> None:
-        """Reduce a tensor that lies elsewhere, in chunks through the stage."""
+        """Reduce a tensor in other memory, in chunks through the stage."""
 
         def begin(turn: int, start: int, count: int) -> Begun:
             staged, chunk = self._stage.half(tensor.dtype, turn)[:count], tensor[start : start + count]
@@ -199,7 +199,7 @@ class Collectives:
         self._stage.stream(tensor.numel(), self._stage.half(tensor.dtype).numel(), begin, end)
 
     def _copy_others(self, target: Tensor, source: Tensor) -> None:
-        """Copy the shares that other ranks reduce; this rank's own never goes through the stage."""
+        """Copy the shares that other ranks reduce. This rank's own share never goes through the stage."""
         ours = share(target.numel(), self.place, self.size)
         for part in (slice(0, ours.start), slice(ours.stop, None)):
             target[part].copy_(source[part])
@@ -212,9 +212,9 @@ class Collectives:
         shown: list[Shown],
         chunk: Tensor | None = None,
     ) -> None:
-        """Reduce this rank's share for all ranks: read it from every rank's memory, and write it to every rank's.
+        """Reduce this rank's share for all ranks: read it from every rank's memory, and write the result there.
 
-        This rank's own is read from `chunk` and written there, if that is given, instead of the place that it shows.
+        If `chunk` is given, this rank's part is read from and written to `chunk`, not the memory that it shows.
         """
         count = min(view.length for view in shown)
         ours = share(count, self.place, self.size)
@@ -222,13 +222,13 @@ class Collectives:
             parts = self.engine.operands(shown, dtype, ours)
             if chunk is not None:
                 parts[self.place] = chunk[ours]
-            # The sum is computed in this rank's memory and copied to the others'. The parts stay in the order of ranks,
+            # The sum is computed in this rank's memory and copied to the other ranks'. The parts stay in rank order,
             # because the order determines the bits.
             results = [parts[self.place], *parts[: self.place], *parts[self.place + 1 :]]
             reduce_into(results, parts, op, scale)
 
     def _scale_of(self, op: ReduceOp.RedOpType) -> float | None:
-        """Return the factor of the sum, if any."""
+        """Return the factor to apply to the sum, if any."""
         return 1 / self.size if op is ReduceOp.AVG else None
 
     def _show(self, operand: Tensor) -> Shown:

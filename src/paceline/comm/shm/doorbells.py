@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from paceline.comm.shm.introduction import Peer
 
 _DONE = 32
-"""Position of the bit where the count of done operations starts in a ring's value; lower bits count posted ones."""
+"""In a ring's value, the bit at which the count of done operations starts. Lower bits count posted operations."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Numbers of operations that a peer had posted and done at its last ring."""
+    """How many operations a peer had posted and done at its last ring."""
 
     posted: int = 0
     done: int = 0
@@ -25,16 +25,16 @@ class Signals:
     """The eventfds between this rank and its peers, in both directions."""
 
     progress: dict[int, Progress]
-    """Progress of each peer, by its rank."""
+    """Progress of each peer, by rank."""
     ended: set[int]
-    """Ranks whose process is known to have ended, after their last ring has been read."""
+    """Ranks whose process is known to have ended. Their last ring has already been read."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self._peers = list(peers)
         self.progress = {peer.rank: Progress() for peer in peers}
         self.ended = set()
         self._untold = 0
-        """Value of the next ring: the operations posted and done since the last one."""
+        """Value of the next ring: the operations posted and done since the previous ring."""
         self._interrupt = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._heard = {peer.ringing: self.progress[peer.rank] for peer in peers}
         """Progress of each peer, by the eventfd that it rings."""
@@ -42,7 +42,7 @@ class Signals:
         self._poll = _poll_for(self._alarms())
 
     def announce(self, posted: int = 0, done: int = 0) -> None:
-        """Add numbers of operations posted and done to the next ring."""
+        """Add to the numbers of posted and done operations that the next ring announces."""
         self._untold += posted + (done << _DONE)
 
     @property
@@ -69,28 +69,28 @@ class Signals:
         return bool(rung)
 
     def posted(self, ours: int) -> int:
-        """Return the number of operations that all peers have posted; `ours`, this rank's, without peers."""
+        """Return how many operations all peers have posted; without peers, this rank's number, `ours`."""
         return min((peer.posted for peer in self.progress.values()), default=ours)
 
     def done(self, ours: int) -> int:
-        """Return the number of operations that all peers are done with; `ours`, this rank's, without peers."""
+        """Return how many operations all peers have done; without peers, this rank's number, `ours`."""
         return min((peer.done for peer in self.progress.values()), default=ours)
 
     def sleep(self, seconds: float, others: Sequence[Signals]) -> bool:
-        """Sleep until a peer rings here or for one of `others`, or ends; return whether one did."""
+        """Sleep until a peer rings (here or in one of `others`) or ends; return whether that happened."""
         ready = {descriptor for descriptor, _ in self._poll_with(others).poll(seconds * 1000)}
         self.listen()
         for peer in self._peers:
             if peer.alive in ready:  # after listen(), because earlier rings still count
-                self._poll.unregister(peer.alive)  # it stays readable, and every later sleep would return at once
+                self._poll.unregister(peer.alive)  # a pidfd stays readable, so every later sleep would return at once
                 self.ended.add(peer.rank)
         return bool(ready)
 
     def _poll_with(self, others: Sequence[Signals]) -> select.poll:
         """Return a poll that also wakes this rank for `others`, which have operations under way.
 
-        Ranks may wait for two groups in different orders. Each must then do its part in the group that it is not
-        waiting for.
+        If two ranks wait for two groups in different orders, each must do its part in the group for which it is not
+        waiting.
         """
         if not others:
             return self._poll
@@ -98,12 +98,12 @@ class Signals:
         return _poll_for([*self._alarms(), *rung])
 
     def _alarms(self) -> list[int]:
-        """Return the descriptors to watch: our eventfds, and the pidfds of peers that are not known to have ended."""
+        """Return the descriptors to watch: our eventfds, and the pidfds of peers not known to have ended."""
         alive = [peer.alive for peer in self._peers if peer.rank not in self.ended]
         return [self._interrupt, *(peer.ringing for peer in self._peers), *alive]
 
     def interrupt(self) -> None:
-        """Wake a thread that sleeps."""
+        """Wake a sleeping thread."""
         os.eventfd_write(self._interrupt, 1)
 
     def close(self) -> None:

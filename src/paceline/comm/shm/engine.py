@@ -1,18 +1,18 @@
-"""The engine: operations among the ranks of one host, in the same order on every rank.
+"""The engine: runs operations among the ranks of one host, in the same order on every rank.
 
     post       write the header of operation k, ring every rank
     compute    once every rank has posted k and the headers agree: read the others' memory, write the result
-    done       ring every rank; later if each rank computes its own result, because then only memory depends on it
-    finished   once every rank is done with k, and no rank reads this rank's memory for it any longer
+    done       ring every rank; later if each rank computes its own result, because then it only frees memory
+    finished   once every rank has done k, so that no rank reads this rank's memory for it any longer
 
 Posting does not wait, so several operations can be under way. :meth:`Engine.progress` advances them without blocking.
-:meth:`Engine.wait` first polls for rings, as often as polling succeeded recently. It then sleeps on eventfds *and* on
-the peers' pidfds, so that the end of a peer is noticed at once, with its rank. A ring adds the numbers of operations
-posted and done since the last ring to an eventfd. Ranks therefore learn of progress through the kernel, which orders
-all writes before a ring ahead of all reads after it. Plain memory is never polled.
+:meth:`Engine.wait` first polls for rings, the more often the better polling worked recently. Then it sleeps on eventfds
+*and* on the peers' pidfds, so that it notices at once which peer has ended. A ring adds the numbers of operations
+posted and done since the last ring to an eventfd. So ranks learn of progress through the kernel, which orders all
+writes before a ring ahead of all reads after it. Plain memory is never polled.
 
-A collective of several operations posts the second one only after all ranks agree on the first (:meth:`Engine.agree`).
-Otherwise, after a mismatch, some ranks would have posted one operation more than others.
+A collective that consists of several operations posts the second one only after all ranks agree on the first
+(:meth:`Engine.agree`). Otherwise, after a mismatch, some ranks would have posted one more operation than others.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ from paceline.core.telemetry.spans import waiting
 from paceline.errors import CommunicationError, DesyncError
 
 Compute = Callable[[list[Shown]], None]
-"""Computes this rank's part of an operation from the memory that the ranks show, in their order."""
+"""Computes this rank's part of an operation from the memory that each rank shows, in rank order."""
 _FEWEST_SPINS, _MOST_SPINS = 8, 256
 _UNTOLD = 16
-"""Number of finished operations that peers need not know of before the next ring."""
+"""Maximum number of operations done without telling the peers."""
 _NAP_S = 1.0
-"""Longest single sleep, and so the most that a stop of this process counts towards the timeout."""
+"""Longest single sleep. If this process is stopped, no more than this counts toward the timeout."""
 
 
 class Operation:
-    """An operation under way on this rank, changed only by the engine."""
+    """An operation under way on this rank. Only the engine changes it."""
 
     __slots__ = ("compute", "computed", "engine", "error", "finished", "header", "is_own", "number")
 
     def __init__(self, engine: Engine, number: int, header: Header, compute: Compute, *, is_own: bool) -> None:
         self.engine = engine
         self.number = number
-        """Number of operations posted before it in the group, the same on every rank."""
+        """Number of operations posted before this one in the group, the same on every rank."""
         self.header = header
-        # Any thread may compute it, and inference tensors can be written to only in inference mode.
+        # Any thread may call it, and inference tensors can be written to only in inference mode.
         self.compute = torch.inference_mode()(compute) if torch.is_inference_mode_enabled() else compute
-        """Called once, when all ranks have posted; then dropped."""
+        """Called once, when all ranks have posted, and then dropped."""
         self.is_own = is_own
         """Whether no other rank writes to the result, which is complete once this rank has done its part."""
         self.computed = False
-        """Whether this rank has done its part, or has found that the headers differ."""
+        """Whether this rank has done its part or has found that the headers differ."""
         self.finished = False
-        """Whether every rank has done its part, so that none reads this rank's memory for it."""
+        """Whether every rank has done its part, so that none reads this rank's memory for it any longer."""
         self.error: Exception | None = None
-        """Error of the operation if the headers differ, the same on every rank; set before `computed`."""
+        """Error of the operation if the headers differ. It is the same on every rank, and set before `computed`."""
 
     def wait(self) -> None:
         """Wait until the result is complete on this rank; raise the errors of :meth:`Engine.wait`."""
@@ -88,7 +88,7 @@ class Operation:
 
 
 def _nothing(_: list[Shown]) -> None:
-    """Replace a function that has computed its operation."""
+    """Take the place of a function that has computed its operation."""
 
 
 def is_computed(operation: Operation) -> bool:
@@ -102,9 +102,9 @@ def is_finished(operation: Operation) -> bool:
 
 
 class Engine:
-    """Runs operations with the other ranks of this host. Threads may share it; they take turns.
+    """Runs operations with the other ranks of this host. Threads may share an engine; they take turns.
 
-    ``members`` are the group ranks on this host in ascending order, including this rank, ``rank``.
+    ``members`` are the group's ranks on this host in ascending order, including this rank, ``rank``.
     """
 
     def __init__(self, arena: Arena, peers: Sequence[Peer], rank: int, timeout: timedelta) -> None:
@@ -121,26 +121,26 @@ class Engine:
         shows: dict[int, tuple[int, Segment]] = {peer.rank: (peer.name, peer.memory) for peer in peers}
         shows[rank] = self._name, arena
         self.names = [shows[member][0] for member in self.members]
-        """The members' ranks in the world, which messages use."""
+        """The members' global ranks, which error messages use."""
         self.memories = [shows[member][1] for member in self.members]
         self._posted = 0
-        """Operations that this rank has posted: the number of the next one."""
+        """Number of operations that this rank has posted, and the number of the next one."""
         self._done = 0
-        """Operations whose part this rank has done. They are done in the order of their numbers."""
+        """Number of operations in which this rank has done its part, always in the order of their numbers."""
         self._ready = 0
-        """Operations that all peers had posted at the last poll. They do not ring again for these."""
+        """Number of operations that all peers had posted at the last poll. They do not ring again for these."""
         self._under_way: deque[Operation] = deque()
-        """Operations posted and not finished, in the order of their numbers, at most ``SLOTS - 1``."""
+        """Operations posted but not finished, in the order of their numbers; at most ``SLOTS - 1``."""
         self._broken = ""
-        """Reason why the group cannot be used any longer; set once. After that no operation is computed."""
+        """Reason why the group can no longer be used; set once. After that no operation is computed."""
         self._blamed: list[int] = []
-        """World ranks that `_broken` names."""
+        """Global ranks that `_broken` names."""
         self._lock = threading.RLock()
-        """Held by the thread that changes anything above."""
+        """Held while changing anything above."""
         self._most_spins = _MOST_SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
-        """Most polls before a wait sleeps; 1 if ranks share cores, because a peer needs this rank's core."""
+        """Maximum number of polls before a wait sleeps; 1 if ranks share cores, so that a peer gets this core."""
         self._spins = self._most_spins
-        """Polls of the next wait; doubled after a wait in which they sufficed, otherwise halved."""
+        """Number of polls in the next wait; doubled after a wait in which polling was enough, halved otherwise."""
         self._close_descriptors = weakref.finalize(self, self.signals.close)
         self._close_descriptors.atexit = False
         _register(self)
@@ -148,7 +148,7 @@ class Engine:
     # -- posting and progress -----------------------------------------------------------------------------------
 
     def post(self, header: Header, shown: Shown, compute: Compute, *, is_own: bool = False) -> Operation:
-        """Begin an operation, without waiting for other ranks unless too many are under way.
+        """Begin an operation. Waits for other ranks only if too many operations are under way.
 
         Args:
             header: description of the operation, equal on every rank.
@@ -172,7 +172,7 @@ class Engine:
             return operation
 
     def post_at_once(self, post: Callable[[], Operation]) -> Operation | None:
-        """Call `post`, which posts an operation; return None if that would have to wait for a thread or rank."""
+        """Call `post`, which posts an operation; return None if that would require waiting for a thread or rank."""
         if self._lock.acquire(blocking=False):
             try:
                 if len(self._under_way) < SLOTS - 1:
@@ -182,8 +182,8 @@ class Engine:
         return None
 
     def progress(self) -> None:
-        """Advance operations as far as they go now."""
-        # A thread that holds the lock advances them already.
+        """Advance operations as far as possible without waiting."""
+        # If another thread holds the lock, it is already advancing them.
         if self._under_way and self._lock.acquire(blocking=False):
             try:
                 with _BreaksOnError(self):
@@ -192,7 +192,7 @@ class Engine:
                 self._lock.release()
 
     def wait(self, operation: Operation) -> None:
-        """Wait until the result of `operation` is complete on this rank; raise its error, or that of a missing rank."""
+        """Wait until `operation` has its result on this rank; raise its error, or one about a missing rank."""
         if not operation.is_completed():
             with self._lock:
                 self._wait_until(operation, is_computed if operation.is_own else is_finished)
@@ -200,7 +200,7 @@ class Engine:
             raise operation.error
 
     def agree(self, operation: Operation) -> None:
-        """Wait until every rank has posted `operation`, and the same one. Raises the errors of :meth:`wait`."""
+        """Wait until every rank has posted `operation`, with the same header. Raises the errors of :meth:`wait`."""
         if not operation.computed:
             with self._lock:
                 self._wait_until(operation, is_computed)
@@ -208,7 +208,7 @@ class Engine:
             self.wait(operation)
 
     def operands(self, shown: Sequence[Shown], dtype: torch.dtype, part: slice | None = None) -> list[Tensor]:
-        """Return the tensors that the members show, or a `part` of each, in place in their memory."""
+        """Return the tensors that the members show, or a `part` of each, without copying them."""
         pairs = zip(self.memories, shown, strict=True)
         if part is None:
             return [memory.operand(view.offset, view.length, dtype) for memory, view in pairs]
@@ -238,14 +238,14 @@ class Engine:
         return False
 
     def _look(self) -> bool:
-        """Advance operations if a peer has rung or there are no peers; return whether that is so."""
+        """Advance operations if a peer has rung or there are no peers; return whether that was the case."""
         if self.signals.listen() or not self.peers:
             self._advance()
             return True
         return False
 
     def _advance(self) -> None:
-        """Compute the operations that every rank has posted, and finish the ones that every rank has done, in order."""
+        """Compute the operations that every rank has posted, and finish those that every rank has done, in order."""
         self._ready = ready = self.signals.posted(self._posted)
         is_waited_for = False
         for operation in self._under_way:
@@ -254,8 +254,8 @@ class Engine:
             if not operation.computed:
                 self._compute(operation)
                 is_waited_for |= not operation.is_own
-        # One ring for all computed operations, because each ring is a system call per peer. Peers learn with the next
-        # ring that they may reuse their memory, unless they are about to run out of it.
+        # One ring for all computed operations, because each ring is a system call per peer. That peers may reuse memory
+        # is announced only with the next ring, unless they are about to run out.
         if is_waited_for or self.signals.untold_done >= _UNTOLD:
             self.signals.ring()
         done = self.signals.done(self._done)
@@ -289,7 +289,7 @@ class Engine:
 
     def _block(self, operation: Operation, is_over: Callable[[Operation], bool], left: float) -> float:
         """Sleep for at most a second until a peer rings or ends; return the seconds `left` of the timeout."""
-        self.signals.ring()  # announce all that peers may wait for
+        self.signals.ring()  # announce everything that peers may be waiting for
         counts = self.signals.progress
         reached = {rank: peer.posted if is_over is is_computed else peer.done for rank, peer in counts.items()}
         missing = [peer for peer in self.peers if reached[peer.rank] <= operation.number]
@@ -297,7 +297,7 @@ class Engine:
             if peer.rank in self.signals.ended:
                 self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
         nap, began = min(left, _NAP_S), time.monotonic()
-        # A peer may wait for this rank in another group, while this rank waits for it here.
+        # A peer may be waiting for this rank in another group while this rank waits for it here.
         others = [engine for engine in _engines() if engine is not self and engine._under_way]
         woken = self.signals.sleep(nap, [engine.signals for engine in others])
         left -= min(time.monotonic() - began, nap)
@@ -326,17 +326,17 @@ class Engine:
             ).because_of(self._blamed)
 
     def close(self) -> None:
-        """Release descriptors and memory; a thread that waits gets an error."""
+        """Release descriptors and memory. Waiting threads get an error."""
         if not self._close_descriptors.alive:
             return
         self._broken = self._broken or "it was destroyed"
-        self.signals.interrupt()  # before the lock is taken, which a sleeping thread holds
+        self.signals.interrupt()  # before taking the lock, because a sleeping thread holds it
         with self._lock:
             self._drop()
 
     def leave_to_parent(self) -> None:
         """In a forked child, release everything that belongs to the rank."""
-        self._lock = threading.RLock()  # a thread of the rank may have held the old one at the fork
+        self._lock = threading.RLock()  # at the fork, a thread of the rank may have held the old one
         self._broken = "this process was forked from a rank, and only the rank belongs to the group"
         self.arena.leave_to_parent()
         self._drop()
@@ -351,7 +351,7 @@ class Engine:
 class _BreaksOnError:
     """Marks the group as broken if the block is interrupted, because other ranks wait for this one."""
 
-    # A class, because each operation enters three, and a generator takes three times as long.
+    # A class, because each operation enters three of these, and a generator would take three times as long.
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -360,7 +360,7 @@ class _BreaksOnError:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         engine = self._engine
-        if error is not None and not isinstance(error, CommunicationError):  # also a KeyboardInterrupt
+        if error is not None and not isinstance(error, CommunicationError):  # including KeyboardInterrupt
             engine._broken = engine._broken or f"rank {engine._name} was interrupted by {type(error).__name__}"
 
 
@@ -370,16 +370,16 @@ _REMEDY = "see the error of that rank, then restart from the last checkpoint"
 # -- the engines of this process ------------------------------------------------------------------------------------
 
 _registry: tuple[weakref.ref[Engine], ...] = ()
-"""Replaced as a whole, because threads read it while others make groups."""
+"""Replaced as a whole, because threads read it while others create groups."""
 
 
 def _engines() -> list[Engine]:
-    """Return the engines of this process, because a wait in one advances the others."""
+    """Return all engines of this process. A wait in one also advances the others."""
     return [engine for reference in _registry if (engine := reference()) is not None]
 
 
 def _register(engine: Engine) -> None:
-    """Add `engine`, for as long as it is alive."""
+    """Add `engine` for as long as it exists."""
     global _registry
     _release_after_fork()
     _registry = (*(reference for reference in _registry if reference() is not None), weakref.ref(engine))

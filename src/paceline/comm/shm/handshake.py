@@ -1,6 +1,6 @@
 """The handshake: the ranks of one host find each other and exchange the descriptors of their memory and signals.
 
-Each rank listens on an abstract Unix socket, for the time of the handshake only. The sockets' names and the group's
+Each rank listens on an abstract Unix socket, only during the handshake. The sockets' names and the group's
 secret are in a private store (:mod:`paceline.core.processes.private_store`), which other users cannot read or write.
 """
 
@@ -26,11 +26,11 @@ _SECRET_BYTES = 32
 
 
 def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta) -> list[Peer]:
-    """Exchange descriptors with `peers`, the other ranks of this host, which all call this."""
+    """Exchange descriptors with `peers`, the other ranks of this host. All of them call this."""
     connected: dict[int, Peer] = {}
     try:
         _connect(store, rank, peers, arena, timeout, connected)
-    # No other object owns these descriptors yet.
+    # Close the descriptors here, because no other object owns them yet.
     except BaseException as error:
         for descriptor in [held for peer in connected.values() for held in peer.descriptors()]:
             os.close(descriptor)
@@ -46,7 +46,7 @@ def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: ti
 def _connect(
     store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta, connected: dict[int, Peer]
 ) -> None:
-    """Connect to lower ranks and accept higher ones. Other processes may connect too early, but are not waited for."""
+    """Connect to lower ranks and accept higher ones. Other processes may also connect, but nobody waits for them."""
     deadline = time.monotonic() + timeout.total_seconds()
     address, secret = f"\0paceline/{secrets.token_hex(16)}", secrets.token_bytes(_SECRET_BYTES)
     missing = set(peers)
@@ -62,9 +62,9 @@ def _connect(
         poll.register(listener, select.POLLIN)
         for other in sorted(peer for peer in peers if peer < rank):
             address_there, token = json.loads(read_from(store, f"socket/{other}", rank, other, timeout))
-            if other == min(peers):  # all use the secret of the lowest rank
+            if other == min(peers):  # all ranks use the lowest rank's secret
                 secret = bytes.fromhex(token)
-            # In ascending order, and after listening, so that no two ranks wait for each other.
+            # Connect in ascending order, and only after listening, so that no two ranks wait for each other.
             link = _reach(address_there, rank, other, deadline, timeout)
             links[link.fileno()] = Introduction(link, secret, rank, arena, other)
             poll.register(link, select.POLLIN)
@@ -103,7 +103,7 @@ def _advance(link: Introduction, rank: int, missing: set[int], connected: dict[i
 
 
 def _reach(address: str, rank: int, other: int, deadline: float, timeout: timedelta) -> socket.socket:
-    """Connect to rank `other`, which listens at `address`; if strangers crowd its queue, wait for a place."""
+    """Connect to rank `other`, which listens at `address`; if other processes fill its queue, wait for a place."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         left = max(0.01, deadline - time.monotonic())
@@ -125,7 +125,7 @@ def _reach(address: str, rank: int, other: int, deadline: float, timeout: timede
 
 
 def _accept(listener: socket.socket) -> socket.socket | None:
-    """Accept a connection and return it if it comes from a process of this user."""
+    """Accept a connection, and return it if it comes from a process of this user."""
     try:
         link, _ = listener.accept()
     except (BlockingIOError, ConnectionError):

@@ -1,4 +1,4 @@
-"""The header: a rank's description of an operation and of the operand it shows, in a slot of its shared memory."""
+"""The header: a rank's description of an operation and of the operand that it shows, in a slot of its shared memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.core.processes.missing_ranks import ranks_by_value
 from paceline.errors import DesyncError
 
 SLOTS = 256
-"""Slots of a rank, which operations use in turn. One operation fewer may be under way at once."""
+"""Number of slots per rank, which operations use in turn. One fewer operation may be under way at a time."""
 _SAME = struct.Struct("@7q")
 _SHOWN = struct.Struct("@2q")
 _SLOTS_AT = 64  # byte of the first slot
-_SLOT_BYTES = 128  # both, rounded up to whole cache lines
+_SLOT_BYTES = 128  # both structs, rounded up to whole cache lines
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -50,7 +50,7 @@ class Kind(IntEnum):
     launched_gather = 7
     """Copies from other ranks' memory into tensors of this rank."""
     own_sum = 8
-    """A launched all-reduce that every rank computes for itself, from what all ranks show."""
+    """A launched all-reduce that each rank computes for itself from what all ranks show."""
 
 
 _REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.own_sum)
@@ -62,9 +62,9 @@ class Header(NamedTuple):
     kind: Kind
     dtype: torch.dtype = torch.uint8
     total: int = 0
-    """Elements of the whole collective, or of a rank's part in a gather or scatter."""
+    """Number of elements in the whole collective, or in a rank's part for a gather or scatter."""
     start: int = 0
-    """Index of the operation's first element among these."""
+    """Index of the operation's first element within these."""
     reduce: int = 0
     """Code of the reduction, from :func:`arithmetic.code_of`."""
     root: int = 0
@@ -83,13 +83,13 @@ class Shown(NamedTuple):
     """The position of a rank's operand in its shared memory."""
 
     length: int = 0
-    """Elements; they differ between ranks if some stage a tensor and others share it."""
+    """Number of elements; it differs between ranks if some stage a tensor and others share it."""
     offset: int = 0
-    """Offset of the first one in the rank's memory, in bytes."""
+    """Offset of the first element in the rank's memory, in bytes."""
 
 
 def write(segment: Segment, number: int, header: Header, shown: Shown) -> None:
-    """Write both into the slot of operation `number`."""
+    """Write `header` and `shown` into the slot of operation `number`."""
     kind, dtype, *numbers = header
     at = _SLOTS_AT + number % SLOTS * _SLOT_BYTES
     _SAME.pack_into(segment.memory, at, number, kind, _CODES[dtype], *numbers)
@@ -100,7 +100,7 @@ def read_shown(segments: Sequence[Segment], number: int) -> list[Shown] | None:
     """Return each rank's operand of operation `number`; None if the headers differ."""
     at = _SLOTS_AT + number % SLOTS * _SLOT_BYTES
     end = at + _SAME.size
-    # Compared as bytes, because decoding takes several times as long.
+    # Compare bytes, because decoding would take several times as long.
     first = segments[0].memory[at:end]
     shown = []
     for segment in segments:
@@ -117,12 +117,12 @@ def read_header(segment: Segment, number: int) -> Header | None:
 
 
 def mismatch(number: int, headers: Sequence[Header], names: Sequence[int], name: int) -> DesyncError:
-    """Return the error of ranks that posted different operations under one `number`.
+    """Return the error for ranks that posted different operations under the same `number`.
 
     Args:
         number: the operation's number.
         headers: the headers of all ranks.
-        names: the ranks' names in messages.
+        names: the ranks' names in error messages.
         name: this rank's name.
     """
     descriptions = []

@@ -1,6 +1,6 @@
-"""The introduction of two ranks on a Unix socket: each proves its identity before it receives descriptors.
+"""The introduction of two ranks over a Unix socket: each proves its identity before it receives descriptors.
 
-The steps in their order:
+The steps, in order:
 
     connector                                          listener
     1. the kernel says that it is our user             1. the kernel says that it is our user
@@ -38,15 +38,15 @@ class Peer:
     rank: int
     """Its rank in the group."""
     name: int
-    """Its rank in the world, which messages use."""
+    """Its global rank, which error messages use."""
     pid: int
     alive: int
     """pidfd: readable once the process has ended."""
     memory: Segment
     ringing: int
-    """eventfd that the peer rings for us."""
+    """eventfd with which the peer rings us."""
     bell: int
-    """eventfd that we ring for the peer."""
+    """eventfd with which we ring the peer."""
 
     def descriptors(self) -> tuple[int, ...]:
         """Return all descriptors held for this peer."""
@@ -54,7 +54,7 @@ class Peer:
 
 
 class Introduction:
-    """One connection, at either end of it."""
+    """One end of a connection."""
 
     expected: int | None
     """The peer's rank. The connector knows it from the start, the listener after step 3."""
@@ -75,7 +75,7 @@ class Introduction:
             link.send(self._hello(expected))
 
     def advance(self, missing: Container[int]) -> Peer | None:
-        """Read a message and take the next step; return the peer after the last one."""
+        """Read a message and take the next step; after the last step, return the peer."""
         received: list[int] = []
         try:
             text, received, flags, _ = socket.recv_fds(self.link, 256, 2, socket.MSG_CMSG_CLOEXEC)
@@ -108,7 +108,7 @@ class Introduction:
         except ProcessLookupError as error:
             raise Rejected("it ended") from error
         try:
-            # The caller closes the first descriptor, because the mapping keeps the memory without it.
+            # The caller closes the first descriptor, because the mapping keeps the memory alive without it.
             memory, bell = Segment(received[0]), received.pop()
         except BaseException:
             os.close(alive)
@@ -121,7 +121,7 @@ class Introduction:
         return self._proof(who, other) + who
 
     def _read(self, text: bytes) -> tuple[int, int]:
-        """Return the sender's rank in the group and in the world."""
+        """Return the sender's rank in the group and its global rank."""
         proof, who = text[:_PROOF_BYTES], text[_PROOF_BYTES:]
         if len(who) != _WHO.size or not hmac.compare_digest(proof, self._proof(who, self._rank)):
             raise Rejected("it does not know the group's secret" if text else "it ended")
@@ -129,7 +129,7 @@ class Introduction:
         return rank, name
 
     def _proof(self, who: bytes, other: int) -> bytes:
-        """Return the proof for rank `other` that the sender `who` knows the secret."""
+        """Return the proof, meant for rank `other`, that the sender `who` knows the secret."""
         return hmac.digest(self._secret, who + _WHO.pack(other, 0), "sha256")
 
     def _send(self, text: bytes) -> None:
@@ -138,7 +138,7 @@ class Introduction:
         socket.send_fds(self.link, [text], [self._arena.descriptor, self.ringing])
 
     def close(self) -> None:
-        """Close the connection, and descriptors that no peer has taken."""
+        """Close the connection, and the eventfd unless a peer has taken it over."""
         self.link.close()
         if self.ringing >= 0:
             os.close(self.ringing)
@@ -146,12 +146,12 @@ class Introduction:
 
 
 def world_rank(rank: int) -> int:
-    """Return this process's number in messages: its rank in the world, not its `rank` in a sub-group."""
+    """Return this process's number in error messages: its global rank, not its `rank` in a subgroup."""
     return dist.get_rank() if dist.is_initialized() else rank
 
 
 def credentials(link: socket.socket) -> tuple[int, int, int]:
-    """Return process, user and group of the other end, from the kernel."""
+    """Return the process, user and group at the other end, according to the kernel."""
     raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, gid = struct.unpack("3i", raw)
     return pid, uid, gid

@@ -1,4 +1,4 @@
-"""Places in a rank's shared memory for the copies of tensors that it shows, whose originals receive the results."""
+"""Places in a rank's shared memory for the copies of tensors that it shows. The originals receive the results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ A place has this size, or a multiple of it for a larger tensor.
 
 
 class Places:
-    """The places of one rank in one group, reused when no rank reads them any longer."""
+    """The places of one rank in one group, reused once no rank reads them any longer."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._used: deque[tuple[Tensor, Operation]] = deque()
-        """Each place with its operation, in the order of operations, which is the order of their ends."""
+        """Each place with its operation, in the order of the operations, in which they also finish."""
         self._lock = threading.Lock()
-        """Held by the thread that takes a place."""
+        """Held while taking a place."""
 
     def take(self, nbytes: int) -> Tensor:
         """Return a place of at least `nbytes`, as bytes."""
@@ -39,6 +39,6 @@ class Places:
         return self._arena.allocate(max(1, -(-nbytes // SMALL_BYTES)) * SMALL_BYTES, torch.uint8)
 
     def keep(self, place: Tensor, operation: Operation) -> None:
-        """Leave a place as it is until `operation`, the latest one, is finished."""
-        # Without the lock: if two threads append out of order, a place is reused a little later, never too early.
+        """Keep a place unchanged until `operation`, the latest one, is finished."""
+        # No lock is needed: if two threads append out of order, a place is reused a little later, never too early.
         self._used.append((place, operation))

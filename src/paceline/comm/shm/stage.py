@@ -1,4 +1,4 @@
-"""The stage: shared memory for chunks of tensors that are in private memory.
+"""The stage: shared memory for chunks of tensors in private memory.
 
 It has two halves. The next chunk is copied into one half while the ranks work on the chunk in the other.
 """
@@ -18,7 +18,7 @@ STAGE_BYTES = 4 * 2**20
 """Size of one half of the stage, measured in ``benchmarks/collectives.py``."""
 HALVES = 2
 Begun = tuple[Header, Shown, Compute]
-"""An operation to be posted: its header, this rank's operand, and the function that computes it."""
+"""An operation to post: its header, this rank's operand, and the function that computes it."""
 
 
 class Stage:
@@ -46,7 +46,7 @@ class Stage:
         """Send `total` elements through the stage in chunks of `length`. Each chunk is one operation.
 
         ``begin(turn, start, count)`` fills a half of the stage and describes the operation. ``end`` is called with the
-        same arguments when it is finished.
+        same arguments when the operation is finished.
         """
         under_way: deque[tuple[Operation, tuple[int, int, int]]] = deque()
 
@@ -56,7 +56,7 @@ class Stage:
             if end is not None:
                 end(*chunk)
 
-        # An empty tensor is an operation as well, because other ranks may have given another size.
+        # Even an empty tensor needs an operation, because other ranks may have passed a tensor of a different size.
         for turn, start in enumerate(range(0, max(1, total), length)):
             if len(under_way) == HALVES:
                 finish()
