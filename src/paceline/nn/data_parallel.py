@@ -2,8 +2,8 @@
 
     scatter the batch ──► replicate the module ──► forward in threads ──► gather the outputs
 
-It exists for comparison with :class:`paceline.DistributedDataParallel`, which is faster, because here every forward
-makes new replicas, and the threads share one interpreter.
+It exists for comparison with :class:`paceline.DistributedDataParallel`, which is faster: here every forward creates new
+replicas, and the threads share one interpreter.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Device = int | str | torch.device
 class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
     """Run a module on slices of every batch, one thread and one replica for each device, and gather the outputs.
 
-    Arguments and behavior match ``torch.nn.DataParallel``, which does not parallelize on CPUs. One backward sums the
-    gradients of all replicas in the module's parameters. The first replica is the module itself. As in torch, a forward
-    can change buffers and attributes of the first replica only; changes of the other replicas are lost. BatchNorm's
-    running statistics therefore come from the first slice.
+    Arguments and behavior match ``torch.nn.DataParallel``, but that class does not parallelize on CPUs. A backward sums
+    the gradients of all replicas in the module's parameters. The first replica is the module itself. As in torch, only
+    its buffers and attributes can be changed by a forward; changes to the other replicas are lost. BatchNorm's running
+    statistics therefore come from the first slice.
 
     Args:
-        module: the module to replicate; its parameters and buffers are on the first device.
-        device_ids: the devices, as numbers of GPUs or as devices; by default all GPUs, else the CPU.
+        module: the module to replicate; its parameters and buffers must be on the first device.
+        device_ids: the devices, as GPU indices or devices; by default all GPUs, or the CPU if there are none.
         output_device: the device of the gathered outputs; by default the first device.
-        dim: the dimension of tensors that is cut into slices.
-        replicas: on the CPU, the number of threads and replicas, in place of `device_ids`.
+        dim: the dimension along which tensors are sliced.
+        replicas: on the CPU, the number of threads and replicas, instead of `device_ids`.
 
     Raises:
-        UsageError: for missing devices, or a module on another device. In a forward, the error of a replica is raised.
+        UsageError: for missing devices, or a module on another device. A forward raises the error of a replica.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
     ) -> None:
         nn.Module.__init__(self)
         self.devices = _choose_devices(device_ids, replicas)
-        """Device of each replica; the CPU may occur several times."""
+        """Device of each replica; the CPU may appear several times."""
         self.device_ids = [device.index for device in self.devices if device.type != "cpu"]
         self.output_device: Any = self.devices[0] if output_device is None else _device_of(output_device)
         self.dim = dim
@@ -67,7 +67,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
                 )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the module's outputs over the whole batch, on the output device."""
+        """Return the module's outputs for the whole batch, on the output device."""
         slices = scatter((inputs, kwargs), self.devices, self.dim)
         modules = replicate(self.module, self.devices[: len(slices)])
         outputs = _apply_in_threads(modules, slices)
@@ -77,10 +77,10 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
 
 
 def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
-    """Return a slice of `value` for each device, or for fewer if a tensor has fewer rows.
+    """Return a slice of `value` for each device, or fewer slices if a tensor has fewer rows.
 
-    Tensors inside tuples, lists and dicts are cut along `dim`. Every replica gets the other values, and tensors without
-    dimensions. Slices differ by at most one row.
+    Tensors inside tuples, lists and dicts are split along `dim`. Other values, and tensors without dimensions, are
+    passed to every replica. Slice sizes differ by at most one row.
     """
     rows = [tensor.size(dim) for tensor in nested_tensors(value) if tensor.dim()]
     count = max(1, min([len(devices), *rows]))
@@ -96,9 +96,9 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
-    """Return outputs of the same structure as one, with tensors concatenated along `dim`, on `device`.
+    """Combine outputs with the same structure into one, with tensors concatenated along `dim`, on `device`.
 
-    Tensors without dimensions become a vector with an element for each replica.
+    Tensors without dimensions become a vector with one element per replica.
     """
     first = outputs[0]
     if isinstance(first, Tensor):
@@ -106,11 +106,13 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
         return torch.stack(tensors) if first.dim() == 0 else torch.cat(tensors, dim)
     if isinstance(first, dict):
         if any(output.keys() != first.keys() for output in outputs):
-            raise UsageError(f"replicas returned dicts with other keys: {[sorted(output) for output in outputs]}")
+            raise UsageError(f"replicas returned dicts with different keys: {[sorted(output) for output in outputs]}")
         return type(first)((key, gather([output[key] for output in outputs], device, dim)) for key in first)
     if isinstance(first, tuple | list):
         if any(len(output) != len(first) for output in outputs):
-            raise UsageError(f"replicas returned {[len(output) for output in outputs]} values; return as many in each")
+            raise UsageError(
+                f"replicas returned {[len(output) for output in outputs]} values; return as many from each"
+            )
         gathered = [gather(parts, device, dim) for parts in zip(*outputs, strict=True)]
         return type(first)(*gathered) if hasattr(first, "_fields") else type(first)(gathered)
     if first is None:
@@ -148,7 +150,7 @@ def _device_of(device: Device) -> torch.device:
 
 
 def nested_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors inside tuples, lists and dicts, in their order."""
+    """Yield the tensors inside tuples, lists and dicts, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):
@@ -157,7 +159,7 @@ def nested_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _slice_of(value: Any, at: int, devices: Sequence[torch.device], dim: int) -> Any:
-    """Return slice number `at`, of one for each of `devices`, on its device."""
+    """Return slice number `at` of `value`, which has one slice per device, on its device."""
     if isinstance(value, Tensor):
         part = value.tensor_split(len(devices), dim)[at] if value.dim() else value
         return part.to(devices[at])
@@ -174,7 +176,7 @@ def _replica_of(module: nn.Module, device: torch.device) -> nn.Module:
 
     def copy_of(tensor: Tensor) -> Tensor:
         if tensor not in copies:  # tied parameters stay tied
-            # Also on the same device, because a replica's buffers must not be the module's.
+            # Copied even on the same device, because a replica must not share buffers with the module.
             copies[tensor] = tensor.clone() if tensor.device == device else tensor.to(device)
         return copies[tensor]
 

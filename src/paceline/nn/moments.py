@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 HEAD = 4
-"""Number of elements before the C means and C sums: the count in two parts, the input's dimensions and channels."""
-PART = 2**20  # of a count; float32 alone would hold counts up to 2**24 only
+"""Number of elements before the C means and C sums: the count in two parts, and the input's dimensions and channels."""
+PART = 2**20  # a count is sent as quotient and remainder by this, because float32 is exact only up to 2**24
 
 
 @dataclass(frozen=True)
 class Report:
-    """The shape of one rank's input, which it reports to the others."""
+    """What one rank reports to the others about the shape of its input."""
 
     count: int
     """Number of values per channel."""
@@ -30,7 +30,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of the whole batch: values per channel, their mean and biased variance, both of shape (C,)."""
+    """Moments of the whole batch: number of values per channel, and their mean and biased variance, of shape (C,)."""
 
     count: int
     mean: Tensor
@@ -43,7 +43,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def pack(x: Tensor, features: int) -> Tensor:
-    """Return a rank's message of HEAD + 2C elements; only the head is filled if the input has other channels."""
+    """Return a rank's message of HEAD + 2C elements; only the head is filled if the number of channels is wrong."""
     dtype = wide(x.dtype)
     channels = x.size(1) if x.dim() > 1 else 0
     count = x.numel() // features
@@ -65,13 +65,13 @@ def empty_message(features: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 def reports(rows: Tensor) -> list[Report]:
-    """Return every rank's report, from messages of shape (ranks, HEAD + 2C); the one place that waits for a GPU."""
+    """Return every rank's report from messages of shape (ranks, HEAD + 2C). Only this function waits for a GPU."""
     heads = rows[:, :HEAD].tolist()
     return [Report(int(high) * PART + int(low), int(dims), int(channels)) for high, low, dims, channels in heads]
 
 
 def combine(rows: Tensor, total: int) -> Moments:
-    """Return the moments of all ranks' `total` values, zeros if there are none. The same bits on every rank."""
+    """Return the moments of all ranks' `total` values, or zeros if there are none; with the same bits on every rank."""
     means, squares = rows[:, HEAD:].chunk(2, dim=1)
     weights = rows[:, 0:1] * PART + rows[:, 1:2]
     mean = (means * (weights / max(total, 1))).sum(0)
@@ -80,8 +80,8 @@ def combine(rows: Tensor, total: int) -> Moments:
 
 
 def _own_moments(x: Tensor, features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance of one rank's values, by BatchNorm's own kernel."""
-    # The kernel answers in the dtype of the running statistics, so these select the wide one.
+    """Return mean and biased variance of one rank's values, computed by BatchNorm's own kernel."""
+    # The kernel returns results in the dtype of the running statistics, so these select the wide dtype.
     first, second = (torch.zeros(features, dtype=dtype, device=x.device) for _ in range(2))
     mean, variance = torch.batch_norm_update_stats(x, first, second, 0.0)
     return mean, variance

@@ -3,7 +3,7 @@
 μ and σ² are the moments over n values per channel on all ranks, x̂ = (x - μ)/σ, and dy the gradient of y = w·x̂ + b:
 
     dx = w/σ · (dy - Σdy/n - x̂·Σ(dy·x̂)/n)        sums over all ranks: one all-reduce of 2C elements
-    dw = Σ dy·x̂,  db = Σ dy                       sums of this rank, which the wrapper averages like every gradient
+    dw = Σ dy·x̂,  db = Σ dy                       sums over this rank; the wrapper averages them like other gradients
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     if x.numel():
         # In the backward of normalization with given statistics, the gradients of weight and bias are the needed sums.
-        # CUDA's kernel requires tensors as arguments: any weight (`mean`), because the sums do not depend on it, and
-        # empty ones for the values that forward saves, because it saves none with given statistics.
+        # The CUDA kernel requires tensors for all arguments: `mean` stands in for the weight, on which the sums do not
+        # depend, and empty tensors for the values saved by forward, which saves none with given statistics.
         saved = mean.new_empty(0)
         _, dw, db = torch.ops.aten.native_batch_norm_backward(
             dy, x, mean, mean, variance, saved, saved, False, layer.eps, [False, True, True]
@@ -88,7 +88,7 @@ def _gradients(
     scale = inverse if weight is None else inverse * weight
     shape = _over_channels(x)
     sum_dy, sum_dy_x = sums.chunk(2)
-    # From x - μ and not from x, which would lose precision if the mean is large compared with the deviation.
+    # Computed from x - μ, because x would lose precision if the mean is large compared with the deviation.
     dx = x - mean.view(shape)
     torch.addcmul((-scale * sum_dy).view(shape), dx, (-scale * inverse * sum_dy_x).view(shape), out=dx)
     return dx.addcmul_(dy, scale.view(shape)).to(x.dtype), dw, db
@@ -97,7 +97,7 @@ def _gradients(
 def _differentiable(
     x: Tensor, weight: Tensor | None, dy: Tensor, count: int, layer: Communicator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the same gradients with differentiable operations, which take three all-reduces instead of one."""
+    """Compute the same gradients with differentiable operations; this takes three all-reduces instead of one."""
     shape, dtype = _over_channels(x), wide(x.dtype)
     values, dy_wide = x.to(dtype), dy.to(dtype)
     dims = [0, *range(2, x.dim())]
@@ -123,7 +123,7 @@ class _SumOverRanks(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layer: Communicator) -> Tensor:
         ctx.layer = layer
-        # The sum is made in place, and the input belongs to the graph.
+        # Cloned, because the sum is computed in place and the input belongs to the graph.
         return layer.sum_over_ranks(tensor.clone())
 
     @staticmethod

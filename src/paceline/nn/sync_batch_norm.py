@@ -1,7 +1,7 @@
 """``SyncBatchNorm``: batch normalization over the whole global batch, on CPUs and GPUs.
 
-Ioffe and Szegedy, "Batch Normalization", ICML 2015, with the statistics of all ranks together. Outputs, gradients and
-running statistics equal those of one process with the whole batch.
+Ioffe and Szegedy, "Batch Normalization", ICML 2015, with joint statistics of all ranks. Outputs, gradients and running
+statistics equal those of one process with the whole batch.
 """
 
 from __future__ import annotations
@@ -24,38 +24,39 @@ from paceline.nn.moments import Moments, Report, combine, empty_message, pack, r
 from paceline.nn.normalize import Normalize
 
 _DTYPES = (torch.float32, torch.float64)
-_COMPARE = 2  # bit of a collective's code that marks the comparison; the others are dtype and number of elements
+_COMPARE = 2  # bit of a collective's code that marks the comparison; the other bits are dtype and number of elements
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch normalization of inputs of shape (N, C, …), with the statistics of all ranks together.
+    """Batch normalization of inputs of shape (N, C, …), with joint statistics of all ranks.
 
-    A drop-in for ``torch.nn.SyncBatchNorm``, with its arguments, and a subclass of it, so that code that checks for
-    that class finds it. It also runs on the CPU; ranks may have batches of different sizes, or none. Statistics are
-    kept in float32 for half-precision inputs, float64 for float64. Gradients of weight and bias cover this
-    rank's values; :class:`paceline.DistributedDataParallel` averages them like all others.
+    A drop-in replacement for ``torch.nn.SyncBatchNorm`` with the same arguments, and a subclass of it, so that code
+    that checks for that class recognizes it. It also runs on the CPU; ranks may have batches of different sizes, or
+    none. Statistics are kept in float64 for float64 inputs, otherwise in float32. Gradients of weight and bias cover
+    only this rank's values; :class:`paceline.DistributedDataParallel` averages them like all others.
 
-    In training mode, forward is one all-gather of 2C + 4 elements a rank (the first one also compares the layers) and
-    backward one all-reduce of 2C, on `process_group`; with ``create_graph=True`` backward is three all-reduces and can
-    be differentiated again. All ranks must therefore run their layers in the same order, also under
-    ``torch.no_grad()``. In eval mode, and in a world of one, the layer is ``torch.nn.functional.batch_norm``.
+    In training mode, forward runs one all-gather of 2C + 4 elements per rank (the first forward also compares the
+    layers), and backward one all-reduce of 2C elements, on `process_group`; with ``create_graph=True`` backward runs
+    three all-reduces and can be differentiated again. All ranks must therefore run their layers in the same order, even
+    under ``torch.no_grad()``. In eval mode, and in a world of one, it is ``torch.nn.functional.batch_norm``.
 
     Raises:
-        ReplicaMismatch: on every rank, if ranks differ in the number of channels or the type of statistics.
-        UsageError: on every rank, if ranks differ in the input's dimensions, an input has not `num_features` channels,
-            or all ranks together have one value per channel; on this rank, for a weight of a type that does not fit.
+        ReplicaMismatch: on every rank, if ranks differ in the number of channels or the dtype of statistics.
+        UsageError: on every rank, if ranks differ in the input's dimensions, an input does not have `num_features`
+            channels, or all ranks together have one value per channel; on this rank, if the weight's dtype does not
+            fit the input's.
     """
 
     announce: Callable[[int], object] | None = None
-    """Function called before each collective with its code for :meth:`shadow`; see ``Communicates``."""
+    """Function called before each collective with the code to pass to :meth:`shadow`; see ``Communicates``."""
     process_group: Any
     _is_compared = False
-    """Whether the ranks have compared their layers, which they do before the first forward."""
+    """Whether the ranks have compared their layers, which they do in the first forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input`; in training mode together with all ranks."""
-        # A group of one rank announces its collectives too, because the layer's group on another rank may be larger.
+        # A group of one rank also announces its collectives, because the layer's group on another rank may be larger.
         if not self.training or (self._ranks() == 1 and self.announce is None):
             return AnyBatchNorm.forward(self, input)
         return self._synchronized(input)
@@ -72,7 +73,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         group: dist.ProcessGroup = self.process_group or get_default_group()
         return group
 
-    @leaves_graph  # a compiled graph could reorder collectives, which need the same order on all ranks
+    @leaves_graph  # a compiled graph could reorder collectives, but these need the same order on all ranks
     def _synchronized(self, x: Tensor) -> Tensor:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UsageError(
@@ -82,7 +83,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if self.weight is not None and not _fits(x.dtype, self.weight.dtype):
             raise UsageError(
                 f"rank {dist.get_rank()}: SyncBatchNorm got a {x.dtype} input but its weight is {self.weight.dtype}; "
-                "the weight has the input's type, or float32 for float16 and bfloat16 inputs"
+                "the weight must have the input's dtype, or float32 for float16 and bfloat16 inputs"
             )
         normalized: Tensor = Normalize.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
         return normalized
@@ -103,7 +104,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return tensor
 
     def ranks(self) -> list[int]:
-        """Return the world ranks whose statistics are joined."""
+        """Return the world ranks whose statistics are combined."""
         return dist.get_process_group_ranks(self._group)
 
     def shadow(self, code: int, device: torch.device) -> None:
@@ -122,7 +123,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.announce(code)
 
     def _compare(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compare the layers before messages of their size are exchanged, because Gloo and NCCL accept any size."""
+        """Compare the layers before messages of their size are exchanged, because Gloo and NCCL do not check sizes."""
         own_layer = torch.tensor([self.num_features, _code(dtype)], device=device)
         rows = own_layer.new_empty(self._ranks(), 2)
         with collective("comparison of SyncBatchNorm's channels", self._group):
@@ -154,7 +155,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _track(self, moments: Moments) -> None:
-        """Update the running statistics with the unbiased variance, like BatchNorm; without values only count."""
+        """Update the running statistics with the unbiased variance, like BatchNorm; without values, only the count."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         factor: float | Tensor = self.momentum or 0.0
@@ -171,16 +172,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
-        """Replace every BatchNorm in `module`, torch's SyncBatchNorm included, by this class.
+        """Replace every BatchNorm in `module`, including torch's SyncBatchNorm, with this class.
 
         Parameters, buffers, hooks, training mode and all other attributes of the layers stay the same objects.
 
         Args:
             module: converted in place; if it is a BatchNorm itself, the new layer is returned.
-            process_group: the ranks whose statistics are joined; by default all.
+            process_group: the ranks whose statistics are combined; by default all.
 
         Raises:
-            UsageError: for a lazy BatchNorm, whose channels are not known before its first forward.
+            UsageError: for a lazy BatchNorm, whose number of channels is unknown before its first forward.
         """
         return _convert(cls, module, process_group, {})
 
@@ -203,11 +204,11 @@ def _converted(cls: type[SyncBatchNorm], module: AnyBatchNorm, group: Any) -> Sy
         )
     if old_class.forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
         warn(
-            f"{old_class.__name__} has a forward of its own, which is lost when the layer becomes a SyncBatchNorm; if "
-            "it does more than normalize, move that into a layer of its own",
+            f"{old_class.__name__} has its own forward, which is lost when the layer becomes a SyncBatchNorm; if it "
+            "does more than normalize, move the rest into a separate layer",
         )
     converted = cls.__new__(cls)
-    # The module's whole state, with its containers copied. Without __init__, because that would make new parameters.
+    # Copies the module's whole state, including its containers. Without __init__, which would create new parameters.
     state = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(module).items()}
     vars(converted).update(state, process_group=group, _is_compared=False)
     return converted
@@ -222,7 +223,7 @@ def _fits(dtype: torch.dtype, weight: torch.dtype) -> bool:
 
 
 def _check(everyone: list[Report], features: int, ranks: list[int]) -> None:
-    """Raise a UsageError, on all ranks, if their inputs do not belong together."""
+    """Raise a UsageError on all ranks if their inputs do not fit together."""
     inputs = [(rank, report) for rank, report in zip(ranks, everyone, strict=True) if report.dims]
     for rank, report in inputs:
         if report.channels != features:
