@@ -5,7 +5,7 @@
     state = compression.PowerSGD(model, rank=4)
     model.register_comm_hook(state, compression.hook)
 
-The same in Paceline's and in torch's DDP. ``docs/compression.md`` describes each of them.
+This works in both Paceline's and torch's DDP. ``docs/compression.md`` describes each compressor.
 """
 
 from paceline.compression.cast import Cast

@@ -14,10 +14,10 @@ from paceline.errors import UsageError
 
 
 class Cast(Compressor):
-    """Sends g/N in `dtype` and takes the sum over the ranks as the mean. Keeps no residual.
+    """Sends g/N in `dtype`; the sum over the ranks is then the mean. Keeps no residual.
 
-    Because gradients are divided before they are cast, the sum cannot overflow if the mean does not. fp16 has three
-    bits more of precision; bf16 has the range of float32, which gradients of unknown scale need.
+    Because gradients are divided before they are cast, the sum does not overflow if the mean does not. fp16 has three
+    more bits of precision; bf16 has the range of float32, which gradients of unknown scale need.
 
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``.

@@ -1,8 +1,8 @@
 # No `from __future__ import annotations`: torch's DDP compares the annotations of `hook` with the classes themselves.
 """Base class of all compressors: parameter names, error feedback, bytes on the wire, and a state to save.
 
-Bytes are counted for one rank and for collectives that move as little as possible, as ring algorithms do; see Thakur,
-Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+Bytes are counted for one rank, assuming collectives that move as little data as possible, like ring algorithms; see
+Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 """
 
 from abc import ABC, abstractmethod
@@ -28,26 +28,26 @@ class Compressor(ABC):
     """A communication hook's state: ``model.register_comm_hook(state, compression.hook)``.
 
     Residuals are kept by parameter name, so they stay correct when buckets are rebuilt. All ranks end with the same
-    bits, because each computes the result from the same bytes in the order of ranks.
+    bits, because each computes the result from the same bytes in rank order.
 
-    Register it with a Checkpointer as ``per_rank=True``, because each rank has its own residuals.
+    Register the state with a Checkpointer as ``per_rank=True``, because each rank has its own residuals.
 
-    With tensor parallelism each rank compresses its own shards, and each parameter separately, because the compression
-    of a parameter that all ranks of one replica hold must not depend on the shards next to it.
+    With tensor parallelism, each rank compresses its shards, and does so separately for each parameter: the compression
+    of a parameter that all ranks of a replica hold must not depend on the shards next to it.
 
     Args:
-        model: the model to register it with, wrapped or not.
-        process_group: the ranks to average over; by default the wrapper's, or all. Models whose backwards may
-            have different order on different ranks need one each.
+        model: the model with which the state will be registered, wrapped or not.
+        process_group: the ranks to average over; by default the wrapper's, or all. Models whose backwards may run in
+            different orders on different ranks need separate groups.
 
     Raises:
-        UsageError: for a model with tensor-parallel parameters that is not wrapped, without `process_group`.
+        UsageError: for an unwrapped model with tensor-parallel parameters, unless `process_group` is given.
     """
 
     collectives: ClassVar[int] = 1
     """Number of collectives that :meth:`reduce` launches."""
     bytes_on_wire: int
-    """Bytes that this rank has sent, for algorithms that move as little as possible."""
+    """Bytes that this rank has sent, assuming collectives that move as little data as possible."""
     bytes_uncompressed: int
     """Bytes that all-reduces of the uncompressed gradients would have sent."""
     steps: int
@@ -74,14 +74,14 @@ class Compressor(ABC):
 
     @property
     def ratio(self) -> float:
-        """Bytes sent, relative to those without compression; 1.0 before the first step."""
+        """Bytes sent, as a fraction of those without compression; 1.0 before the first step."""
         return self.bytes_on_wire / self.bytes_uncompressed if self.bytes_uncompressed else 1.0
 
     @abstractmethod
     def reduce(self, gradients: Gradients) -> Stages:
         """Average the bucket's gradients over the ranks, in stages that each yield the collective they launch.
 
-        All of it runs on one stream. The host must not read a value, because it would wait for the device.
+        All stages run on one stream. The host must not read values, because it would have to wait for the device.
         """
 
     @torch.no_grad()
@@ -102,10 +102,10 @@ class Compressor(ABC):
     # -- for the compressors ------------------------------------------------------------------------------------
 
     def _finish(self, gradients: Gradients, mean: Tensor) -> Tensor:
-        """Write `mean` into the bucket, and keep the rest in ``gradients.flat`` for the next step.
+        """Write `mean` into the bucket, and keep what remains in ``gradients.flat`` for the next step.
 
-        If the mean is not finite, which every rank sees, no optimizer will step. The residuals then stay unchanged,
-        because NaN would never leave them.
+        If the mean is not finite, every rank sees this and no optimizer will step. The residuals then stay unchanged,
+        because a NaN would stay in them forever.
         """
         self._residuals.replace(gradients, torch.isfinite(mean.sum()))
         return gradients.write(mean)
@@ -115,10 +115,10 @@ class Compressor(ABC):
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def _all_gather(self, message: Tensor) -> tuple[Any, Tensor]:
-        """Launch the exchange of every rank's flat `message`; return its work, and (ranks, elements) to be filled."""
+        """Launch the all-gather of the flat `message`; returns the work, and the (ranks, elements) tensor to fill."""
         gathered = message.new_empty(self.size, message.numel())
         self.bytes_on_wire += all_gather_bytes(message.numel() * message.element_size(), self.size)
-        # From torch 2.13 on the old name warns that it is deprecated.
+        # Since torch 2.13 the old name gives a deprecation warning.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return all_gather(gathered.view(-1), message, group=self.group, async_op=True), gathered
 
@@ -129,12 +129,12 @@ class Compressor(ABC):
         return {"residuals": self._residuals.by_name}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return residuals and counters of this rank, as plain values and tensors."""
+        """Return this rank's residuals and counters, as plain values and tensors."""
         counters = {name: getattr(self, name) for name in ("steps", "bytes_on_wire", "bytes_uncompressed")}
         return {"kind": type(self).__name__, **counters, **{what: dict(kept) for what, kept in self._kept().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a result of :meth:`state_dict` on the rank that it comes from.
+        """Load a state that :meth:`state_dict` returned on the same rank.
 
         Raises:
             CheckpointMismatch: if it belongs to another compressor or model.
@@ -144,7 +144,7 @@ class Compressor(ABC):
                 f"the saved state belongs to the compressor {state.get('kind')!r}, not to {type(self).__name__!r}; "
                 "use the compressor that was saved"
             )
-        # Everything is checked before anything is replaced, so that an error leaves this state whole.
+        # Everything is checked before anything is replaced, so that an error leaves this state intact.
         loaded: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
         for role, kept in self._kept().items():
             for name, tensor in state[role].items():
@@ -165,11 +165,11 @@ class Compressor(ABC):
             have = "no such parameter" if wanted is None else f"{tuple(wanted)}"
             raise CheckpointMismatch(
                 f"the saved {role} of {name!r} have shape {tuple(tensor.shape)}, this model has {have}; load the state "
-                "into the model and the compressor that it is from"
+                "into the model and compressor that it was saved from"
             )
 
     def _shape(self, role: str, name: str) -> torch.Size | None:
-        """Return the shape of a parameter's tensor; None if there is none."""
+        """Return the shape of the parameter's saved tensor with this role; None if it has none."""
         parameter = self._parameters.get(name)
         if parameter is None:
             return None

@@ -15,24 +15,24 @@ from paceline.errors import UsageError
 
 @dataclass
 class Gradients:
-    """Real numbers of at least single precision, flat, and each parameter's part of them."""
+    """A bucket's gradients as flat real numbers, of at least single precision, and each parameter's part of them."""
 
     flat: Tensor
-    """The bucket's own memory, which the hook may overwrite, if its dtype is float32 or float64; otherwise a copy."""
+    """The bucket's memory, which the hook may overwrite, if its dtype is float32 or float64; otherwise a copy."""
     names: list[str]
     views: list[Tensor]
-    """Views of `flat` with each parameter's shape and strides; a complex one has a last dimension of 2."""
+    """Views of `flat` with each parameter's shape and strides; for a complex parameter, with a last dimension of 2."""
     pieces: Sequence[Tensor]
     """Consecutive parts of `flat` that are compressed independently."""
     bucket: Any
 
     @classmethod
     def of(cls, bucket: Any, names: Mapping[int, str], *, by_parameter: bool) -> Gradients:
-        """Read a ``GradBucket`` whose parameters have `names` by ``id``."""
+        """Read a ``GradBucket``; `names` maps the ``id`` of each parameter to its name."""
         parameters = bucket.parameters()
         if any(id(parameter) not in names for parameter in parameters):
             raise UsageError(
-                "the communication hook got a gradient of a parameter that its state does not know; make the state "
+                "the communication hook got a gradient of a parameter that its state does not know; create the state "
                 "from the model that it is registered with"
             )
         flat = _reals(bucket.buffer())
@@ -53,14 +53,14 @@ class Gradients:
         return views_of(flat, self.bucket.parameters())
 
     def write(self, mean: Tensor) -> Tensor:
-        """Write `mean`, a tensor like :attr:`flat`, into the bucket; return the bucket's buffer."""
+        """Write `mean`, a tensor like :attr:`flat`, into the bucket; returns the bucket's buffer."""
         buffer: Tensor = self.bucket.buffer()
         _reals(buffer).copy_(mean)
         return buffer
 
 
 def views_of(flat: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """Return a view for each of `parameters` of `flat`, which holds their real numbers."""
+    """Return, for each of `parameters`, its view of `flat`, which holds their values as real numbers."""
     complex_flat = torch.view_as_complex(flat.view(-1, 2)) if any(p.is_complex() for p in parameters) else flat
     pieces = complex_flat.split([parameter.numel() for parameter in parameters])
     shaped = [shaped_like(parameter, piece) for parameter, piece in zip(parameters, pieces, strict=True)]

@@ -1,8 +1,8 @@
 """Gradients in eight bits, with a scale for every chunk.
 
-An all-reduce with the volume of two all-to-alls, whose messages are quantized. Each rank sums one shard of the bucket
-in full precision, which cannot overflow. The scheme is from Tang et al., "1-bit Adam", ICML 2021, with eight bits
-and with both errors fed back.
+An all-reduce with quantized messages, and with the volume of two all-to-alls. Each rank sums one shard of the bucket in
+full precision, so that the sum cannot overflow. The scheme is from Tang et al., "1-bit Adam", ICML 2021, but with eight
+bits; the errors of both roundings are fed back.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from paceline.compression.gradients import Gradients
 from paceline.compression.pipeline import Stages
 
 CHUNK = 512
-"""Number of elements that share a scale, so that its 4 bytes add less than one percent."""
+"""Number of elements that share a scale; with this many, its 4 bytes add less than one percent."""
 
 
 class Int8(Compressor):
     """Sends eight-bit codes: a quarter of float32's bytes, for any number of ranks.
 
-    A rank quantizes its gradients and sends every other rank its shard of them. Each rank sums its shard over the
-    ranks, quantizes the mean and sends that to all. The error of the first rounding stays with the sender. The error of
-    the second, times N, stays with the shard's owner. So the mean of residuals and gradients is preserved.
+    Each rank quantizes its gradients and sends every other rank that rank's shard of them. Each rank then sums its
+    shard over the ranks, quantizes the mean and sends it to all. The sender keeps the error of the first rounding as a
+    residual; the shard's owner keeps the error of the second, times N. So the mean of residuals and gradients is
+    preserved.
     """
 
     collectives = 2
 
     def reduce(self, gradients: Gradients) -> Stages:
-        """Exchange quantized shards, then their quantized means."""
+        """Exchange quantized shards, then the quantized means."""
         self._residuals.add_to(gradients)
         dtype, shapes, parts = gradients.flat.dtype, [], []
         for piece in gradients.pieces:
@@ -41,7 +42,7 @@ class Int8(Compressor):
             piece.sub_(decode(*codes, dtype).view(-1)[: piece.numel()])
             shapes.append(shards.shape)
             parts += [part.view(self.size, -1) for part in codes]
-        message = torch.cat(parts, dim=1)  # scales and codes together, for one latency instead of two
+        message = torch.cat(parts, dim=1)  # scales and codes in one message, to pay one latency instead of two
         received = torch.empty_like(message)
         self.bytes_on_wire += all_to_all_bytes(message.numel(), self.size)
         yield dist.all_to_all_single(received, message, group=self.group, async_op=True)
@@ -67,7 +68,7 @@ class Int8(Compressor):
 
 
 def shards_of(flat: Tensor, size: int) -> Tensor:
-    """Return `flat`, padded with zeros, with shape (`size`, chunks, elements of a chunk)."""
+    """Return `flat`, padded with zeros, in shape (`size`, chunks, elements per chunk)."""
     length = max(1, -(-flat.numel() // size))
     chunk = min(CHUNK, length)
     chunks = -(-length // chunk)
@@ -77,25 +78,25 @@ def shards_of(flat: Tensor, size: int) -> Tensor:
 
 
 def encode(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales, (…, chunks, 1) float32, and codes, (…, chunks, chunk) int8, of `values`; both as bytes.
+    """Return, as bytes, the scales of `values`, float32 (…, chunks, 1), and their codes, int8 (…, chunks, chunk).
 
     A chunk's scale is its largest magnitude divided by 127. A chunk that holds NaN or Inf is all NaN when decoded.
     """
     scales = (values.abs().amax(-1, keepdim=True) / 127).float()
     codes = torch.where(scales > 0, values / scales, 0).round().clamp_(-127, 127)
-    # int8 has no NaN; the scale of the chunk keeps it for decode().
+    # int8 has no NaN; the chunk's scale preserves it for decode().
     return scales.view(torch.uint8), codes.nan_to_num_(0).to(torch.int8).view(torch.uint8)
 
 
 def decode(scales: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return numbers of `dtype` from the bytes that :func:`encode` returned."""
+    """Decode the bytes that :func:`encode` returned into numbers of `dtype`."""
     scale = scales.view(torch.float32).to(dtype)
-    # An infinite scale would make NaN of the codes that are zero, and infinities of the others.
+    # An infinite scale would turn zero codes into NaN and all others into infinities.
     return codes.view(torch.int8).to(dtype) * torch.where(scale.isfinite(), scale, torch.nan)
 
 
 def split(messages: Tensor, shapes: Sequence[torch.Size]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return scales and codes in `messages`, (ranks, bytes), of values of each of `shapes`: (ranks, chunks, chunk)."""
+    """Yield the scales and codes in `messages`, (ranks, bytes), for each of `shapes`, (ranks, chunks, chunk)."""
     widths = [width for _, chunks, chunk in shapes for width in (4 * chunks, chunks * chunk)]
     parts = iter(messages.split(widths, dim=1))
     for (_, chunks, chunk), scales, codes in zip(shapes, parts, parts, strict=True):

@@ -1,14 +1,14 @@
 """The stages of a compressor's buckets, their order, and the stream that they run on.
 
-A stage ends with a collective, and the next stage waits for it. Every hook call begins a bucket and advances the
-earlier ones by a stage, without waiting in between if the device queues its operations::
+Every stage but the last launches a collective, and the next stage waits for it. Every hook call begins a bucket and
+advances the earlier ones by one stage, without waiting in between if the device queues its operations::
 
     hook for bucket 0      1                   2                        at the end
          first 0     first 1, second 0   first 2, second 1, end of 0    second 2, end of 1 and 2
 
-All of it runs in the hook's call, or in the wait for the bucket, and never in a callback. So the order of collectives
-is the same on every rank, on any backend, and no tensor is used on a stream that the allocator does not know. torch's
-DDP does not report when it waits, so a bucket passes through all stages in its hook call.
+Everything runs in a hook call or in the wait for a bucket, never in a callback. So with any backend, the order of
+collectives is the same on every rank, and no tensor is used on a stream that the allocator does not know. torch's DDP
+does not report when it waits, so there a bucket passes through all stages in its hook call.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from torch import Tensor
 from paceline.core.state.device_streams import SideStream, is_queued
 
 Stages: TypeAlias = Generator[Any, None, Tensor]
-"""Generator that yields each collective that it launches, continues after its end, and returns the bucket's buffer."""
+"""Generator that yields each collective it launches, is resumed when that ends, and returns the bucket's buffer."""
 
 
 class Promise(torch.futures.Future[Tensor]):
-    """The future of a bucket's buffer. A wait for it completes the bucket."""
+    """The future of a bucket's buffer. Waiting for it completes the bucket."""
 
     def __init__(self, device: torch.device, finish: Callable[[], None]) -> None:
         super().__init__(devices=None if device.type == "cpu" else [device])
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """Complete the bucket; return its buffer."""
+        """Complete the bucket; returns its buffer."""
         self._finish()
         return super().wait()
 
 
 class Reduction:
-    """One bucket on its way through the stages; the first one runs at once.
+    """One bucket passing through its stages; the constructor runs the first stage.
 
     Args:
-        stages: its stages; none has begun.
-        collectives: the number of collectives that they launch.
-        side: their stream.
+        stages: the bucket's stages, none of them started.
+        collectives: the number of collectives that the stages launch.
+        side: the stream on which they run.
         device: the bucket's device.
-        finish: completes a reduction.
+        finish: function that completes a reduction.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class Reduction:
         self.future = Promise(device, partial(finish, self))
         self.is_finished = False
         self._to_launch = collectives - 1
-        """Number of collectives that are not launched yet."""
+        """Number of collectives not launched yet."""
         with side.entered():
             self._work = next(stages)
 
     @property
     def launches(self) -> bool:
-        """Whether its next stage launches a collective; the order of these must be the same on all ranks."""
+        """Whether the next stage launches a collective; the order of collectives must be the same on all ranks."""
         return self._to_launch > 0
 
     @property
     def is_ready(self) -> bool:
-        """Whether its next stage can run without waiting."""
+        """Whether the next stage can run without waiting."""
         done: bool = self._work.is_completed()
         return done
 
@@ -90,14 +90,14 @@ class Reduction:
                     self.future.set_result(end.value)
                 else:
                     self._to_launch -= 1
-        # The wrapper raises it when it waits for the bucket, like the error of any other hook.
+        # The wrapper raises the error when it waits for the bucket, as for any other hook.
         except Exception as error:
             self.is_finished, self._to_launch = True, 0
             self.future.set_exception(error)  # type: ignore[arg-type]
 
 
 class Pipeline:
-    """Takes the buckets of one compressor through their stages; each stage launches `collectives`."""
+    """Takes one compressor's buckets through their stages, which launch `collectives` collectives per bucket."""
 
     def __init__(self, collectives: int) -> None:
         self._collectives = collectives
@@ -106,7 +106,7 @@ class Pipeline:
         self._sides: dict[torch.device, SideStream] = {}
 
     def enter(self, bucket: Any, device: torch.device, stages: Stages) -> Promise:
-        """Begin with a ``GradBucket`` on `device`, and advance the earlier ones."""
+        """Start a ``GradBucket`` on `device`, and advance the earlier buckets."""
         if bucket.index() == 0:
             self._under_way.clear()  # left by a backward that ended with an exception
         if device not in self._sides:
@@ -115,8 +115,8 @@ class Pipeline:
         # Some are finished if a hook around this one has waited for its bucket.
         earlier = [other for other in self._under_way if not other.is_finished]
         for other in earlier:
-            # One that launches a collective advances on every rank here, even if it has to wait: whether it is ready
-            # differs between ranks, and the order of collectives must not.
+            # A reduction whose next stage launches a collective advances here on every rank, even if it has to wait:
+            # whether it is ready may differ between ranks, but the order of collectives must not.
             if is_queued(device) or other.launches or other.is_ready:
                 other.advance()
         self._under_way = [*(other for other in earlier if not other.is_finished), reduction]
@@ -124,13 +124,13 @@ class Pipeline:
         if when_waited is not None and not is_queued(device):
             when_waited(partial(self._finish, reduction))
         elif when_waited is None or bucket.is_last():
-            # torch's DDP does not call our wait(), and a hook around this one may send its last bucket elsewhere.
+            # torch's DDP does not call our wait(), and a hook around this one may handle its last bucket differently.
             for other in self._under_way:
                 self._finish(other)
         return reduction.future
 
     def _finish(self, reduction: Reduction) -> None:
-        """Complete a reduction, after all have launched every collective, in the order of buckets."""
+        """Complete a reduction, after all reductions have launched their collectives in bucket order."""
         for other in self._under_way:
             while other.launches:
                 other.advance()

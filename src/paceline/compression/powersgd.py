@@ -20,18 +20,18 @@ from paceline.core.state.device_streams import keep, may_hold
 from paceline.errors import UsageError
 
 BLOCK = 1024
-"""Number of elements of a column that one thread sums; see :func:`_dots`."""
+"""Number of elements of a column that are summed as one block; see :func:`_dots`."""
 
 CACHED = 2**17
-"""Number of elements of a product that are computed together; see :func:`product`."""
+"""Number of elements of a product that are computed at a time; see :func:`product`."""
 
 
 class PowerSGD(Compressor):
     """Sends a matrix M (n × m) as P = M Q and, with P made orthonormal, Q = Mᵀ P: (n + m) r numbers for n m.
 
-    Each training step is one step of power iteration. Q is kept for the next (warm start), as is M − P Qᵀ on each
-    rank (error feedback). A tensor of more dimensions is a matrix of shape[0] rows. Vectors, complex parameters and
-    matrices with (n + m) r >= n m are averaged uncompressed.
+    Each training step is one step of power iteration. Q is kept for the next step (warm start), as is M − P Qᵀ on each
+    rank (error feedback). A tensor with more than two dimensions is treated as a matrix of shape[0] rows. Vectors,
+    complex parameters and matrices with (n + m) r >= n m are averaged uncompressed.
 
     Args:
         rank: r, >= 1; 1 to 4 are usual.
@@ -51,7 +51,7 @@ class PowerSGD(Compressor):
         self._bases: dict[str, Tensor] = {}
 
     def reduce(self, gradients: Gradients) -> Stages:
-        """Sum every P, and the uncompressed gradients; then every Q."""
+        """Sum every P and the uncompressed gradients, then every Q."""
         self._residuals.add_to(gradients)
         matrices, plain = self._divide(gradients)
         sums = torch.cat([part.reshape(-1) for part in (*(matrix.p for matrix in matrices), *plain)])
@@ -74,7 +74,7 @@ class PowerSGD(Compressor):
         return self._finish(gradients, mean)
 
     def _divide(self, gradients: Gradients) -> tuple[list[Matrix], list[Tensor]]:
-        """Return the gradients that are compressed, each with its P, and the others."""
+        """Return the gradients to compress, each with its P, and the others."""
         matrices, plain = [], []
         for name, view in zip(gradients.names, gradients.views, strict=True):
             if (shape := self._matrix_shape(name)) is None:
@@ -86,7 +86,7 @@ class PowerSGD(Compressor):
         return matrices, plain
 
     def _product(self, gradients: Gradients, compressed: dict[str, Matrix], plain: Sequence[Tensor]) -> Tensor:
-        """Return the mean, flat: P Qᵀ of the compressed ones, and the means of the others."""
+        """Return the flat mean: P Qᵀ for the compressed gradients, and the means of the others."""
         rest = iter(plain)
         mean = torch.empty_like(gradients.flat)
         for name, target in zip(gradients.names, gradients.views_of(mean), strict=True):
@@ -96,16 +96,16 @@ class PowerSGD(Compressor):
         return mean
 
     def _keep_bases(self, matrices: Sequence[Matrix], finite: Tensor) -> None:
-        """Keep every Q for the next step if the mean is `finite`, else the last step's, or zeros if there is none."""
+        """Keep every Q for the next step if the mean is `finite`; else keep the last step's Q, or zeros if none."""
         for matrix in matrices:
             before = self._bases.get(matrix.name)
             if before is None:
                 before = torch.zeros_like(matrix.q)
-            keep(before)  # a loaded one was allocated on another stream
+            keep(before)  # if loaded from a state, it was allocated on another stream
             self._bases[matrix.name] = torch.where(finite, matrix.q, before)
 
     def _matrix_shape(self, name: str) -> tuple[int, int] | None:
-        """Return rows and columns of the matrix that stands for the parameter; None if it is not compressed."""
+        """Return rows and columns of the parameter as a matrix; None if it is not compressed."""
         parameter = self._parameters[name]
         if parameter.ndim < 2 or parameter.is_complex() or not parameter.numel():
             return None
@@ -113,7 +113,7 @@ class PowerSGD(Compressor):
         return (rows, columns) if (rows + columns) * self.matrix_rank < rows * columns else None
 
     def basis(self, name: str, matrix: Tensor) -> Tensor:
-        """Return the last step's Q, with new random columns for zeros, such as after a step without gradient."""
+        """Return the last step's Q, with zero columns (such as after a step without a gradient) replaced at random."""
         basis = self._bases.get(name)
         if basis is None:
             return self._fresh_basis(name, matrix)
@@ -121,8 +121,8 @@ class PowerSGD(Compressor):
         return torch.where(dead, self._fresh_basis(name, matrix), basis) if may_hold(dead.any()) else basis
 
     def _fresh_basis(self, name: str, matrix: Tensor) -> Tensor:
-        """Draw a Q, the same on every rank."""
-        # From name and step, so that the ranks agree without communication, whatever buckets they have.
+        """Draw a random Q, the same on every rank."""
+        # Seeded by name and step, so that the ranks agree without communication, whatever their buckets are.
         digest = hashlib.sha256(f"{self._seed} {name} {self.steps}".encode()).digest()
         generator = torch.Generator(matrix.device).manual_seed(int.from_bytes(digest[:7], "big"))
         shape = (matrix.shape[1], self.matrix_rank)
@@ -144,7 +144,7 @@ class Matrix:
 
     name: str
     view: Tensor
-    """Position in the flat gradients."""
+    """The gradient's view of the flat gradients."""
     m: Tensor
     """The gradient as a matrix."""
     p: Tensor
@@ -152,10 +152,10 @@ class Matrix:
 
 
 def product(p: Tensor, q: Tensor) -> Tensor:
-    """Return P Qᵀ, on a CPU with the same bits for any number of threads, because ranks may have different numbers.
+    """Return P Qᵀ; on a CPU, the bits do not depend on the number of threads, which may differ between ranks.
 
-    The matrix library's rounding depends on how its threads divide the matrix. So columns are multiplied and added in
-    their order, with each operation rounded separately, and some rows at a time, which stay in the cache.
+    The rounding of a matrix library depends on how its threads divide the matrix. So on a CPU, columns are multiplied
+    and added in order, with each operation rounded separately, for as many rows at a time as fit in the cache.
     """
     if p.device.type != "cpu":
         return p @ q.t()
@@ -171,9 +171,9 @@ def product(p: Tensor, q: Tensor) -> Tensor:
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Return an orthonormal basis of the columns, by modified Gram-Schmidt in float64; a dependent column becomes zero.
+    """Return an orthonormal basis of the columns by modified Gram-Schmidt in float64; dependent columns become zero.
 
-    The bits are the same for any number of threads, because ranks may have different numbers.
+    The bits do not depend on the number of threads, which may differ between ranks.
     """
     rows, rank = matrix.shape
     columns = torch.zeros(-(-rows // BLOCK) * BLOCK, rank, dtype=torch.float64, device=matrix.device)
@@ -190,6 +190,6 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def _dots(a: Tensor, b: Tensor) -> Tensor:
-    """Return dot products of columns, in blocks, because torch's own order of summation depends on its threads."""
+    """Return dot products of columns, summed in blocks, because torch's order of summation depends on its threads."""
     product = a * b
     return product.view(-1, BLOCK, product.shape[1]).sum(1).sum(0)

@@ -1,4 +1,4 @@
-"""Error feedback: the part of its gradients that a rank has not sent yet, and adds to its next ones.
+"""Error feedback: the part of a rank's gradients that it has not sent yet and adds to the next gradients.
 
 See Seide et al., "1-bit stochastic gradient descent", Interspeech 2014, and Karimireddy et al., "Error feedback fixes
 SignSGD", ICML 2019.
@@ -14,15 +14,15 @@ from paceline.core.state.device_streams import keep
 
 
 class Residuals:
-    """The residuals of this rank, kept by parameter, so that they stay correct when buckets are rebuilt."""
+    """This rank's residuals, kept by parameter, so that they stay correct when buckets are rebuilt."""
 
     by_name: dict[str, Tensor]
-    """Residual of each parameter: a view of its bucket's, or the loaded one; see :meth:`forget_buckets`."""
+    """Residual of each parameter: a view of its bucket's residuals, or a loaded one; see :meth:`forget_buckets`."""
 
     def __init__(self) -> None:
         self.by_name = {}
         self._flat: dict[tuple[str, ...], Tensor] = {}
-        """Residuals of each bucket, flat like its gradients, by the names of its parameters."""
+        """Residuals of each bucket, flat like its gradients; the keys are the names of its parameters."""
 
     def add_to(self, gradients: Gradients) -> None:
         """Add the residuals of a bucket to its gradients."""
@@ -32,13 +32,13 @@ class Residuals:
         gradients.flat.add_(self._flat[names])
 
     def replace(self, gradients: Gradients, finite: Tensor) -> None:
-        """Keep the rest in ``gradients.flat`` if `finite` is true, which the host need not know yet."""
+        """Keep what remains in ``gradients.flat`` if `finite` is true; the host does not wait for its value."""
         flat = self._flat.get(tuple(gradients.names))
         if flat is not None:
             torch.where(finite, gradients.flat, flat, out=flat)
 
     def _gather(self, gradients: Gradients) -> None:
-        """Collect the residuals of a new bucket in one tensor."""
+        """Collect the residuals for a new bucket in one tensor."""
         names = tuple(gradients.names)
         flat = torch.zeros_like(gradients.flat)
         for name, view in zip(names, gradients.views_of(flat), strict=True):
@@ -51,5 +51,5 @@ class Residuals:
         self._flat[names] = flat
 
     def forget_buckets(self) -> None:
-        """Take the residuals from :attr:`by_name`, which was changed from outside."""
+        """Use the residuals in :attr:`by_name` from now on, because they were changed from outside."""
         self._flat.clear()

@@ -1,6 +1,6 @@
 """Communication hook that sends only the largest elements of gradients.
 
-Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017. With error feedback it converges
+Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017. With error feedback, it converges
 like SGD: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
 """
 
@@ -20,15 +20,15 @@ from paceline.errors import UsageError
 
 
 class TopK(Compressor):
-    """Sends the elements of largest magnitude of every bucket, and keeps the others for the next step.
+    """Sends the elements of largest magnitude in each bucket, and keeps the others for the next step.
 
-    In a model with tensor-parallel parameters, these are the largest of every parameter instead of every bucket.
+    In a model with tensor-parallel parameters, the largest elements are chosen per parameter instead of per bucket.
 
-    The mean is the sum of the ranks' parts, in their order, divided by N. An element costs its value and 4 bytes,
-    sent to each of the other ranks. So with float32 the ratio to an all-reduce is ``fraction`` × N.
+    The mean is the sum of the ranks' parts, in rank order, divided by N. An element costs its value plus 4 bytes, sent
+    to each of the other ranks. So with float32 the bytes sent are ``fraction`` × N of those of an all-reduce.
 
     Args:
-        fraction: the share of a bucket's elements, > 0 and <= 1; at least one element is sent.
+        fraction: the fraction of a bucket's elements to send, > 0 and <= 1; at least one element is sent.
 
     Raises:
         UsageError: for a fraction outside this range.
@@ -52,7 +52,7 @@ class TopK(Compressor):
         mean = torch.zeros_like(flat)
         for part in gathered:
             values, places = unpack(part, flat.dtype)
-            mean.index_add_(0, places, values)  # a part has each index once, so sums have the order of ranks
+            mean.index_add_(0, places, values)  # each part has an index at most once, so sums are in rank order
         return self._finish(gradients, mean.div_(self.size))
 
     def _largest(self, pieces: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -65,13 +65,13 @@ class TopK(Compressor):
 
 
 def pack(values: Tensor, indices: Tensor) -> Tensor:
-    """Return bytes: the values, then their indices as int32."""
+    """Return the values, then their indices as int32, all as bytes."""
     return torch.cat([values.view(torch.uint8), indices.to(torch.int32).view(torch.uint8)])
 
 
 def unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the arguments of :func:`pack`; indices as int64."""
+    """Return the arguments that were passed to :func:`pack`, with the indices as int64."""
     count = message.numel() // (dtype.itemsize + 4)
     values, indices = message.split([count * dtype.itemsize, count * 4])
-    # Cloned, because a view of another dtype must begin at a multiple of its elements' size, and a part may not.
+    # Cloned, because a view with another dtype must start at a multiple of its element size, and a part may not.
     return values.clone().view(dtype), indices.clone().view(torch.int32).long()
