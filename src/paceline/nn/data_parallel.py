@@ -110,9 +110,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
         return type(first)((key, gather([output[key] for output in outputs], device, dim)) for key in first)
     if isinstance(first, tuple | list):
         if any(len(output) != len(first) for output in outputs):
-            raise UsageError(
-                f"replicas returned {[len(output) for output in outputs]} values; return as many from each"
-            )
+            raise UsageError(f"replicas returned {[len(output) for output in outputs]} values; return as many in each")
         gathered = [gather(parts, device, dim) for parts in zip(*outputs, strict=True)]
         return type(first)(*gathered) if hasattr(first, "_fields") else type(first)(gathered)
     if first is None:
