@@ -55,7 +55,7 @@ class WorldError(UsageError):
 
 
 class WrapError(UsageError, RuntimeError):
-    """A model or a group of ranks that cannot be wrapped. It is also a RuntimeError, which torch's class raises."""
+    """A model or a group of ranks that cannot be wrapped. Also a RuntimeError, because torch's class raises one."""
 
 
 class ReplicaMismatch(UsageError):

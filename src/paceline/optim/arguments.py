@@ -96,7 +96,7 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
                 "give both the same process_group"
             )
     names = {key: name for wrapper in wrappers for key, name in wrapper.names.items()}
-    if model is not None:  # the script knows these names
+    if model is not None:  # the script uses these names
         names |= {id(parameter): plain_name(name) for name, parameter in unwrap(model).named_parameters()}
     modules = [wrapper.module for wrapper in wrappers] if model is None else [model]
     sparse = frozenset(parameter for module in modules for parameter in sparse_by_layer(module))
@@ -128,7 +128,7 @@ def validate_group(group: Any, earlier: Sequence[Mapping[str, Any]], subject: Su
     if not isinstance(group, dict) or "params" not in group:
         raise UsageError(f'a parameter group is a dict with "params", not {group!r:.80}')
     params = group["params"]
-    if not isinstance(params, Tensor | set):  # torch handles these two
+    if not isinstance(params, Tensor | set):  # torch handles these types
         group["params"] = params = list(params)
     seen = {id(parameter) for other in earlier for parameter in other["params"]}
     device = next((parameter.device for other in earlier for parameter in other["params"]), None)
@@ -161,7 +161,7 @@ def validate_group(group: Any, earlier: Sequence[Mapping[str, Any]], subject: Su
 def validate_step(
     closure: Any, subject: Subject, groups: Sequence[Mapping[str, Any]], added: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Refuse a step that is not possible; `added` has the parameters that each of `groups` had when it was added."""
+    """Refuse an invalid step; `added` has the parameters that each of `groups` had when it was added."""
     if closure is not None:
         raise UsageError("ShardedOptimizer.step() takes no closure; call the closure before step()")
     if subject.is_joining():

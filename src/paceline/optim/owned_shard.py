@@ -51,7 +51,7 @@ class Owned:
         return self._view
 
     def refresh(self) -> None:
-        """Update the piece after the parameter has moved to other memory."""
+        """Refer to the parameter's current memory, after it has moved."""
         self._view = self._current_view()
         if self.master_dtype is None:
             self.trained.data = self._view

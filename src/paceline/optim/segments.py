@@ -34,7 +34,7 @@ def flat_view(parameter: nn.Parameter) -> Tensor:
 class Segment:
     """Parameters of one dtype on one device, and the pieces that each rank owns.
 
-    The pieces refer to a parameter by its place in `parameters`.
+    The pieces refer to a parameter by its index in `parameters`.
     """
 
     def __init__(self, channel: Channel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:

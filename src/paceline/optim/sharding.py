@@ -35,7 +35,7 @@ class Sharding:
 
     def __init__(self, subject: Subject, by: str, master_dtype: torch.dtype | None, description: Any) -> None:
         self.owned: list[Owned] = []
-        """The pieces of this rank, in the order of parameters."""
+        """The pieces of this rank, in parameter order."""
         self.channel: Channel | None = None
         """Connects to the other ranks; None with a single rank."""
         self.groups: list[list[nn.Parameter]] = []
@@ -117,7 +117,7 @@ class Sharding:
         self._places = list(map(_place, self.parameters))
 
     def _check_memory(self) -> None:
-        """Refuse parameters that overlap in memory, and make sparse layouts dense."""
+        """Refuse parameters that overlap in memory, and close gaps in their layouts."""
         for parameter, other in overlapping(self.parameters):
             raise UsageError(
                 f"{self._subject.name_of(parameter)} and {self._subject.name_of(other)} share memory, and different "

@@ -34,7 +34,7 @@ def cut_evenly(sizes: Sequence[int], members: Sequence[int], ranks: int, align: 
         align: parameters are cut at multiples of this number of elements, or at their end.
 
     Returns:
-        The pieces in the order of the bucket. Empty pieces are left out.
+        The pieces, in bucket order, without empty ones.
     """
     total = sum(sizes[index] for index in members)
     pieces, offset, owner = [], 0, 0

@@ -77,7 +77,7 @@ class Unlike(IterableDataset[Any]):
 
 
 def unlike(how: str) -> tuple[Callable[[int], DataLoader], str]:
-    said = r"as the digest of the stream's samples; as a rule the data set splits itself by rank"
+    said = r"as the digest of the stream's samples; usually the data set splits itself by rank"
     return lambda rank: DataLoader(GlobalBatchStream(Unlike(how, rank), 4)), said
 
 
@@ -101,14 +101,14 @@ def own_generator(rank: int) -> DataLoader:
 
 DISAGREEMENTS: dict[str, tuple[Callable[[int], DataLoader], str]] = {
     "seed": (lambda rank: DataLoader(points(), 4, True, seed=rank), r"rank 0 has 0, rank 1 has 1 as the loader's seed"),
-    "order": (own_generator, r"as the digest of the epoch's order; as a rule order= draws from a generator"),
+    "order": (own_generator, r"as the digest of the epoch's order; usually order= draws from a generator"),
     "length": (lambda rank: DataLoader(points(SAMPLES + rank), 4), r"rank 0 has 16, rank 1 has 17 samples in the data"),
     "batch size": (lambda rank: DataLoader(points(), 4 + rank), "as the global batch size"),
     "shuffle": (lambda rank: DataLoader(points(), 4, bool(rank)), "digest of the epoch's order"),
     "drop_last": (lambda rank: DataLoader(points(), 4, drop_last=bool(rank)), "as drop_last"),
     "shard of tensors": (
         lambda rank: DataLoader(TensorDataset(torch.arange(32.0).view(-1, 1)[rank::2]), 4),
-        "as the digest of the data set; as a rule the script has split it by rank",
+        "as the digest of the data set; usually the script has split it by rank",
     ),
     "subset": (lambda rank: DataLoader(Subset(points(32), range(rank, 32, 2)), 4), "as the digest of the data set"),
     "concatenation": (

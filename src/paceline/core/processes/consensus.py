@@ -44,7 +44,7 @@ def here() -> World:
 
 def is_alone() -> bool:
     """Return whether this process is the only rank and was not started by our launcher."""
-    # The name is not imported, because the launcher's package is above this one.
+    # The name is spelled out, not imported, because the launcher's package is above this one.
     return here().size == 1 and "PACELINE_LAUNCHER" not in os.environ
 
 

@@ -146,7 +146,7 @@ def read_from(store: Store, key: str, me: int, other: int, timeout: timedelta) -
 
 
 def late(me: int, missing: Collection[int], timeout: timedelta) -> CommunicationError:
-    """Return rank `me`'s error that the ranks `missing`, if known, did not arrive to create the process group."""
+    """Return the error for rank `me` if the ranks `missing`, if known, did not join in creating the process group."""
     who = f"{named_ranks(sorted(missing))} did not arrive" if missing else "not every rank arrived"
     return CommunicationError(
         f"rank {me}: {who} to create the process group within {timeout.total_seconds():g} s; {REMEDY}"

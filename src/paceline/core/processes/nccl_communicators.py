@@ -1,7 +1,7 @@
 """The NCCL communicators of Paceline's own process groups, which all ranks destroy together.
 
 ``ncclCommDestroy`` is collective, but garbage collection runs at different times on each rank. The owner of a group
-therefore only releases it. It is destroyed at the next point that all its ranks reach anyway:
+therefore only releases it. The group is destroyed at the next point that all its ranks reach anyway:
 
 - when the same ranks open another group, if every rank has released it;
 - in ``World.close()``, in the same order on every rank.
@@ -28,7 +28,7 @@ class Communicator:
     """One of Paceline's process groups with NCCL."""
 
     group: Any
-    """Process group; None once it is closed, if this rank could do that alone."""
+    """Process group; None if this rank has already closed it by itself."""
     ranks: tuple[int, ...]
     """World ranks of its members."""
     is_released: bool = False
@@ -105,7 +105,7 @@ def aborting() -> Iterator[None]:
 
 
 def _all() -> list[tuple[Any, bool]]:
-    """Remove and return the groups of this process, in an order that is the same on all ranks of each of them.
+    """Remove and return the groups of this process, in an order that is the same on all ranks of each group.
 
     Groups without a communicator, such as all groups on a host without GPUs, remain with their owners.
     """
@@ -115,6 +115,6 @@ def _all() -> list[tuple[Any, bool]]:
 
 
 def _has_communicator(group: Any) -> bool:
-    """Return whether NCCL has created a communicator for `group`, at the latest for its first tensor."""
+    """Return whether NCCL has created a communicator for `group`, which happens at its first tensor at the latest."""
     nccl = nccl_of(group)
     return nccl is not None and nccl._is_initialized()

@@ -37,7 +37,7 @@ _PUBLISHED = re.compile(r"(/proc/[1-9]\d{0,9}/fd/\d{1,9}) ([0-9a-f]{32})")
 
 
 class NotPrivate(Exception):
-    """A path does not lead to a memory file that this user made for this job; the message gives the reason."""
+    """A path does not lead to a memory file that this user made for this job; the message says why."""
 
 
 def make_file(port: str) -> int:
@@ -93,8 +93,8 @@ def is_private(store: Store) -> bool:
 def is_one_host(environment: Mapping[str, str], address: str) -> bool:
     """Return whether all ranks are on this host.
 
-    Without ``LOCAL_WORLD_SIZE``, which torch does not require, they count as on this host if `address`, that of their
-    store, is a loopback address. Host names other than localhost do not count as loopback.
+    Without ``LOCAL_WORLD_SIZE``, which torch does not require, return whether `address`, where their store is, is a
+    loopback address. Host names other than localhost do not count as loopback.
     """
     local, size = environment.get("LOCAL_WORLD_SIZE"), environment.get("WORLD_SIZE")
     if local is not None and size is not None:
@@ -106,7 +106,7 @@ def is_one_host(environment: Mapping[str, str], address: str) -> bool:
 
 
 def private_store(public: Store, rank: int, members: Sequence[int], timeout: timedelta, names: Sequence[int]) -> Store:
-    """Return a store that only `members`, which are all on this host, share, and no other user. All of them call this.
+    """Return a store for `members`, which are all on this host, closed to other users. All members call this.
 
     Args:
         public: a store that they already share, new for each call. It only transmits the path of the first member's

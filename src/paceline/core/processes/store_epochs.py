@@ -9,7 +9,7 @@ differ between ranks.
     wait for the answer              ◄──            answer each rank's latest question with a new number
 
 A question that was not answered in time is harmless, because the next one is answered instead. If ranks are missing,
-rank 0 sends their names to the others.
+rank 0 tells the others which.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def connecting(
 
 
 def _take_part(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[str, list[int]]:
-    """Ask for a number; return it with the missing ranks."""
+    """Ask for a number; return it and the missing ranks."""
     turn = asked.add(f"asked/{rank}", 1)
     asked.set(f"asked/{rank}/{turn}", "")
     if rank == 0:
@@ -106,7 +106,7 @@ def _take_part(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[
 
 
 def _answer(asked: Store, size: int, timeout: timedelta) -> None:
-    """Wait on rank 0 until every rank has asked, then answer with a new number and the missing ranks."""
+    """On rank 0, wait until every rank has asked, then answer with a new number and the missing ranks."""
     answered = [asked.add(f"answered/{other}", 0) for other in range(size)]
     questions = [f"asked/{other}/{turn + 1}" for other, turn in enumerate(answered)]
     missing = missing_from(asked, questions, timeout.total_seconds())

@@ -149,10 +149,10 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
 
     Reads torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
     ``MASTER_ADDR``, ``MASTER_PORT``), and sets it if srun or mpirun started several processes, see
-    :mod:`paceline.core.processes.schedulers`. Without any of it, this process is the only rank. An existing process
-    group is used as it is. Returns once every rank is connected. From then on a :class:`~paceline.errors.UsageError`
-    prints one line and exits with code 2, no matter which launcher started the script, unless the script sets
-    ``sys.excepthook``.
+    :mod:`paceline.core.processes.schedulers`. Without these variables, this process is the only rank. An existing
+    process group is used as it is. Returns once every rank is connected. From then on a
+    :class:`~paceline.errors.UsageError` prints one line and exits with code 2, no matter which launcher started the
+    script, unless the script sets ``sys.excepthook``.
 
     Args:
         backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``

@@ -68,27 +68,27 @@ _DIFFERENCES = {
     "drop_last": ("as drop_last", "give every rank the same value"),
     "seed": (
         "as the loader's seed",
-        "the order has to be the same on every rank, so give all ranks one seed (not the rank): augmentation differs "
-        "by rank anyway",
+        "the order has to be the same on every rank, so give all ranks the same seed (not the rank); augmentation "
+        "differs by rank anyway",
     ),
     "data": (
         "as the digest of the data set",
-        "as a rule the script has split it by rank, or made it with random numbers that differ by rank; give every "
-        "rank the same whole data set, which the loader splits by itself, or, if it is the same, a string of your own "
-        "as dataset.fingerprint",
+        "usually the script has split it by rank, or made it with random numbers that differ by rank; give every rank "
+        "the same whole data set, which the loader splits by itself, or, if it is already the same, set "
+        "dataset.fingerprint to a string of your own",
     ),
-    "epoch": ("as the loader's epoch", "call set_epoch() alike on all ranks"),
+    "epoch": ("as the loader's epoch", "call set_epoch() with the same epoch on all ranks"),
     "order": (
         "as the digest of the epoch's order",
-        "as a rule order= draws from a generator that differs by rank; seed it with the epoch, and give every rank the "
+        "usually order= draws from a generator that differs by rank; seed it with the epoch, and give every rank the "
         "same cost= and speed=",
     ),
     "position": ("batches taken from the loader", "consume the same number of batches on all ranks"),
     "stream": (
         "as the digest of the stream's samples",
-        "as a rule the data set splits itself by rank, or shuffles with random numbers that differ by rank; give every "
-        "rank the same whole stream, which GlobalBatchStream splits by itself, or, if only augmentation differs, a "
-        "string as dataset.fingerprint",
+        "usually the data set splits itself by rank, or shuffles with random numbers that differ by rank; give every "
+        "rank the same whole stream, which GlobalBatchStream splits by itself, or, if only augmentation differs, set "
+        "dataset.fingerprint to a string",
     ),
 }
 LIMIT = 2**52
@@ -145,7 +145,7 @@ _taken = _Taken()
 def hand_over(source: Source) -> None:
     """Note that `source` has handed over a batch.
 
-    Only batches of the main thread count, because the position of a prefetching thread depends on its speed.
+    Only batches returned in the main thread count, because the position of a prefetching thread depends on its speed.
     """
     if source.world_size > 1 and threading.current_thread() is threading.main_thread():
         _taken.sources[source.key] = source

@@ -85,8 +85,8 @@ class Assembly:
             if tuple(about["shapes"].get(index, ())) != window.shape:
                 raise CheckpointMismatch(
                     f"parameter {index} of the optimizer has shape {window.shape}, but the shard of rank "
-                    f"{about['rank']} has shape {tuple(about['shapes'].get(index, ()))}; build the model and "
-                    "the parameter groups that were saved"
+                    f"{about['rank']} has shape {tuple(about['shapes'].get(index, ()))}; build the same "
+                    "model and parameter groups as in the saved run"
                 )
             self.dtypes[index] = about["dtypes"][index]
             self._strides[index] = tuple(about["strides"][index])

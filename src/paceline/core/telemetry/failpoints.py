@@ -1,6 +1,7 @@
 """Failpoints: moments at which a test can make a rank fail. For tests only.
 
-The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semicolons: a moment, with conditions::
+The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semicolons. Each is a moment with
+conditions::
 
     PACELINE_FAILPOINTS="bucket rank=1 at=5 do=kill; rescue start=0 rank=0"
 

@@ -37,7 +37,7 @@ def at_failure(function: Callable[[BaseException], None]) -> Callable[[], None]:
 
 
 def _say_last_words(error: BaseException) -> None:
-    """Call each function once, latest first. Only log their own errors, because `error` is more important."""
+    """Call each function once, latest first. Their own errors are only logged, because `error` is more important."""
     if os.getpid() != _process:  # a forked child has no state to save
         return
     # Popped one by one, so that a function that fails is not called again.
@@ -113,7 +113,8 @@ BEHIND_S = 10
 def _tell_torchrun(text: str) -> None:
     """Make torchrun report `text` for this rank, but not as the root cause.
 
-    torchrun reports the earliest failure as the cause. For a killed rank, it uses the second in which it noticed.
+    torchrun reports the earliest failure as the cause. For a killed rank, it uses the time at which it noticed, in
+    whole seconds.
     """
     path = os.environ.get(ERROR_FILE)
     if path:

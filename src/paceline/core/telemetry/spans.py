@@ -139,7 +139,7 @@ class Recorder:
 
     @never_compiled
     def open(self, label: str, owner: int = 0, group: str | None = None) -> Callable[[], object]:
-        """Begin a span without a block; return the function that ends it. A span that never ends is dropped.
+        """Begin a span without a ``with`` block; return the function that ends it. A span that never ends is dropped.
 
         The ranks of `group` wait for each other in it. `owner` is a number that identifies the wrapper in the box.
         """

@@ -1,4 +1,4 @@
-"""Tells ``torch.compile`` to leave Paceline alone: it runs between compiled graphs, never inside one.
+"""Tells ``torch.compile`` to leave Paceline alone: Paceline runs between compiled graphs, never inside one.
 
 torch.compile translates Python functions when they are called, including Paceline's hooks and collectives between two
 graphs. These are marked in the same way as torch's own functions, without importing torch._dynamo, which is slow to
@@ -37,7 +37,7 @@ def compiled_below(function: AnyFunction) -> AnyFunction:
 
 
 def class_never_compiled(kind: AnyClass) -> AnyClass:
-    """:func:`never_compiled` for all methods that `kind` itself defines."""
+    """Apply :func:`never_compiled` to all methods that `kind` itself defines."""
     for member in vars(kind).values():
         if isinstance(member, FunctionType):
             never_compiled(member)

@@ -1,4 +1,4 @@
-"""The versions of torch that this Paceline was tested with; pyproject.toml asks pip for the same."""
+"""The versions of torch that this Paceline was tested with; pyproject.toml requires the same versions."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ Start = Callable[[tuple[str, ...], dict[str, str], IO[Any] | None, IO[Any] | Non
 
 @contextmanager
 def starting_ranks_with(start: Start) -> Iterator[None]:
-    """Make torchelastic start ranks by ``start(command, environment, out, err)`` instead of ``subprocess.Popen``.
+    """Make torchelastic start ranks with ``start(command, environment, out, err)`` instead of ``subprocess.Popen``.
 
     `out` and `err` are the files for a rank's output; None stands for this process's output. The result has the
-    members of ``Popen`` that torchelastic uses. This holds for the whole process until the block ends.
+    members of ``Popen`` that torchelastic uses. This applies to the whole process until the block ends.
     """
 
     def popen(handler: SubprocessHandler, args: tuple[Any, ...], env: dict[str, str]) -> Any:
