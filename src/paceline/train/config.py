@@ -39,9 +39,9 @@ class TrainConfig:
     clip_norm: float | None = None
     """Maximum norm of the gradient over all parameters in the optimizer; None for no clipping."""
     precision: Precision = "fp32"
-    """Precision of forward and loss, also in evaluations: ``"bf16"`` and ``"fp16"`` use ``torch.autocast``, and weights
-    keep their dtype. ``"fp16"`` scales the loss with a ``GradScaler``, whose state is in checkpoints. A skipped
-    step does not count; its batches belong to the next step."""
+    """Precision of the forward pass and the loss, including in evaluations: ``"bf16"`` and ``"fp16"`` use
+    ``torch.autocast``, and weights keep their dtype. ``"fp16"`` scales the loss with a ``GradScaler``, whose state is
+    in checkpoints. A skipped step does not count; its batches belong to the next step."""
     check_finite: bool = True
     """Whether NaN or Inf in a gradient ends the training on every rank before the optimizer steps. On a GPU, the CPU
     waits for this check in every step. Ignored with ``"fp16"``, because the GradScaler skips such steps."""
@@ -83,7 +83,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("check_finite", "load_best_at_end", "resume", "show_progress"), flag),
     **dict.fromkeys(("allow_changed_settings", "allow_changed_data"), flag),
 }
-"""The rule of each setting."""
+"""The rule that checks each setting."""
 
 
 def check_settings(given: Mapping[str, Any], named: Callable[[str], str] = str) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def evaluate(
 
     Raises:
         DesyncError: if ranks differ in the evaluation's data.
-        UsageError: for a model without our wrapper, or if ``sums`` does not return sums of the evaluation's names and a
-            count.
+        UsageError: for a model without Paceline's wrapper, or if ``sums`` does not return sums of the evaluation's
+            names and a count.
     """
     validate_wrapper(model, "evaluate()")
     validate_evaluation(evaluation)
@@ -148,7 +148,7 @@ def validate_evaluation(evaluation: Any, training: DataLoader | None = None) -> 
 def wanted_metrics(
     config: TrainConfig, keep_best: tuple[str, str] | None, scheduler: Any, callbacks: Iterable[Any]
 ) -> dict[str, str]:
-    """Return the evaluation metrics that a run depends on, each by a description of the object that names it."""
+    """Return the evaluation metrics that a run depends on, keyed by a description of the object that names them."""
     wanted = {} if keep_best is None else {"keep_best": keep_best[0]}
     if isinstance(scheduler, ReduceLROnPlateau):
         wanted["monitor, which the ReduceLROnPlateau follows,"] = config.monitor
@@ -180,7 +180,7 @@ def validate_metrics(wanted: Mapping[str, str], metrics: Iterable[str]) -> None:
 
 
 def _summed(returned: Any, names: tuple[str, ...]) -> tuple[dict[str, Any], Any]:
-    """Return the sums and the number of samples that an evaluation's function `returned`, checked."""
+    """Check and return the sums and the number of samples that an evaluation's function `returned`."""
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[0], dict):
         raise UsageError(
             f"the evaluation's sums returned {described(returned)}; return sums over the batch by name, and the number "

@@ -57,7 +57,7 @@ class Loop:
         self.run = Run(model, optimizer, self.position, asdict(config), self.state)
         self.callbacks = Callbacks(callbacks, self.run)
         self.wanted: Mapping[str, str] = {}
-        """The evaluation metrics that the run depends on, each by a description of the object that names it."""
+        """The evaluation metrics that the run depends on, keyed by a description of the object that names them."""
         self.checkpointer: Checkpointer | None = None
         """Marks the end of every step."""
         self.saves: Saves | None = None
@@ -170,7 +170,7 @@ class Loop:
         return True
 
     def _after_step(self, log: Loggers, display: ProgressDisplay) -> None:
-        """Write a line, save and evaluate, if due."""
+        """Write a line of metrics, save and evaluate, each if due."""
         if self._is_line_due:
             self._log_line(log)
         is_due = False
@@ -178,7 +178,7 @@ class Loop:
             is_due = self._is_last_step or (
                 self._epoch_is_over if self.checkpointer.every is None else self._is_save_due
             )
-            # Save before the evaluation, which may fail; with keep_best, after it, to have its result.
+            # Save before the evaluation, which may fail, but with keep_best after it, because its result is needed.
             if is_due and not (saves.keeps_best and self._is_evaluation_due):
                 self._save(saves)
         self._evaluate_if_due(log, display, is_save_due=is_due)

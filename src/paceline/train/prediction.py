@@ -41,7 +41,7 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
             dict of these. By default it calls the module with the batch, or with the first item of a tuple or list.
 
     Raises:
-        UsageError: for a model without our wrapper, another library's loader, or a wrong number of rows.
+        UsageError: for a model without Paceline's wrapper, another library's loader, or a wrong number of rows.
         DesyncError: if ranks differ in the data.
     """
     validate_wrapper(model, "predict()")

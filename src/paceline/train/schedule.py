@@ -35,7 +35,7 @@ Decay = Literal["none", "linear", "cosine", "wsd"]
 
 
 def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: int | None) -> float:
-    """Return the learning rate for a global batch of `batch_size`, given `lr` for one of `base_batch_size` samples.
+    """Return the learning rate for a global batch of `batch_size`, given `lr` for a batch of `base_batch_size` samples.
 
     Raises:
         UsageError: for an unknown rule, or a rule without a base batch size.

@@ -1,4 +1,4 @@
-"""The Trainer: checks the parts of a training, and starts, resumes and ends it."""
+"""The Trainer: checks the parts of a training run, and starts, resumes and ends it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Trainer:
         self._save_with(checkpointer)
 
     def _save_with(self, checkpointer: Checkpointer | None) -> None:
-        """Register everything that a resume needs with `checkpointer`, or with a Checkpointer for rescues in memory."""
+        """Register with `checkpointer`, or with one for rescues in memory, everything that a resume needs."""
         loop = self._loop
         if checkpointer is None:
             try:

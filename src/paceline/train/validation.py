@@ -116,7 +116,7 @@ def validate_checkpointer(checkpointer: Any, config: TrainConfig, model: Distrib
 
 
 def summed_loss(returned: Any) -> tuple[Tensor, float]:
-    """Return the loss and the weight that a loss function `returned`, checked."""
+    """Check and return the loss and the weight that a loss function `returned`."""
     remedy = "return the loss summed over the micro-batch, and the number of samples or tokens it sums over"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise UsageError(

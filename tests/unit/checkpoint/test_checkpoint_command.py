@@ -323,7 +323,7 @@ def test_a_newer_format_is_said_to_be_one_and_not_damage(
     done = command(name, run_folder, "--step", 3, *options(name, tmp_path))
     assert done.code == 2
     [line] = done.err.splitlines()
-    assert "its format_version is 2, this Paceline reads 1; use the version of Paceline that wrote it" in line
+    assert "its format_version is 2, but this Paceline reads 1; use the version of Paceline that wrote it" in line
     assert command(name, run_folder, *options(name, tmp_path)).code == 2
     states = json.loads(command("list", run_folder, "--json").out)["checkpoints"]
     assert {each["state"] for each in states} == {"newer format"}

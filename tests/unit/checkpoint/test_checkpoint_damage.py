@@ -102,7 +102,7 @@ def grow(folder: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (truncate, r"model.safetensors has \d+ bytes, the manifest says"),
+    (truncate, r"model.safetensors has \d+ bytes, but the manifest says"),
     (flip, "model.safetensors does not have the SHA-256"),
     (mix, "model.safetensors does not have the SHA-256"),
     (mix_wholly, "belongs to step 1, not to step 2"),
@@ -169,17 +169,17 @@ def at(index: int, **change: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 FORGERIES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (at(0, path="../../etc/passwd"), r"'../../etc/passwd', which is not a file name"),
-    (at(0, path="manifest.json"), "not a file name"),
-    (at(0, path="a\x00b"), "not a file name"),
+    (at(0, path="../../etc/passwd"), r"'../../etc/passwd', which is not a valid checkpoint file name"),
+    (at(0, path="manifest.json"), "not a valid checkpoint file name"),
+    (at(0, path="a\x00b"), "not a valid checkpoint file name"),
     (at(0, size=-1), "not a count"),
     (at(0, size=10**30), "not a count"),
-    (at(0, tensors={}), "other tensors than the manifest says"),
+    (at(0, tensors={}), "does not have the tensors that the manifest lists"),
     (at(0, path="state.json"), "lists a file twice"),
-    (at(0, tensors={"w": {"shape": [2**62], "dtype": "float32"}}), "other tensors than the manifest says"),
+    (at(0, tensors={"w": {"shape": [2**62], "dtype": "float32"}}), "does not have the tensors that the manifest lists"),
     (at(0, tensors={"w": {"shape": [1], "dtype": "object"}}), "not a dtype"),
     (at(0, tensors={"w": {"shape": [1]}}), "malformed"),
-    (lambda body: body.update(format_version=2), "format_version is 2, this Paceline reads 1"),
+    (lambda body: body.update(format_version=2), "format_version is 2, but this Paceline reads 1"),
     (lambda body: body.update(aliases={"model.safetensors": {"a": "b"}}), "refers to 'b'"),
     (lambda body: body.update(more=1), "checksum"),
     (lambda body: body["files"].pop(), "does not list state.json"),

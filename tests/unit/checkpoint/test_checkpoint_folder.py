@@ -217,7 +217,7 @@ def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
     checkpointer, model = open_with(small_disk, fill=1.0, keep=1, size=35_000)
     checkpointer.save(1)
     before = os.stat(small_disk).st_mtime_ns
-    figures = r"No space left on device: 2\d\d KiB are needed, \d+(\.\d)? KiB are free; earlier checkpoints"
+    figures = r"No space left on device: 2\d\d KiB are needed, but only \d+(\.\d)? KiB are free; earlier checkpoints"
     for step in (2, 1, 2):
         with pytest.raises(CheckpointError, match=rf"step {step} .*{figures}"):
             checkpointer.save(step)

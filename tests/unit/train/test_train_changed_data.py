@@ -52,11 +52,11 @@ EDITED = "samples were edited or reordered, in "
 CHANGES: dict[str, tuple[Any, Any, str]] = {
     "one bit": (TensorDataset(X, Y), TensorDataset(edited(X, 7), Y), EDITED + "tensors[0]"),
     "appended": (TensorDataset(X[:90], Y[:90]), TensorDataset(X, Y), "10 samples were appended to 90"),
-    "cut": (TensorDataset(X), TensorDataset(X[:90]), "there are 90 samples, and were 100"),
+    "cut": (TensorDataset(X), TensorDataset(X[:90]), "there are 90 samples, but there were 100"),
     "appended and edited": (
         TensorDataset(X[:90]),
         TensorDataset(edited(X, 3)),
-        "there are 100 samples, and were 90",
+        "there are 100 samples, but there were 90",
     ),
     "reordered": (
         TensorDataset(X, Y),
@@ -73,7 +73,7 @@ CHANGES: dict[str, tuple[Any, Any, str]] = {
     "a target": (Files(NAMES, [0] * 100), Files(NAMES, [*[0] * 99, 1]), EDITED + "targets"),
     "files in another order": (Files(NAMES, [0] * 100), Files(NAMES[::-1], [0] * 100), EDITED + "names"),
     "a version": (Versioned("1"), Versioned("2"), EDITED + "fingerprint"),
-    "other class": (Files(NAMES, [0] * 100), TensorDataset(X), "the data set is a TensorDataset, and was a Files"),
+    "other class": (Files(NAMES, [0] * 100), TensorDataset(X), "the data set is a TensorDataset but was a Files"),
     "a subset": (Subset(TensorDataset(X), [1, 2, 3]), Subset(TensorDataset(X), [1, 3, 2]), EDITED + "indices"),
     "a member": (
         ConcatDataset([TensorDataset(X), TensorDataset(Y)]),
@@ -152,7 +152,7 @@ def test_a_run_on_longer_data_is_refused_or_goes_on_and_says_so(pools: Pools, tm
     longer = replace(run, samples=61, stop_after=None, config=replace(quiet, resume=True))
     for outcome in pools.run(2, train, longer):
         assert "the training data differ from the checkpoint's" in outcome.error
-        assert "61 samples, and were 45" in outcome.error
+        assert "61 samples, but there were 45" in outcome.error
     allowed = replace(longer, config=replace(longer.config, allow_changed_data=True))
     for rank, (outcome, said) in enumerate(pools.run(2, warned, allowed)):
         assert (outcome.error, outcome.result.steps) == ("", 3 + 8)

@@ -35,9 +35,9 @@ def test_a_value_out_of_range_is_refused_where_the_config_is_made(options: dict[
 
 
 OTHER: list[tuple[str, dict[str, Any], str]] = [
-    ("accumulate", {"accumulate": 2}, "accumulate=1, this run has accumulate=2"),
-    ("clip_norm", {"clip_norm": 1.0}, "clip_norm=None, this run has clip_norm=1.0"),
-    ("precision", {"precision": "bf16"}, "precision='fp32', this run has precision='bf16'"),
+    ("accumulate", {"accumulate": 2}, "accumulate=1, but this run has accumulate=2"),
+    ("clip_norm", {"clip_norm": 1.0}, "clip_norm=None, but this run has clip_norm=1.0"),
+    ("precision", {"precision": "bf16"}, "precision='fp32', but this run has precision='bf16'"),
 ]
 
 
@@ -56,5 +56,5 @@ def test_a_run_may_be_made_longer_and_log_as_it_likes() -> None:
 def test_the_batch_size_which_the_position_in_the_data_depends_on_never_changes() -> None:
     saved = Settings(TrainConfig(epochs=2), batch_size=1).state_dict()
     allowed = TrainConfig(epochs=2, resume=True, allow_changed_settings=True)
-    with pytest.raises(CheckpointMismatch, match="batch_size=1, this run has batch_size=2; resume with the same set"):
+    with pytest.raises(CheckpointMismatch, match="batch_size=1, but this run has batch_size=2; resume with the same"):
         Settings(allowed, batch_size=2).check_state_dict(saved)

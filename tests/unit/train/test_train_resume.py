@@ -69,7 +69,7 @@ def test_resumed_with_buffers_that_depend_on_data_and_feed_forward(
 
 
 REFUSED = {
-    "batch_size": ({"batch_size": 9}, "batch_size=8, this run has batch_size=9"),
+    "batch_size": ({"batch_size": 9}, "batch_size=8, but this run has batch_size=9"),
     "seed": ({"seed": 4}, "seed was 3 when the checkpoint was written but is 4 now"),
     "dtype": ({"dtype": torch.float32}, "were edited or reordered"),
     "optimizer": ({"adam": True}, "optimizer"),

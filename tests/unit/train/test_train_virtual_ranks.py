@@ -151,9 +151,9 @@ def in_silence(world: World, config: Settings) -> dict[str, Any]:
 
 def test_another_number_of_slices_is_refused_at_a_resume_and_can_be_allowed(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, trained, config(tmp_path), 2)
-    with pytest.raises(RankFailed, match="written with virtual_ranks=8, this run has virtual_ranks=4; resume"):
+    with pytest.raises(RankFailed, match="written with virtual_ranks=8, but this run has virtual_ranks=4; resume"):
         pools.run(2, trained, config(tmp_path, virtual_ranks=4, resume=True))
-    with pytest.raises(RankFailed, match="written with virtual_ranks=8, this run has virtual_ranks=None; resume"):
+    with pytest.raises(RankFailed, match="written with virtual_ranks=8, but this run has virtual_ranks=None; resume"):
         pools.run(2, trained, config(tmp_path, virtual_ranks=None, resume=True))
     allowed = {"resume": True, "allow_changed_settings": True}
     [one, other] = pools.run(2, in_silence, config(tmp_path, virtual_ranks=4, **allowed))

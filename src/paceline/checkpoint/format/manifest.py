@@ -25,7 +25,7 @@ _FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")  # no slash or leading dot, s
 
 
 class NewerFormat(ValueError):
-    """A manifest in a later format."""
+    """A manifest in a newer format."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ def parse(raw: bytes) -> Manifest:
     version = body.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:
         raise NewerFormat(
-            f"its format_version is {strict_json.shown(version)}, this Paceline reads {FORMAT_VERSION}; "
+            f"its format_version is {strict_json.shown(version)}, but this Paceline reads {FORMAT_VERSION}; "
             "use the version of Paceline that wrote it, or a newer one"
         )
     if version != FORMAT_VERSION:
-        raise ValueError(f"its format_version is {strict_json.shown(version)}, this Paceline reads {FORMAT_VERSION}")
+        raise ValueError(f"format_version is {strict_json.shown(version)}, but this Paceline reads {FORMAT_VERSION}")
     try:
         aliases = body["aliases"]
         files = tuple(_file_in(entry, aliases) for entry in body["files"])

@@ -93,7 +93,7 @@ def read(folder: Path) -> Notes:
 
 
 def read_verified(folder: Path, step: int) -> Notes:
-    """Return the notes in the checkpoint `folder` of `step`, verified by its manifest."""
+    """Return the notes in the checkpoint `folder` of `step`, verified against its manifest."""
     file = verify.read_manifest(folder, step).file(NAME)
     if file is None:
         return Notes()
@@ -121,7 +121,7 @@ class Keep:
             raise UsageError(f"best must be max or min, not {self.better!r}")
 
     def note(self, given: Notes) -> Notes:
-        """Return the notes `given` together with this rule, after checking the metric."""
+        """Return the notes `given` with this rule added, after checking the metric."""
         if self.metric is None:
             return given
         value = given.metadata.get(self.metric)

@@ -1,6 +1,6 @@
 """Safetensors files: written as a stream that is hashed on the way, and read with the safetensors library.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes length of the header, the header as JSON with
+The format (https://github.com/huggingface/safetensors): the length of the header in 8 bytes, the header as JSON with
 dtype, shape and offsets per tensor, then the tensors' bytes, row-major and little-endian, without holes.
 """
 
@@ -61,7 +61,7 @@ class Spec:
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the stored form of `tensor`: contiguous on the CPU, complex values as pairs in a last dimension."""
+    """Return the stored form of `tensor`: contiguous on the CPU, complex values as pairs in an added last dimension."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

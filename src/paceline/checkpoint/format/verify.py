@@ -23,7 +23,7 @@ class Damaged(Exception):
 
 
 class Newer(Damaged):
-    """A checkpoint in a later format, which cannot be verified."""
+    """A checkpoint in a newer format, which cannot be verified."""
 
 
 def read_whole(folder: Path, step: int) -> Manifest:
@@ -84,7 +84,7 @@ def check_bytes(path: Path, file: File, every_byte: bool = True) -> None:
     with _regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size != file.size:
-            raise Damaged(f"{file.path} has {size} bytes, the manifest says {file.size}")
+            raise Damaged(f"{file.path} has {size} bytes, but the manifest says {file.size}")
         if not every_byte:
             return
         digest = hashlib.sha256()
@@ -100,7 +100,7 @@ def _check_tensors(path: Path, file: File) -> None:
     except (ValueError, OSError) as error:
         raise Damaged(f"{file.path}: {error}") from None
     if specs != dict(file.tensors):
-        raise Damaged(f"{file.path} has other tensors than the manifest says")
+        raise Damaged(f"{file.path} does not have the tensors that the manifest lists")
 
 
 @contextmanager

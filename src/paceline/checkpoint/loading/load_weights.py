@@ -32,7 +32,7 @@ def load_weights(
         model.load_state_dict(paceline.load_weights("runs/7"))
         paceline.load_weights("runs/7/step-00000120", model)
 
-    The folder is not changed, and a run can be using it.
+    The folder is only read, and a run may be using it.
 
     Args:
         path: a run's folder (the newest whole checkpoint is read), a checkpoint's folder, or a ``model.safetensors``
@@ -86,7 +86,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tensor]]:
-    """Return the step, node and tensors of the object `name`; `folder` is that of a checkpoint or a run."""
+    """Return the step, node and tensors of the object `name`; `folder` belongs to a checkpoint or a run."""
     step = step_of(folder.resolve().name)
     if step is not None:
         try:

@@ -77,7 +77,7 @@ class Saved:
             if any(GENERATORS not in rank for rank in ranks):
                 raise ValueError("a rank's random generators are missing")
             if len(ranks) != known.world_size:
-                raise ValueError(f"it has {len(ranks)} ranks, the manifest says {known.world_size}")
+                raise ValueError(f"it has {len(ranks)} ranks, but the manifest says {known.world_size}")
         except (ValueError, TypeError, KeyError) as error:
             raise malformed(path, error) from None
         return cls(path, known, objects, ranks)

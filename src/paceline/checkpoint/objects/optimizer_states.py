@@ -111,7 +111,7 @@ def changes(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list
 
 
 def apply_options(optimizer: Optimizer, options: Options, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Set this run's value of each option that differs from `saved`, after `optimizer` has loaded its state.
+    """Set this run's value of each option that differs from `saved`, after `optimizer` has loaded its saved state.
 
     The learning rate is scaled instead, which preserves the schedule's factor.
     """

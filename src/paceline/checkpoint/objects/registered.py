@@ -216,7 +216,7 @@ def _refused(problem: str, remedy: str) -> Iterator[None]:
         yield
     except PacelineError:
         raise
-    # Code of the user or of torch can raise anything for a state that does not fit.
+    # User code and torch can raise anything for a state that does not fit.
     except Exception as error:
         raise CheckpointMismatch(f"{problem} ({type(error).__name__}: {error}); {remedy}") from error
 
@@ -229,7 +229,7 @@ def _check_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
         raise UsageError(
             f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and underscores, "
-            f"except the names {', '.join(_RESERVED)}"
+            f"but none of the names {', '.join(_RESERVED)}"
         )
     if name in taken:
         raise UsageError(f"an object is already registered as {name!r}; choose another name")

@@ -70,7 +70,7 @@ class Rescue:
         self.was_called = False
 
     def __call__(self, error: BaseException) -> None:
-        """Save the last boundary, unless another rank has saved it, this rank is wrong, or the user made a mistake."""
+        """Save the last boundary, unless another rank has saved it, it has wrong weights, or the user erred."""
         self.was_called = True
         barrier = self._boundary.barrier
         blamed = getattr(error, "blamed", None) is not None

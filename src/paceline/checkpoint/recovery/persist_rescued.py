@@ -1,4 +1,4 @@
-"""Copies rescued checkpoints from memory into their checkpoint folders. The launcher runs it when a job ends.
+"""Copies rescued checkpoints from memory into their checkpoint folders. The launcher runs this module when a job ends.
 
 ``python -m paceline.checkpoint.recovery.persist_rescued FOLDER`` copies from each subfolder of FOLDER.
 """

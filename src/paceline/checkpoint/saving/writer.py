@@ -79,7 +79,7 @@ class Writer:
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._failed: list[CheckpointError] = []
-        """The error of the latest save, until :meth:`finish` raises it. In a list that the finalizer shares."""
+        """The error of the latest save until :meth:`finish` raises it; a list, because the finalizer shares it."""
         weakref.finalize(self, _warn_about, self._failed)
 
     def save(self, order: Save, states: Iterable[Part]) -> Path:
@@ -158,7 +158,7 @@ class Writer:
             why = str(error) or type(error).__name__
         return CheckpointError(
             f"rank 0 could not save step {order.step} to {self._store.path(order.step)}: {why}; earlier checkpoints "
-            "are intact, remove the cause and save again"
+            "are intact; remove the cause and save again"
         )
 
 

@@ -119,7 +119,7 @@ class Boundary:
         if self._rollback.has_begun:
             strike("stepped")
         watched = self._refresh_watched()
-        # The first mark can come before any step, as the boundary for a failure in the first step.
+        # The first mark may precede any step; it is the boundary for a failure in the first step.
         is_first, self._is_armed = not self._is_armed, True
         if any(model.holds_local_gradients() for model in watched.accumulating):
             return False
@@ -142,7 +142,7 @@ class Boundary:
                 self.barrier.complete(self.step, captures.own(watched.own), watched.buffers.current())
             except OSError as error:
                 # The states have grown since they were prepared. The record does not report the step as completed, so
-                # that a rescue does not mistake the prepared states for its final ones.
+                # that a rescue does not mistake the prepared states for those at its end.
                 self._leave_full_memory(error)
         elif self._record is not None:
             self._record.complete(self.step)

@@ -65,4 +65,4 @@ def _free(folder: Path) -> int | None:
 
 
 def _both(size: int, free: int) -> str:
-    return f"{nbytes(size + MARGIN)} are needed, {nbytes(free)} are free"
+    return f"{nbytes(size + MARGIN)} are needed, but only {nbytes(free)} are free"

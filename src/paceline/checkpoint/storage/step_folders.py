@@ -119,7 +119,7 @@ class Storage:
         """Create an empty temporary folder for `step`; pass it to :meth:`commit` or :meth:`abandon`."""
         if self._lock is None:
             _make(self.folder)
-        if self._lock is None or not self._lock.is_on(self.folder):  # the folder was removed and made again
+        if self._lock is None or not self._lock.is_on(self.folder):  # the folder was removed and re-created
             # The old lock is released last, so that an error leaves this object with a lock.
             lock = FolderLock(self.folder)
             self.close()

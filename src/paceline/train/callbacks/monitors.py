@@ -10,7 +10,7 @@ class LearningRateMonitor:
     """Logs the learning rate of each parameter group as ``lr/0``, ``lr/1``, …, or with the group's ``"name"``."""
 
     def on_step(self, run: Run) -> None:
-        """Log the rates, if a line is due."""
+        """Log the rates if a line of metrics is due."""
         if run.is_line_due:
             names = (str(group.get("name", number)) for number, group in enumerate(run.optimizer.param_groups))
             run.log({f"lr/{name}": rate for name, rate in zip(names, run.result.learning_rates, strict=True)})
@@ -34,7 +34,7 @@ class ThroughputMonitor:
         self._last = (run.result.samples, run.result.weight, run.result.seconds)
 
     def on_step(self, run: Run) -> None:
-        """Log the speed, if a line is due."""
+        """Log the speed if a line of metrics is due."""
         if not run.is_line_due:
             return
         totals = (run.result.samples, run.result.weight, run.result.seconds)

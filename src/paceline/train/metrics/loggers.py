@@ -139,7 +139,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values`, and `step` beside them."""
+        """Record `values` together with `step`."""
         self._run.log({"step": step, **values})
 
     def close(self) -> None:

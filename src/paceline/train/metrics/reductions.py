@@ -14,7 +14,7 @@ from paceline.errors import DesyncError
 
 
 def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: int | None = None) -> None:
-    """Compare the data between the model's ranks, and unless `epoch` is None, its sample order. Collective.
+    """Compare the data between the model's ranks, and its order in `epoch` if one is given. Collective.
 
     Synchronized backwards make the same comparison, but an evaluation has no backward, and a checkpoint may be loaded
     before the first backward.

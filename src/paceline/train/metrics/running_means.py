@@ -39,7 +39,7 @@ class LossAverage:
         """The learning rate that the last step used."""
 
     def add(self, loss: Tensor, weight: float | Tensor, slice_number: int = 0) -> None:
-        """Add a micro-batch of this rank; with virtual ranks, its slice of that number."""
+        """Add a micro-batch of this rank; with virtual ranks, that is its slice `slice_number`."""
         own = self._own[self._rows[slice_number]]
         own[0] += loss.detach().squeeze().to(own.device)
         on_device = isinstance(weight, Tensor)  # converting to a number would make the host wait for the device
@@ -76,7 +76,7 @@ class LossAverage:
         self._load(_rows_in(saved), saved)
 
     def load_rank_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load the sums of a run with another number of ranks."""
+        """Load the sums of a run with a different number of ranks."""
         # Without virtual ranks, rank 0 takes the total, so that it counts once.
         total, rows = torch.stack([_rows_in(state) for state in states]).sum(0), self._rows
         if len(total) == 1:
@@ -88,7 +88,7 @@ class LossAverage:
     def _load(self, own: Tensor, shared: dict[str, Any]) -> None:
         if len(own) == len(self._own):
             self._own.copy_(own)
-        else:  # saved with another number of slices
+        else:  # saved with a different number of slices
             self._own.zero_()
             self._own[self._rows[0]] = own.sum(0)
         self._epoch.copy_(torch.tensor(shared["epoch"], dtype=torch.float64))

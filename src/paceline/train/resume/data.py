@@ -44,12 +44,12 @@ def changes(dataset: Any, saved: dict[str, Any]) -> str:
     if current == saved:
         return ""
     if current["class"] != saved["class"]:
-        return f"the data set is a {current['class']}, and was a {saved['class']}"
+        return f"the data set is a {current['class']} but was a {saved['class']}"
     saved_size, size = int(saved["samples"]), int(current["samples"])
     if size > saved_size and fingerprint(dataset, saved_size) == saved:
         return f"{size - saved_size} samples were appended to {saved_size}"
     if size != saved_size:
-        return f"there are {size} samples, and were {saved_size}"
+        return f"there are {size} samples, but there were {saved_size}"
     names = sorted(current["columns"].keys() | saved["columns"].keys())
     differing = [name for name in names if current["columns"].get(name) != saved["columns"].get(name)]
     return f"samples were edited or reordered, in {', '.join(differing)}"
@@ -98,7 +98,7 @@ class DataIdentity:
 
 
 class ChangedDataLoader:
-    """A loader that can resume with a data set of another length, from the beginning of the current epoch."""
+    """A loader that can resume with a data set of a different length, from the beginning of the current epoch."""
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader

@@ -33,7 +33,7 @@ class Settings:
                 continue
             allow = "accept the change with allow_changed_settings=True (--allow-changed-settings), "
             raise CheckpointMismatch(
-                f"the checkpoint was written with {name}={saved_value!r}, this run has {name}={value!r}; "
+                f"the checkpoint was written with {name}={saved_value!r}, but this run has {name}={value!r}; "
                 f"resume with the same settings, {'' if name in _FIXED else allow}or start again in another folder"
             )
 

@@ -94,7 +94,7 @@ class Run:
         self._state.logged.update({name: float(value) for name, value in values.items()})
 
     def stop(self) -> None:
-        """End the training on all ranks after the same step. A request of one rank is enough.
+        """End the training on all ranks after the same step. A request by one rank is enough.
 
         Called from ``on_start``, ``on_evaluation`` or ``on_save``, it ends the training after the current step. Called
         from ``on_step``, it does so after the next step, which sends the request to the other ranks, or after the
