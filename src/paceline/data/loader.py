@@ -129,8 +129,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             generator=self._worker_seed,
             **options | {"worker_init_fn": OutliveStop(options.get("worker_init_fn"))},
         )
-        # Show the inner loader's options, but the user's data set, sampler and functions. Through vars(), because torch
-        # refuses assignments to a fully built loader.
+        # Show the inner loader's options, but the user's data set, sampler and functions. Set them through vars(),
+        # because torch refuses assignments to a fully built loader.
         vars(self).update(
             vars(self._torch_loader),
             dataset=fetch.dataset,

@@ -58,9 +58,9 @@ class Position:
         self._consumption = Consumption()  # how much of the latest pass the script has used up
         # Describes the latest pass to other ranks. Computed on first use, because the digests read the whole order.
         self._origin = data_position.Origin()
-        self._origin_of = -1  # the pass that it describes
+        self._origin_of = -1  # the pass that `_origin` describes
         self._data = -1  # digest of the data set
-        self._stream_digest = -1  # of a stream's samples so far in this epoch; -1 if they are not compared
+        self._stream_digest = -1  # digest of a stream's samples so far in this epoch; -1 if they are not compared
 
     @property
     def length(self) -> int | None:
@@ -164,7 +164,7 @@ class Position:
         self.set_position(0)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return epoch and position, and the settings that give them meaning; the same for any number of ranks.
+        """Return the epoch, the position and the settings that give them meaning; the same for any number of ranks.
 
         The position follows the last batch that a step consumed. If no step has ever followed a batch of this source,
         it follows the last batch that was handed over.
@@ -181,7 +181,7 @@ class Position:
         return {"epoch": epoch, "position": position, **self._identity(), **self._mark(epoch, position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken; the number of ranks may differ.
+        """Continue where :meth:`state_dict` was called; the number of ranks may differ.
 
         Raises:
             CheckpointMismatch: if batch size, seed or data differ, because the position would refer to different
@@ -235,7 +235,7 @@ class Position:
         return {"batch_size": self.batch_size, "seed": self.seed, "drop_last": self.drop_last}
 
     def _mark(self, epoch: int, position: int) -> dict[str, Any]:
-        """Return what else is saved with this position."""
+        """Return what else to save with this position."""
         return {}
 
     def _move(self, epoch: int, position: int, length: int | None = None) -> None:

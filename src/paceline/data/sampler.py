@@ -220,7 +220,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         super().advance(batches)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return epoch and position, and the settings that give them meaning; the same for any number of ranks.
+        """Return the epoch, the position and the settings that give them meaning; the same for any number of ranks.
 
         Args:
             consumed: for loaders that do not report consumed batches: the number of batches that the script has
@@ -238,7 +238,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         return super().state_dict(consumed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken; the number of ranks may differ.
+        """Continue where :meth:`state_dict` was called; the number of ranks may differ.
 
         Raises:
             CheckpointMismatch: if batch size, seed, number of samples or order differ, because the position would refer
@@ -251,7 +251,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         length, digest = self.length, self._order.fingerprint(self.epoch)
         if self.position > length or state.get("order") != digest:
             epoch, position = self.epoch, self.position
-            self._move(*previous)  # a refused state must not change anything
+            self._move(*previous)  # a rejected state must not change anything
             raise CheckpointMismatch(
                 f"rank {self.rank}: the order of epoch {epoch} ({length} batches, digest {digest}) differs from the "
                 f"checkpoint's (position {position}, digest {state.get('order')}); give the same function of the epoch "

@@ -98,7 +98,7 @@ class GlobalBatchStream(Position):
         self._stream_digest = -1
 
     def note_read(self, read: Read) -> None:
-        """Record the digest of the samples up to the next batch; refuse workers that disagree."""
+        """Record the digest of the samples up to the next batch; raise an error if workers disagree."""
         if self._stream_digest not in (-1, read.digest_before):
             raise UsageError(
                 f"rank {self.rank}: {type(self.dataset).__name__} gave different samples in two workers before batch "

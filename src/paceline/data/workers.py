@@ -141,8 +141,7 @@ def _end_with_process(process: int) -> None:
 
 
 def lost_worker(iterator: Any, progress: Position, batch: int, error: BaseException) -> DataError | None:
-    """Return the error to raise if a worker of `iterator` died, so that `error` was raised in place of `batch`; else
-    None."""
+    """Return the error to raise if `error` took the place of `batch` because a worker of `iterator` died; else None."""
     of_torch = isinstance(error, RuntimeError) and str(error).startswith("DataLoader")
     if not of_torch and (isinstance(error, RuntimeError) or not workers_of(iterator)):
         return None

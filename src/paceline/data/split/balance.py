@@ -65,11 +65,11 @@ def split_by_padded_cost(
     loads: Sequence[float] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> tuple[list[list[int]], list[float]]:
-    """Split samples among ranks for padded batches, which cost their number of samples times their largest cost.
+    """Split samples among ranks for padded batches, whose cost is their number of samples times their largest cost.
 
     The samples are sorted by descending cost and cut into one contiguous group per rank. No other split is better,
-    because exchanging samples until groups are contiguous increases no group's cost. Bisection of the largest load
-    finds the cuts: each rank takes as many of the remaining samples as stay below it. From empty loads and with equal
+    because exchanging samples until groups are contiguous increases no group's cost. Bisection over the largest load
+    finds the cuts: each rank takes as many of the remaining samples as fit under it. From empty loads and with equal
     speeds the largest load is the smallest possible. If ranks already have loads, they take their groups in ascending
     order of load, and there is no such bound. With `speeds`, loads are in units of time. Every rank gets a sample if
     there are enough.
@@ -95,7 +95,7 @@ def _cuts(descending: Sequence[float], loads: Sequence[float], speeds: Sequence[
     low = max(load / speed for load, speed in zip(loads, speeds, strict=True))
     high = low + (count + 1) * max(descending, default=0.0) / min(speeds)  # enough for any rank to take all samples
     best = _groups_below(math.inf, descending, loads, speeds)  # all samples, even if costs vanish
-    for _ in range(60):  # until only rounding separates the limits
+    for _ in range(60):  # until the limits differ only by rounding
         middle = (low + high) / 2
         groups = _groups_below(middle, descending, loads, speeds)
         if groups[-1] == count:

@@ -28,7 +28,7 @@ def batch_bounds(number: int, length: int, batch_size: int) -> tuple[int, int]:
 def slice_bounds(length: int, rank: int, world_size: int, speeds: tuple[float, ...] | None = None) -> tuple[int, int]:
     """Return the bounds of `rank`'s slice of `length` samples.
 
-    The ranks' slices follow each other without gap or overlap. Their lengths are in proportion to `speeds`. Without
+    The ranks' slices are adjacent, without gaps or overlaps. Their lengths are in proportion to `speeds`. Without
     speeds they differ by at most one sample, and the first ranks have the longer slices.
     """
     if speeds is not None:

@@ -26,7 +26,7 @@ def shares_by_speed(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
         fastest = sorted(ranks, key=lambda rank: (-speeds[rank], rank))[:count]
         return tuple(int(rank in fastest) for rank in ranks)
     largest = max(speeds)
-    scaled = [speed / largest for speed in speeds]  # whose sum is finite
+    scaled = [speed / largest for speed in speeds]  # so that the sum is finite
     free, quotas = list(ranks), [0.0]
     while min(quotas) < 1:  # ranks with less than one sample get one, and the others share the rest
         left, total = count - len(speeds) + len(free), math.fsum(scaled[rank] for rank in free)
