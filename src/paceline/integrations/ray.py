@@ -3,7 +3,7 @@
     from paceline.integrations.ray import Report, TorchConfig
     TorchTrainer(train, torch_config=TorchConfig(), scaling_config=ScalingConfig(num_workers=2)).fit()
 
-In ``train``, ``paceline.init()`` finds the process group that Ray made, and everything else is as without Ray.
+In ``train``, ``paceline.init()`` uses the process group that Ray created; everything else works as without Ray.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ try:
     from ray import train
     from ray.train import torch as ray_torch
 except ImportError:
-    show_mistakes_in_one_line()  # a driver of Ray does not call paceline.init(), which does this
+    show_mistakes_in_one_line()  # a Ray driver does not call paceline.init(), which would do this
     raise MissingExtra("ray", "ray", "paceline.integrations.ray") from None
 
 
 def _import_paceline() -> None:
-    """Register the backend in a worker, by the import of this module."""
+    """Register the backend in a worker: unpickling this function there imports Paceline."""
 
 
 class _Backend(ray_torch.TorchConfig().backend_cls):  # type: ignore[misc]
@@ -45,33 +45,33 @@ class TorchConfig(ray_torch.TorchConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type[Any]:
-        """The backend, for Ray."""
+        """The backend class that Ray instantiates."""
         return _Backend
 
 
 class Report:
     """Reports the Trainer's metrics, and its checkpoints, to Ray; a callback for the Trainer.
 
-    Metrics are reported after each evaluation, each save and at the end. ``ray.train.report`` waits for all workers, so
-    steps in between do without.
+    Metrics are reported after each evaluation, after each save and at the end, but not after every step, because
+    ``ray.train.report`` waits for all workers.
 
     Args:
-        checkpoint_dir: the Trainer's, as an absolute path. Each complete checkpoint in it is reported, and Ray copies
-            it to its storage. None reports metrics only. A restarted worker resumes from the Trainer's folder and not
-            from Ray's copy, so all hosts must share the folder.
+        checkpoint_dir: the Trainer's checkpoint folder, as an absolute path. Each complete checkpoint in it is
+            reported, and Ray copies it to its own storage. None reports only metrics. A restarted worker resumes from
+            this folder and not from Ray's copy, so all hosts must share it.
     """
 
     def __init__(self, checkpoint_dir: str | None = None) -> None:
         self._folder = None if checkpoint_dir is None else Path(checkpoint_dir)
         self._reported = -1
-        """Step of the newest checkpoint that was reported."""
+        """Step of the newest reported checkpoint."""
 
     def on_evaluation(self, run: Run) -> None:
         """Report the results."""
         self._report(run)
 
     def on_save(self, run: Run) -> None:
-        """Report the checkpoint; one that is being written in the background is reported the next time."""
+        """Report the newest complete checkpoint; one still being written is reported the next time."""
         self._report(run)
 
     def on_end(self, run: Run) -> None:

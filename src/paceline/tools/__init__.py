@@ -1,1 +1,1 @@
-"""Programs that a person starts: the command line, recipes, profile, notebook and others."""
+"""Programs that users start: the command line, recipes, profiles, notebooks and others."""

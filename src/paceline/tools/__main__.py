@@ -1,4 +1,4 @@
-"""A rank of one of these programs: ``python -m paceline.tools MODULE CONFIG``, as their commands start it."""
+"""Entry point of a program's ranks: its command starts each as ``python -m paceline.tools MODULE CONFIG``."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import sys
 
 if __name__ == "__main__":
     name, config = sys.argv[1:]
-    # Imported by its name: each program needs other packages, and some of them take seconds.
+    # Imported by name, because each program needs different packages, and some take seconds to import.
     importlib.import_module(f"paceline.tools.{name}").main(config)

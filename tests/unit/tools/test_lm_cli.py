@@ -32,7 +32,7 @@ def test_a_run_reports_loss_perplexity_tokens_per_second_and_writes_on(tmp_path:
     assert f"loss {report['loss']:.4f}" in lines
     assert f"perplexity {report['perplexity']:.4f}" in lines
     assert any(line.startswith("tokens per second") for line in lines)
-    table, sample = done.stdout.split("A sample of what it writes:\n")
+    table, sample = done.stdout.split("A sample of the model's text:\n")
     assert "lm, 2 ranks" in table
     assert len(sample) == 1 + 40 + 1  # the token to begin with, those asked for, and print's end of line
     assert set(sample) <= set(TEXT)

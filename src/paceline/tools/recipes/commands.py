@@ -41,11 +41,11 @@ LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
         for name, kind, default, metavar, text in OPTIONS
     ),
 )
-"""The options of ``paceline train`` outside the configuration: name, type, default, and help."""
+"""Options of ``paceline train`` that are not in a recipe's configuration: name, type, default and help."""
 
 
 RECIPES: dict[str, type[TrainingOptions]] = {"digits": DigitsConfig, "lm": LmConfig, "mrpc": MrpcConfig}
-"""The configurations of the recipes. Only ranks import a recipe's module, which takes seconds."""
+"""Configurations of the recipes. The recipe modules take seconds to import, so only ranks import them."""
 
 
 class AroundRecipe(TyperCommand):
@@ -54,10 +54,10 @@ class AroundRecipe(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         values, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         if values.get("target") in RECIPES:
-            # Parsing goes on behind the name, and leaves the options that it does not know to the recipe.
+            # Keep parsing after the name, and leave unknown options to the recipe.
             ctx.allow_interspersed_args = ctx.ignore_unknown_options = True
             if not values.get("help"):
-                ctx.help_option_names = []  # --help behind the name is the recipe's
+                ctx.help_option_names = []  # after the name, --help is the recipe's
         return list(super().parse_args(ctx, args))
 
 
@@ -90,13 +90,13 @@ def recipe_command(recipe: str) -> Any:
     types = get_type_hints(config)
     parameters = []
     for field in dataclasses.fields(config):
-        # Named, because typer would add --no-… to a flag.
+        # Named, because typer would otherwise add a --no-… form of a flag.
         names = [flag_of(field.name)] if field.default is False else []
         option = typer.Option(*names, help=field.metadata.get("help"), metavar=field.metadata.get("metavar"))
         parameters.append(_option(field.name, types[field.name], field.default, option))
     parameters += [_option(*option) for option in LAUNCHER_OPTIONS]
     parameters.sort(key=lambda parameter: panel_of(parameter.name) != OWN_PANEL)  # the help lists these first
-    # typer reads the options from the signature of the function.
+    # typer reads the options from the function's signature.
     start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     start.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     built = typer.Typer(add_completion=False)
@@ -122,7 +122,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     job["supervision"] = supervision_of(launcher)
     timeout, profile = launcher["timeout"], launcher["profile"]
     count, note = resolve_nproc(launcher["nproc"])
-    job["supervision"].places(count)  # refuses a --min-nproc out of range
+    job["supervision"].places(count)  # refuses a --min-nproc that is out of range
     environment = timeout_environment(None if timeout is None else f"{timeout:g}")
     config = RECIPES[recipe](**options)
     config.check()
@@ -130,7 +130,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     program = ["paceline.tools", f"recipes.{recipe}"]
     settings = None if profile is None else ProfileSettings(profile, title=command_line(recipe, config))
     if settings is not None:
-        # After the recipe's options, because it deletes an earlier profile in the folder.
+        # Checked after the recipe's options, because this deletes an earlier profile in the folder.
         settings.check()
         program = rank_program(settings, ["-m", *program])
     # The top-level name, because find_spec() of a submodule imports the package.
@@ -146,7 +146,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
 
 
 def command_line(recipe: str, config: Any) -> str:
-    """Return the command for this configuration, without options that have their default."""
+    """Return the command for this configuration, without options that have default values."""
     words = ["paceline", "train", recipe]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

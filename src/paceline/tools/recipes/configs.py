@@ -24,7 +24,7 @@ ON_THE_HUB = "glue/mrpc"
 class DigitsConfig(TrainingOptions):
     """The options of ``paceline train digits``."""
 
-    summary: ClassVar[str] = "Train a small classifier of handwritten digits, in seconds, on CPU or GPU."
+    summary: ClassVar[str] = "Train a small classifier of handwritten digits in seconds, on CPU or GPU."
     needs: ClassVar[tuple[str, ...]] = ("sklearn.datasets", "sklearn.model_selection")
     passes: ClassVar[int] = 20
     warmup_steps: int = changed("warmup_steps", 10)
@@ -45,22 +45,22 @@ class LmConfig(TrainingOptions):
     lr: float = changed("lr", 0.02)
     warmup_steps: int = changed("warmup_steps", 100)
     decay: str = changed("decay", "linear")
-    data: str | None = option(None, "Text in UTF-8; required. Its last tenth is for validation.", "FILE")
+    data: str | None = option(None, "Required: a UTF-8 text file. Its last tenth is for validation.", "FILE")
     context: int = option(128, "Tokens in a sequence.")
     width: int = option(128, "Width of the model.")
     layers: int = option(4, "Number of layers.")
     heads: int = option(4, "Number of attention heads.")
-    sample: int = option(256, "Tokens to write at the end; 0 for none.")
+    sample: int = option(256, "Tokens to generate at the end; 0 for none.")
 
     def check(self) -> None:
         super().check()
         for name, least in {"context": 1, "width": 1, "layers": 1, "heads": 1, "sample": 0}.items():
             whole_number(flag_of(name), getattr(self, name), least)
-        if self.width % (2 * self.heads):  # gpt.rotate() turns the dimensions of a head in pairs
+        if self.width % (2 * self.heads):  # gpt.rotate() rotates pairs of a head's dimensions
             raise UsageError(f"--width {self.width} must be a multiple of twice --heads {self.heads}")
         if self.sharded:
-            raise UsageError("--sharded cannot shard Muon, which trains whole matrices; leave it out")
-        self.corpus()  # read here to be checked; each rank reads it again
+            raise UsageError("--sharded cannot shard Muon, which updates whole matrices; leave it out")
+        self.corpus()  # to check it before ranks start; each rank reads it again
 
     def corpus(self) -> Corpus:
         """Read the text, and cut it into windows of tokens."""
@@ -73,18 +73,18 @@ class LmConfig(TrainingOptions):
 class MrpcConfig(TrainingOptions):
     """The options of ``paceline train mrpc``."""
 
-    summary: ClassVar[str] = "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC."
+    summary: ClassVar[str] = "Train a Hugging Face model to recognize paraphrases, on GLUE's MRPC."
     batch_size: int = changed("batch_size", 16)
     lr: float = changed("lr", 2e-5)
     warmup_steps: int = changed("warmup_steps", 50)
     decay: str = changed("decay", "cosine")
     clip_norm: float | None = changed("clip_norm", 1.0)
     model: str = option(DEFAULT_MODEL, "Hugging Face model: a folder, or a name on the hub.", "NAME|DIR")
-    random_init: str | None = option(None, "Random weights: a folder with config.json and tokenizer.", "DIR")
+    random_init: str | None = option(None, "Start from random weights: folder with config.json and tokenizer.", "DIR")
     data: str = option(ON_THE_HUB, "Folder with MRPC's TSV files, or glue/mrpc for the hub's copy.", "DIR")
-    max_length: int = option(128, "Largest number of tokens of a pair.")
+    max_length: int = option(128, "Maximum number of tokens in a pair.")
     dropout: float | None = option(None, "Dropout probability. Default: the model's.")
-    balance: bool = option(False, "Balance padded lengths between ranks instead of counts.")
+    balance: bool = option(False, "Balance padded lengths between ranks instead of pair counts.")
 
     def check(self) -> None:
         from paceline.tools.recipes import pairs
@@ -96,8 +96,8 @@ class MrpcConfig(TrainingOptions):
             raise UsageError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
         if self.balance and self.virtual_ranks is not None:
             raise UsageError(
-                f"--balance cuts batches into slices of different lengths, --virtual-ranks {self.virtual_ranks} into "
-                "equal ones; leave one of the two out"
+                f"--balance cuts batches into unequal slices, but --virtual-ranks {self.virtual_ranks} needs equal "
+                "ones; leave one of them out"
             )
         if self.random_init is not None and self.model != DEFAULT_MODEL:
             raise UsageError("--model and --random-init exclude each other; leave one of them out")

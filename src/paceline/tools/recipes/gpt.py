@@ -58,7 +58,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width, bias=False)
-        # Three layers, because Muon takes single matrices.
+        # Three separate layers, because Muon updates each matrix as a whole.
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.attention_out = nn.Linear(width, width, bias=False)
         self.perceptron_norm = nn.LayerNorm(width, bias=False)
@@ -95,7 +95,7 @@ def rotation(context: int, size: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair of neighbours in the last dimension of `x`, (batch, heads, time, size), by its angle."""
+    """Rotate each pair of neighbors in the last dimension of `x`, (batch, heads, time, size), by its angle."""
     turned = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * torch.view_as_complex(rotation)
     return torch.view_as_real(turned).flatten(-2)
 
@@ -105,6 +105,6 @@ def ngram_slots(tokens: Tensor) -> list[Tensor]:
     slots, code = [], tokens
     for distance in (1, 2):
         before = F.pad(tokens, (distance, 0))[:, : tokens.shape[1]]
-        code = code * 1_000_003 + before + 1  # a hash; a prime spreads neighbouring tokens over the table
+        code = code * 1_000_003 + before + 1  # a hash; a prime spreads neighboring tokens over the table
         slots.append(code.remainder(NGRAM_SLOTS))
     return slots

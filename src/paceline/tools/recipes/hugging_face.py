@@ -1,6 +1,7 @@
-"""Classifiers and tokenizers of Hugging Face, from the hub or a folder.
+"""Hugging Face classifiers and tokenizers, from the hub or a folder.
 
-``transformers`` loads them. The checks here refuse models and tokenizers that would train silently on wrong values.
+``transformers`` loads them. The checks here refuse models and tokenizers that load without an error but would train on
+wrong values.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from paceline.tools.shared import hub
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 PADDING = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-"""Padding tokens for tokenizers without one; any token works, because it is masked."""
+"""Padding tokens for tokenizers without one; any token works, because padding is masked."""
 
 
 def fetch_model(name: str, remedy: str) -> None:
-    """Download the model `name`, unless that is a folder or in the cache."""
+    """Download the model `name`, unless it is a folder or already in the cache."""
     if Path(name).is_dir():
         return
     if not HUB_NAME.fullmatch(name):
@@ -46,11 +47,11 @@ def folder_of(name: str, option: str = "--model") -> Path:
 
 
 def load(what: str, folder: Path, function: Any, *arguments: Any, **options: Any) -> Any:
-    """Call a `function` of transformers that loads `what` from `folder`, with its errors as one line."""
+    """Call a transformers `function` that loads `what` from `folder`, and report errors in one line."""
     hub.quiet_libraries()
     try:
         return function(*arguments, **options)
-    except Exception as error:  # of many classes
+    except Exception as error:  # transformers raises many classes
         raise UsageError(f"no {what} can be made from {folder}: {hub.one_line(error)}") from error
 
 
@@ -79,18 +80,18 @@ def validate_known(tokenizer: Any, rows: Sequence[Sequence[int]]) -> None:
     if 2 * unknown > total:
         raise UsageError(
             f"the tokenizer with {len(tokenizer):,} tokens does not know {unknown / total:.0%} of the text; give all "
-            "its files, for the language of the text"
+            "of its files, or a tokenizer for the language of the text"
         )
 
 
 def classifier(folder: Path, tokenizer: Any, dropout: float | None, *, is_random: bool) -> nn.Module:
-    """Build a classifier with two labels in float32."""
+    """Build a float32 classifier with two labels."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = load("classifier", folder, AutoConfig.from_pretrained, str(folder), num_labels=2)
     config.pad_token_id, config.use_cache = tokenizer.pad_token_id, False
     for name, value in config.to_dict().items() if dropout is not None else ():
-        # Architectures have different names for dropout probabilities.
+        # The names of dropout probabilities depend on the architecture.
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, name, dropout)
     loaded: Any = AutoModelForSequenceClassification
@@ -111,7 +112,7 @@ def classifier(folder: Path, tokenizer: Any, dropout: float | None, *, is_random
 
 
 def validate_fitting(model: Any, tokens: int, length: int) -> None:
-    """Refuse a tokenizer with more `tokens`, or texts of a greater `length`, than the model has embeddings for."""
+    """Refuse more `tokens` in the tokenizer, or a greater text `length`, than the model has embeddings for."""
     known, config = model.get_input_embeddings().weight.shape[0], model.config.to_dict()
     if tokens > known:
         raise UsageError(
@@ -119,4 +120,4 @@ def validate_fitting(model: Any, tokens: int, length: int) -> None:
         )
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     if isinstance(positions, int) and length > positions:
-        raise UsageError(f"pairs have {length:,} tokens and the model {positions:,} positions; lower --max-length")
+        raise UsageError(f"pairs have {length:,} tokens but the model {positions:,} positions; lower --max-length")

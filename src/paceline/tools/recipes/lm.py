@@ -27,7 +27,7 @@ from paceline.train import Evaluation, Result
 OTHER_LR = 0.15
 """Learning rate of embeddings, gains and the output layer, relative to ``--lr``."""
 MOST_NATS = 700.0
-"""Largest loss with a finite perplexity; exp() overflows above 709."""
+"""From this loss on, the perplexity is reported as infinite; exp() overflows above 709."""
 TEMPERATURE = 0.8
 """Temperature of the sample; values below 1 favor likely tokens."""
 
@@ -48,14 +48,14 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def sums(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], int]:
-    """Sum the loss of a batch."""
+    """Return the summed loss of a batch, and its number of targets."""
     total, count = loss(model, batch)
     return {"loss": total}, count
 
 
 @torch.no_grad()
 def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: int) -> Tensor:
-    """Return `start`, (n,) tokens, and `count` sampled tokens, each predicted from at most `context` tokens."""
+    """Return the (n,) tokens of `start` and `count` sampled ones, each predicted from at most `context` tokens."""
     # Drawn on the CPU, so that the sample does not depend on the device.
     generator = torch.Generator().manual_seed(seed)
     tokens = start
@@ -78,13 +78,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step."""
         for part, group in zip(self._parts, self.param_groups, strict=True):
-            # In every step, because load_state_dict() and a sharded optimizer replace these objects.
+            # Set in every step, because load_state_dict() and a sharded optimizer replace these objects.
             part.param_groups, part.state = [group], self.state
             part.step()
 
 
 def optimizer_for(gpt: GPT, lr: float) -> MuonAndAdamW:
-    """Return the optimizer of the recipe's own model."""
+    """Return the optimizer: Muon for the matrices of the blocks, AdamW for the rest."""
     matrices = gpt.matrices()
     return MuonAndAdamW(matrices, [parameter for parameter in gpt.parameters() if parameter not in set(matrices)], lr)
 
@@ -114,4 +114,4 @@ def main(text: str) -> None:
         if world.is_main and config.sample:
             start = corpus.validation[0][0][:1]
             sample = written_on(unwrap(model), start, config.sample, config.context, config.seed)
-            print(f"\nA sample of what it writes:\n{corpus.tokenizer.decode(sample)}")
+            print(f"\nA sample of the model's text:\n{corpus.tokenizer.decode(sample)}")

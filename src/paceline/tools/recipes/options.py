@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.train.training_step import Loss
 
 SETTINGS = "max_steps virtual_ranks clip_norm precision evaluate_every resume allow_changed_settings allow_changed_data"
-"""Options with the same names as settings of the Trainer."""
+"""Options that have the same name as a setting of the Trainer."""
 PANELS = {
     "Training": "epochs max_steps batch_size lr warmup_steps decay dropout clip_norm precision seed "
     "micro_batches virtual_ranks sharded evaluate_every",
@@ -36,44 +36,44 @@ PANELS = {
     "Ranks": "nproc backend timeout",
     "Failures": "max_restarts hang_timeout min_nproc requeue_exit_code",
 }
-"""Sections of ``--help`` and their options; the others are in :data:`OWN_PANEL`."""
+"""Sections of ``--help`` and their options; all other options are in :data:`OWN_PANEL`."""
 OWN_PANEL = "Data and model"
 
 
 @dataclass(frozen=True)
 class TrainingOptions(ProgramConfig):
-    """Base of the recipes' configurations. A recipe declares a field again to change its default."""
+    """Base class of the recipes' configurations. A recipe redeclares a field to change its default."""
 
     summary: ClassVar[str] = ""
     """One sentence for ``--help``."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Modules with a slow import, which are loaded once before ranks are forked."""
+    """Modules that are slow to import, and so are imported once, before ranks are forked."""
     passes: ClassVar[int] = 3
-    """Number of epochs without ``--epochs`` and ``--max-steps``."""
+    """Number of epochs if neither ``--epochs`` nor ``--max-steps`` is given."""
     epochs: int | None = option(None, "Passes over the training data. Default: digits 20, lm 2, mrpc 3.")
     max_steps: int | None = option(None, "Number of steps, instead of --epochs.")
-    batch_size: int = option(32, "Samples per step, all ranks together.")
+    batch_size: int = option(32, "Samples per step, over all ranks.")
     lr: float = option(0.1, "Learning rate.")
-    warmup_steps: int = option(0, "Steps with a rising learning rate.")
+    warmup_steps: int = option(0, "Steps over which the learning rate rises.")
     decay: str = option("none", "Decay of the learning rate: none, linear, cosine or wsd.", "RULE")
-    clip_norm: float | None = option(None, "Largest norm of the gradient.")
+    clip_norm: float | None = option(None, "Norm to which the gradient is clipped.")
     precision: str = option("fp32", "Precision of forward and loss (autocast).", "bf16|fp16|fp32")
     seed: int = option(0, "Seed of weights and sample order.")
-    micro_batches: int = option(1, "Micro-batches per step; more need less memory.")
+    micro_batches: int = option(1, "Micro-batches per step; more of them need less memory.")
     virtual_ranks: int | None = option(
         None,
-        "Slices per global batch, a power of two: the same bits on every number of ranks that divides V.",
+        "Slices per global batch, a power of two: the same bits on any number of ranks that divides V.",
         "V",
     )
     sharded: bool = option(False, "Shard the optimizer's state over the ranks.")
-    evaluate_every: int | None = option(None, "Steps between evaluations. Default: an epoch.")
+    evaluate_every: int | None = option(None, "Steps between evaluations. Default: one epoch.")
     checkpoint_dir: str | None = option(None, "Folder for checkpoints.", "DIR")
-    checkpoint_every: int | None = option(None, "Steps between checkpoints. Default: an epoch.")
+    checkpoint_every: int | None = option(None, "Steps between checkpoints. Default: one epoch.")
     resume: bool = option(False, "Resume from the newest checkpoint.")
     allow_changed_settings: bool = option(False, "Resume with changed settings.")
     allow_changed_data: bool = option(False, "Resume with changed training data.")
     metrics: str | None = option(None, "Write loss, learning rate and metrics as JSON lines.", "FILE")
-    tensorboard: str | None = option(None, "Write the same for TensorBoard.", "DIR")
+    tensorboard: str | None = option(None, "Write the same values for TensorBoard.", "DIR")
     log_every: int = option(10, "Steps between lines of metrics.")
     json: str | None = option(None, "Write the results as JSON.", "FILE")
     backend: str | None = option(None, "Process group: paceline, gloo, nccl, …")
@@ -119,7 +119,7 @@ class TrainingOptions(ProgramConfig):
         if self.virtual_ranks is None:
             return {}
         slices_of_rank(self.virtual_ranks, 0, ranks)
-        # Kernels split sums among threads, whose number would depend on the number of ranks.
+        # Kernels split sums among threads, and the number of threads would depend on the number of ranks.
         return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
 
     def _settings(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class TrainingOptions(ProgramConfig):
         evaluation: Evaluation,
         **loading: Any,
     ) -> Result:
-        """Train `model` on `data`; `loading` are arguments for the DataLoader."""
+        """Train `model` on `data`; `loading` holds more arguments for the DataLoader."""
         from torch.optim.lr_scheduler import LambdaLR
 
         from paceline import train

@@ -1,6 +1,6 @@
 """The sentence pairs of MRPC, the Microsoft Research Paraphrase Corpus, from GLUE's files or the Hugging Face hub.
 
-The files ``train.tsv`` and ``dev.tsv`` are tab-separated with a header, and quotation marks are text:
+The files ``train.tsv`` and ``dev.tsv`` are tab-separated with a header line, and quotation marks are ordinary text:
 
     Quality    #1 ID    #2 ID    #1 String    #2 String
 
@@ -48,7 +48,7 @@ class BrokenRow(UsageError):
 
 
 def read_folder(folder: Path) -> Splits:
-    """Read ``train.tsv`` and ``dev.tsv``; pairs in both are only held out."""
+    """Read ``train.tsv`` and ``dev.tsv``; pairs that are in both are only held out."""
     for name in ("train.tsv", "dev.tsv"):
         if not (folder / name).is_file():
             raise UsageError(f"--data {folder} has no {name}; give a folder with GLUE's train.tsv and dev.tsv of MRPC")
@@ -84,7 +84,7 @@ def read_pairs(file: Path) -> list[Pair]:
 
 
 def _lines(file: Path) -> Iterable[tuple[int, str]]:
-    """Yield the numbered lines of a UTF-8 file, without byte order mark and trailing empty lines."""
+    """Yield the numbered lines of a UTF-8 file, without its byte order mark and trailing empty lines."""
     try:
         lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n").split(b"\n")
     except OSError as error:
@@ -100,7 +100,7 @@ def hub_is_cached() -> bool:
     """Return whether the hub's copy is in the cache of this machine."""
     from huggingface_hub.constants import HF_HOME
 
-    # Without the library, whose import takes seconds.
+    # Without ``datasets``, which takes seconds to import.
     cache = os.environ.get("HF_DATASETS_CACHE") or os.path.join(HF_HOME, "datasets")
     return any(Path(cache, _HUB_NAME[0].replace("/", "___"), _HUB_NAME[1]).glob("*/*/*.arrow"))
 
@@ -121,7 +121,7 @@ def _from_hub(row: dict[str, Any]) -> Pair:
 
 
 class TokenizedPairs(Dataset[dict[str, Any]]):
-    """Pairs as rows of a model's inputs, with a fingerprint of every token and label."""
+    """Pairs as rows of model inputs, with a fingerprint of all tokens and labels."""
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self.rows = rows
@@ -140,7 +140,7 @@ class TokenizedPairs(Dataset[dict[str, Any]]):
 
 
 def tokenize(tokenizer: Any, pairs: Sequence[Pair], max_length: int) -> TokenizedPairs:
-    """Return the pairs as at most `max_length` tokens each, with a newline if the tokenizer adds no separator."""
+    """Return the pairs as at most `max_length` tokens each, joined by a newline if the tokenizer adds no separator."""
     first, second = [pair.first for pair in pairs], [pair.second for pair in pairs]
     texts: tuple[list[str], ...] = (first, second)
     if tokenizer.num_special_tokens_to_add(pair=True) == tokenizer.num_special_tokens_to_add(pair=False):

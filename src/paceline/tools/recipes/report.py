@@ -72,7 +72,7 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
     table.add_row("waiting for communication", f"{report['exposed_share']:.1%} of the time")
     table.add_row("replicas identical", "yes" if report["replicas_identical"] else "NO")
     print_table(table)
-    # Below the table, because a narrow terminal would break a cell.
+    # Below the table, because a cell would wrap in a narrow terminal.
     print(f"SHA-256 of the weights {report['replica_sha256'][0]}")
 
 

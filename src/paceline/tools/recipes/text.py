@@ -59,7 +59,7 @@ def read_text(file: str | None) -> str:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a text: inputs and targets, (context,) int64 each. A target is the token after the input.
+    """Windows of a text: inputs and targets, (context,) int64 each. Each target is the token after its input.
 
     The windows do not overlap, and together they predict every token except the first. After the end of the text, the
     targets are :data:`IGNORED`.
@@ -95,10 +95,10 @@ def make_corpus(text: str, context: int) -> Corpus:
     training, validation = (tokenizer.encode(part) for part in split(text))
     if len(training) <= context or len(validation) == 0:
         raise UsageError(
-            f"--data is shorter than a sequence: nine tenths of it have {len(training):,} characters and must have "
+            f"--data is shorter than a sequence: its first nine tenths have {len(training):,} characters but need "
             f"{context + 1:,}, one more than --context; give a longer text, or a smaller --context"
         )
-    validation = torch.cat([training[-1:], validation])  # so that its first token is predicted, too
+    validation = torch.cat([training[-1:], validation])  # so that its first token is predicted too
     return Corpus(tokenizer, Windows(training, context), Windows(validation, context))
 
 

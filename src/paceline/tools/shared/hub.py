@@ -40,12 +40,12 @@ def quiet_libraries() -> None:
 
 
 def fetch(what: str, remedy: str, download: Callable[[], object]) -> None:
-    """Download `what`, which is not in the cache; `remedy` names the options that avoid it."""
+    """Download `what`, which is not in the cache; `remedy` names the options that avoid the download."""
     if (reason := out_of_reach()) is not None:
         raise UsageError(f"{what} is not on this machine, and {reason}; to run without a network, give {remedy}")
     try:
         download()
-    except Exception as error:  # the libraries', of many classes
+    except Exception as error:  # the libraries raise many classes
         raise UsageError(f"cannot download {what}: {one_line(error)}; try again, or give {remedy}") from error
 
 
@@ -66,7 +66,7 @@ def out_of_reach() -> str | None:
             reasons.append(one_line(getattr(error, "reason", error)))
         answered.set()
 
-    # In a thread, because the timeout does not cover DNS: two name servers that do not answer take 20 s. Without this
+    # In a thread, because the timeout does not cover DNS: two unresponsive name servers take 20 s. Without this
     # probe, huggingface_hub retries for 24 s to minutes.
     threading.Thread(target=ask, daemon=True).start()
     if not answered.wait(2 * ANSWER_S):
@@ -104,11 +104,11 @@ def fetch_model(name: str) -> None:
     """Download a model's configuration, tokenizer and weights into the cache."""
     from huggingface_hub import snapshot_download
 
-    # Most models have safetensors and PyTorch files, and both are large, so the latter are only a fallback.
+    # Most models have both safetensors and PyTorch files. Both are large, so the latter are only a fallback.
     if not has_weights(Path(snapshot_download(name, allow_patterns=MODEL_FILES))):
         snapshot_download(name, allow_patterns=["pytorch_model*"])
     if cached_model(name) is None:
-        raise UsageError("it has no configuration, no tokenizer or no weights for transformers")
+        raise UsageError("it lacks a configuration, a tokenizer or weights that transformers can load")
 
 
 def one_line(error: object) -> str:

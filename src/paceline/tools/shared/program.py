@@ -1,4 +1,4 @@
-"""Programs of Paceline that run on ranks: the command checks their configuration, and ranks receive it as JSON."""
+"""Programs that run on ranks: the command checks their configuration and passes it to the ranks as JSON."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ Config = TypeVar("Config", bound="ProgramConfig")
 
 @dataclass(frozen=True)
 class ProgramConfig:
-    """Base of the dataclasses that configure a program. All values must be JSON values."""
+    """Base class of program configurations. Each field must hold a JSON value."""
 
     def to_json(self) -> str:
-        """Return the settings as one argument for the ranks."""
+        """Return the settings as one command-line argument."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls: type[Config], text: str) -> Config:
-        """Return the settings that :meth:`to_json` wrote."""
+        """Return the settings from the result of :meth:`to_json`."""
         return cls(**json.loads(text))
 
 
 def option(default: Any, help: str, metavar: str | None = None) -> Any:
-    """Declare a field of a configuration that is also a command-line option.
+    """Declare a configuration field that is also a command-line option.
 
     Args:
-        default: its value if the user gives none.
+        default: default value.
         help: one sentence for ``--help``.
-        metavar: the word that stands for the value in ``--help``; by default the field's type.
+        metavar: placeholder for the value in ``--help``; by default the field's type.
     """
     return field(default=default, metadata={"help": help, "metavar": metavar})
 
@@ -65,7 +65,7 @@ def start_program(
     """Run ``python -m program… CONFIG`` on `nproc` ranks, and return the exit code.
 
     Args:
-        program: the module, and the arguments before the configuration.
+        program: the module and any arguments before the configuration.
         config: the configuration, already checked.
         nproc: the number of ranks.
         screen: the stream that shows rank 0's progress.

@@ -1,1 +1,1 @@
-"""A live view of a running job, from its ranks' black boxes: ``paceline top``."""
+"""A live view of a running job, read from its ranks' black boxes: ``paceline top``."""

@@ -1,4 +1,4 @@
-"""Status of each rank from its black box, and the rank that the others wait for."""
+"""Status of each rank, read from its black box, and the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankStatus:
 
     rank: int
     state: str
-    """``starting`` (no black box yet), ``running``, ``ended`` (the other values are its last ones) or ``unreadable``
+    """``starting`` (no black box yet), ``running``, ``ended`` (the other fields hold its last values) or ``unreadable``
     (the black box is damaged or has another version)."""
     pid: int | None = None
     host: str | None = None
@@ -78,7 +78,7 @@ class Straggler:
 
 
 def status_of(snapshot: Snapshot, state: str, now: float) -> RankStatus:
-    """Return the status that `snapshot` describes at the time `now` of ``time.monotonic()``."""
+    """Return the status in `snapshot`; `now` is the current ``time.monotonic()``."""
     has_stepped, has_means = snapshot.steps > 0, snapshot.steps > 1
     return RankStatus(
         snapshot.rank,
@@ -99,7 +99,7 @@ def status_of(snapshot: Snapshot, state: str, now: float) -> RankStatus:
 
 def find_straggler(statuses: Sequence[RankStatus]) -> Straggler | None:
     """Return the rank that the others wait for, if one stands out."""
-    # If a rank is missing, the others wait for that one.
+    # If a rank is not running, it is the one that the others wait for.
     if len(statuses) < 2 or any(status.state != RUNNING for status in statuses):
         return None
     return _stuck(statuses) or _slow(statuses)
@@ -116,7 +116,7 @@ def _stuck(statuses: Sequence[RankStatus]) -> Straggler | None:
 
 
 def _slow(statuses: Sequence[RankStatus]) -> Straggler | None:
-    """Return the rank that waits least in the average step, if the others wait significantly longer."""
+    """Return the rank that waits least on average, if the others wait significantly longer."""
     if any(status.timed < LEAST_STEPS or status.waiting_seconds is None for status in statuses):
         return None
     least = min(statuses, key=lambda status: status.waiting_seconds or 0.0)
@@ -124,7 +124,7 @@ def _slow(statuses: Sequence[RankStatus]) -> Straggler | None:
     gap = median(status.waiting_seconds or 0.0 for status in others) - (least.waiting_seconds or 0.0)
     spread = math.hypot(least.waiting_spread or 0.0, median(status.waiting_spread or 0.0 for status in others))
     step = median(status.step_seconds or 0.0 for status in statuses)
-    # The moving average of values with standard deviation s has s * sqrt(weight / (2 - weight)).
+    # The moving average of values with standard deviation s has one of s * sqrt(weight / (2 - weight)).
     enough = max(LEAST_SHARE * step, LEAST_SPREADS * spread * math.sqrt(WEIGHT / (2 - WEIGHT)))
     return Straggler(least.rank, "slow", gap) if gap > enough else None
 
@@ -147,7 +147,7 @@ class JobView:
 
     note: JobNote
     statuses: list[RankStatus]
-    """Statuses of the ranks of this host, by local rank."""
+    """Statuses of the ranks on this host, by local rank."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the view as plain values."""
@@ -161,8 +161,8 @@ class JobView:
 
 
 def view_job(folder: Path, note: JobNote) -> JobView:
-    """Read the black boxes of all ranks of this host."""
-    # A start may have fewer ranks than the job.
+    """Read the black boxes of all ranks on this host."""
+    # After a restart, a job may have fewer ranks than `nproc`.
     ranks = sorted(note.processes) or range(note.nproc)
     return JobView(note, [_read_status(folder, note, local_rank) for local_rank in ranks])
 

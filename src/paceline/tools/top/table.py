@@ -1,4 +1,4 @@
-"""A job's view as a table in the terminal."""
+"""A job's view as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.core.output.wording import counted, duration
 from paceline.tools.top.rank_status import ENDED, RUNNING, JobView, RankStatus, describe, find_straggler
 
 BAR = 20
-"""Width of the bar of a step, in characters."""
+"""Width of a step's bar, in characters."""
 NOTHING = "–"
 
 
@@ -22,7 +22,7 @@ def heading(view: JobView) -> Text:
 
 
 def table_of(view: JobView) -> Table:
-    """Return a row for each rank of this host."""
+    """Return a table with a row for each rank on this host."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("rank", "step", "phase", "for", "step time", "waiting", "", ""):
         left = name in ("rank", "phase", "")
@@ -51,7 +51,7 @@ def _cells(status: RankStatus) -> list[str | Text]:
 
 
 def phase_of(status: RankStatus) -> str:
-    """Return the rank's phase, or its state if it does not run."""
+    """Return the rank's phase; if it is not running, its state and last phase."""
     phase = status.phase if status.bucket is None else f"{status.phase} {status.bucket}"
     if status.state == RUNNING:
         return str(phase)

@@ -26,7 +26,8 @@ PAUSE_S = 0.5
 def run_top(job: int | None, json: bool) -> int:
     """Show the ranks of a running job until it ends; print them once with `json` or if stdout is not a terminal.
 
-    `job` is the process id of its launcher or of a rank. The default is the only job, or the job of the current folder.
+    `job` is the process id of its launcher or of a rank. By default, the only job is shown, or the one started in the
+    current folder.
     """
     jobs = running_jobs()
     candidates = choose(jobs, job)
@@ -52,7 +53,7 @@ def run_top(job: int | None, json: bool) -> int:
 
 
 def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> list[tuple[Path, JobNote]]:
-    """Return the job with the process `wanted`; without one, the job of the current folder, else all jobs."""
+    """Return the job with the process `wanted`; if that is None, the job started in this folder, else all jobs."""
     if not jobs:
         raise UsageError("you have no running job on this host; start one with paceline run, train or profile")
     if wanted is None:
@@ -66,13 +67,13 @@ def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> list[tuple[Path,
 
 
 def process_of(note: JobNote, jobs: Mapping[Path, JobNote]) -> int:
-    """Return the process id that selects the job: its launcher, or rank 0 if the launcher runs several jobs."""
+    """Return the process id that selects the job: its launcher's, or rank 0's if the launcher runs several jobs."""
     launchers = [other.pid for other in jobs.values()]
     return note.pid if launchers.count(note.pid) == 1 else note.processes.get(0, note.pid)
 
 
 def _follow(folder: Path, note: JobNote) -> None:
-    """Show the job until it ends, or Ctrl-C."""
+    """Show the job until it ends or the user presses Ctrl-C."""
     try:
         # Without auto-refresh, because the view changes only when the black boxes are read.
         with Live(screen(view_job(folder, note)), auto_refresh=False) as live:
