@@ -57,10 +57,10 @@ def list_checkpoints(
     quick: Annotated[bool, typer.Option("--quick", help="Compare only sizes instead of reading every byte.")] = False,
     json: Json = False,
 ) -> None:
-    """List the checkpoints: step, size, age, whether it is complete, and metadata.
+    """List the checkpoints with step, size, age, state and metadata.
 
-    The newest complete checkpoint, from which a run resumes, is marked latest; keep_best of the run decides which is
-    best.
+    The newest complete checkpoint, from which a run resumes, is marked latest. The best one according to the run's
+    keep_best is marked best.
     """
     from paceline.tools.checkpoints import inspection
 
@@ -91,7 +91,7 @@ def verify_checkpoints(
     folders: Annotated[
         list[str],
         typer.Argument(
-            metavar="FOLDER…", help="Folders of runs or of checkpoints; several folders are copies of one run."
+            metavar="FOLDER…", help="Folders of runs or of checkpoints; several are compared as copies of one run."
         ),
     ],
     step: Annotated[int | None, typer.Option(help="Step to verify; all by default.")] = None,
@@ -100,7 +100,7 @@ def verify_checkpoints(
     """Read every byte and compare checksums, which cover every tensor. The exit code is 1 if anything is damaged.
 
     Each damaged file is listed with the object whose tensors it holds. If several folders have a checkpoint of the
-    same step, these are compared tensor by tensor, and the exit code is 1 if any tensor differs.
+    same step, the copies are compared tensor by tensor, and the exit code is 1 if any tensor differs.
     """
     from paceline.tools.checkpoints import inspection
 
@@ -147,7 +147,7 @@ def show_checkpoint(
     step: Annotated[int | None, typer.Option(help="Step to show; by default the newest complete one.")] = None,
     json: Json = False,
 ) -> None:
-    """Show the contents of a checkpoint: objects by name, tensors with shape, dtype and bytes, versions, metadata.
+    """Show a checkpoint's contents: objects, tensors (shape, dtype, bytes), versions and metadata.
 
     This is quick, because tensors are not read; use verify to check them.
     """
@@ -175,14 +175,14 @@ def show_checkpoint(
 @checkpoint.command("export")
 def export_object(
     folder: Folder,
-    out: Annotated[str, typer.Option(metavar="FILE", help="New file to write, whole or not at all.")],
+    out: Annotated[str, typer.Option(metavar="FILE", help="New file, written completely or not at all.")],
     step: Annotated[int | None, typer.Option(help="Step to export from; by default the newest complete one.")] = None,
     name: Annotated[str, typer.Option(help="Name under which the module was registered.")] = "model",
 ) -> None:
     """Write a module's state_dict into a file for safetensors or torch.load.
 
-    A file that ends in .pt, .pth, .bin or .ckpt is for torch.load. The checkpoint is verified first. Tied weights are
-    stored under each of their names.
+    A name that ends in .pt, .pth, .bin or .ckpt selects torch.load, any other name safetensors. The checkpoint is
+    verified first. Tied weights are stored under each of their names.
     """
     from paceline.tools.checkpoints import export as exporting
 
@@ -191,7 +191,7 @@ def export_object(
     assert found.manifest is not None, "a chosen checkpoint is not damaged"
     try:
         count, size = exporting.export(found.path, found.manifest, name, target)
-    # First, because a NoCheckpoint is also a CheckpointError.
+    # Must come first, because NoCheckpoint is also a CheckpointError.
     except UsageError:
         raise
     except CheckpointError as error:
@@ -211,7 +211,7 @@ def _echo_verdict(found: Inspected, where: str) -> None:
 
 
 def _differences(step: int, same: Sequence[Inspected]) -> Iterator[str]:
-    """Yield the differences between the copies of `step`, compared with an undamaged copy if possible."""
+    """Yield how the copies of `step` differ from one of them, which is undamaged if possible."""
     from paceline.tools.checkpoints.compare_copies import differences
 
     reference = next((each for each in same if not each.damages), same[0])
@@ -271,14 +271,14 @@ def _short(value: Any) -> str:
 
 def _age(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        # At least two of a unit, because rounding less would be off by up to a half.
+        # At least two of a unit, because rounding fewer loses too much precision.
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
 
 
 def make_table(*columns: str) -> Table:
-    """Return a table without borders; a ``>`` in front of a column's name aligns it to the right."""
+    """Return a table without borders; a leading ``>`` right-aligns a column."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")

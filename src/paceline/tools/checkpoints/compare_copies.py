@@ -24,9 +24,9 @@ def differences(first: Inspected, second: Inspected) -> Iterator[str]:
         yield f"{without.path} has no readable manifest"
         return
     ours, theirs = _tensor_files(first.manifest), _tensor_files(second.manifest)
-    # Undamaged files have been hashed, so if the digests in the manifests are equal, they need not be read again.
+    # The digests of undamaged files have been verified, so files with equal digests need not be read again.
     intact = not first.damages and not second.damages
-    # As text, because a rank may be None, which cannot be ordered with numbers.
+    # Sorted as text, because a rank may be None, which cannot be compared with numbers.
     for key in sorted(ours.keys() | theirs.keys(), key=str):
         file, other = ours.get(key), theirs.get(key)
         if file is None or other is None:
@@ -68,7 +68,7 @@ def _in_tensors(tensor: torch.Tensor, other: torch.Tensor) -> str | None:
     if (ours := safetensors_file.spec_of(tensor)) != (theirs := safetensors_file.spec_of(other)):
         return f"{ours.dtype} {list(ours.shape)} and {theirs.dtype} {list(theirs.shape)}"
     different = safetensors_file.bytes_view(tensor) != safetensors_file.bytes_view(other)
-    # Not nonzero(), which takes 8 bytes for each different byte.
+    # Not nonzero(), which needs 8 bytes of memory for each different byte.
     return f"from byte {int(different.view(torch.uint8).argmax())} of {different.numel()}" if different.any() else None
 
 

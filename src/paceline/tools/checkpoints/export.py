@@ -1,4 +1,4 @@
-"""Export of one saved object into a file for safetensors or ``torch.load``."""
+"""Export of one saved object to a file for safetensors or ``torch.load``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def check_target(file: str) -> Path:
-    """Return the path to write, after checking that it can and may be written."""
+    """Return the path of the new file, after checking that it can be written and overwrites nothing."""
     if not file:
         raise UsageError("--out is empty; name a file")
     check_file("--out", file)
@@ -36,7 +36,7 @@ def check_target(file: str) -> Path:
 
 
 def export(checkpoint: Path, found: Manifest, name: str, target: Path) -> tuple[int, int]:
-    """Write the state of the object `name` in the folder `checkpoint` to `target`; return its tensors and bytes.
+    """Write the state of the object `name` in the folder `checkpoint` to `target`; return the tensors and bytes.
 
     The suffix of `target` selects the format. The file is written whole or not at all. A safetensors file stores each
     tied weight under all of its names.
@@ -82,7 +82,7 @@ def _flat(state: Any, name: str) -> dict[str, torch.Tensor]:
         if not isinstance(key, str) or not isinstance(value, torch.Tensor):
             raise UsageError(
                 f"{key!r} in the state of {name!r} is not a tensor, and safetensors holds only tensors; "
-                f"{remedy}, or give --name of a module"
+                f"{remedy}, or name a module with --name"
             )
         if value.is_complex():
             raise UsageError(f"{key!r} of {name!r} is complex, which not every safetensors reader supports; {remedy}")

@@ -33,7 +33,7 @@ class Inspected:
     nbytes: int
     """Size of all files."""
     saved_at: float
-    """Time in seconds since 1970 when the manifest was written, which is the last file; 0 without a manifest."""
+    """When the manifest, the last file, was written, in seconds since 1970; 0 without a manifest."""
     manifest: Manifest | None
     """The manifest, or None if it cannot be read."""
     notes: Notes
@@ -41,11 +41,11 @@ class Inspected:
     damages: tuple[str, ...]
     """A message for each damaged file; empty if the checkpoint is complete."""
     newer: bool
-    """Whether the format version is newer than this code; ``damages`` then has a message about it."""
+    """Whether the format is newer than this code supports; ``damages`` then has a message about it."""
 
     @property
     def state(self) -> Literal["complete", "damaged", "newer format"]:
-        """Condition in a word."""
+        """Condition in a few words."""
         if self.newer:
             return "newer format"
         return "damaged" if self.damages else "complete"
@@ -67,7 +67,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedObject:
-    """An object saved as `name`, by `rank` or, if that is None, for all ranks."""
+    """An object saved as `name`: by `rank`, or for all ranks if that is None."""
 
     name: str
     rank: int | None
@@ -80,7 +80,7 @@ class SavedObject:
 
 
 def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[int]]:
-    """Return the folder of the run and the steps to inspect; `folder` may also be a checkpoint's."""
+    """Return the folder of the run and the steps to inspect; `folder` may also be that of one checkpoint."""
     place = Path(folder)
     if not place.is_dir():
         fault = "is not a folder" if os.path.lexists(place) else "does not exist"
@@ -104,9 +104,9 @@ def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Pat
 
 
 def inspect(folder: Path, steps: Sequence[int], every_byte: bool) -> Iterator[Inspected]:
-    """Yield the checkpoints of `steps` in the folder of a run, in this order.
+    """Yield the checkpoints of a run's `steps`, in this order.
 
-    With `every_byte` all bytes are read; otherwise only sizes and lists of tensors are compared.
+    With `every_byte`, all bytes are read; otherwise only file sizes and lists of tensors are checked.
     """
     for step in steps:
         inspected = _inspect(folder / step_name(step), step, every_byte)
@@ -115,7 +115,7 @@ def inspect(folder: Path, steps: Sequence[int], every_byte: bool) -> Iterator[In
 
 
 def newest(folder: Path, steps: Sequence[int], every_byte: bool) -> tuple[Inspected, list[Inspected]]:
-    """Return the newest complete checkpoint, and the incomplete ones that are newer."""
+    """Return the newest complete checkpoint, and the newer ones, which are incomplete."""
     skipped: list[Inspected] = []
     for found in inspect(folder, steps[::-1], every_byte):
         if not found.damages:
@@ -127,7 +127,7 @@ def newest(folder: Path, steps: Sequence[int], every_byte: bool) -> tuple[Inspec
 
 
 def best_of(complete: Sequence[Inspected]) -> int | None:
-    """Return the best step by the ``keep_best`` rule of the newest checkpoint that has one, or None."""
+    """Return the best step according to the newest checkpoint with a ``keep_best`` rule, or None."""
     rule = next((found.notes.keep_best for found in reversed(complete) if found.notes.keep_best), None)
     if rule is None:
         return None
@@ -163,18 +163,18 @@ def _inspect(path: Path, step: int, every_byte: bool) -> Inspected:
         known = verify.read_manifest(path, step)
         damages += [_describe(file, damage) for file, damage in verify.damages(path, known, every_byte)]
         given = notes.read_verified(path, step)
-    # Before its base class Damaged.
+    # Newer must come before its base class, Damaged.
     except verify.Newer as damage:
         newer = True
         damages.append(str(damage))
     except verify.Damaged as damage:
-        if str(damage) not in damages:  # the manifest lists the notes, so they may already be reported
+        if str(damage) not in damages:  # the manifest lists the notes, so their damage may already be reported
             damages.append(str(damage))
     return Inspected(step, path, _size(path), _saved_at(path), known, given, tuple(damages), newer)
 
 
 def _describe(file: File, damage: verify.Damaged) -> str:
-    """Return the damage together with the object that is affected."""
+    """Return the damage together with the affected object."""
     if not file.tensors:
         return str(damage)
     whose = repr(file.role) if file.rank is None else f"rank {file.rank}'s own objects"
@@ -202,7 +202,7 @@ def _saved_at(path: Path) -> float:
 def _object(
     name: str, rank: int | None, node: Any, file: File | None, pieces: Mapping[str, Slice] | None = None
 ) -> SavedObject:
-    """Describe the object of `node`, whose tensors are in `file`, some of them `pieces`."""
+    """Describe the object saved as `node`; its tensors are in `file`, and some may be `pieces` of whole ones."""
     if type(node) is not dict:
         raise ValueError("an object's entry is not a JSON object")
     complex_ones = dict(state_codec.tensors_in([node["state"], node["metadata"], node.get("optimizer")]))
@@ -213,7 +213,7 @@ def _object(
     tensors = []
     for key, is_complex in complex_ones.items():
         if file is None or key not in file.tensors:
-            raise ValueError(f"it names a tensor {strict_json.shown(key)}, which is in no file")
+            raise ValueError(f"it names a tensor {strict_json.shown(key)} that is not in any file")
         spec = file.tensors[key]
         shape, dtype = (spec.shape[:-1], _COMPLEX.get(spec.dtype, "")) if is_complex else (spec.shape, spec.dtype)
         tensors.append(SavedTensor(key, shape, dtype, spec.nbytes, slice=(pieces or {}).get(key)))

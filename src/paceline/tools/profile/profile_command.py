@@ -46,7 +46,7 @@ def prepare(folder: Path) -> None:
                 f"--out {folder} has a {others[0]} that no profile wrote and that would be lost; choose another folder"
             )
         make_folder(folder)
-        # Otherwise the old results would look like those of a new profile that failed.
+        # Otherwise, if the new profile failed, these would look like its results.
         for old in [*(folder / name for name in RESULTS), *(folder / FOLDER).glob("rank-*")]:
             old.unlink(missing_ok=True)
         # In an existing empty folder, the calls above do not reveal that it is read-only.

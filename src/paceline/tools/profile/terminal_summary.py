@@ -58,7 +58,7 @@ def parts_table(report: Report, between: str = "  ") -> Table:
     # Garbage collection is not a separate part, because it can happen during any of them.
     if any(pauses := [report.collecting[at] for at in shown if report.collecting]):
         mean = [ms(fmean(report.collecting))] if len(report.ranks) > 1 else []
-        table.add_row("of it garbage collection", *map(ms, pauses), *mean)
+        table.add_row("of which garbage collection", *map(ms, pauses), *mean)
     return table
 
 
@@ -104,7 +104,7 @@ def _pair_cells(pair: Pair) -> list[str | Text]:
 
 
 def _print(console: Console, text: Text) -> None:
-    # Records are untrusted, so neither control characters nor megabytes must reach the terminal.
+    # Records are untrusted, so keep control characters and megabytes of text out of the terminal.
     text.plain = "".join(letter if letter.isprintable() else "�" for letter in text.plain[:2000])
-    # Without wrapping in a pipe, because rich assumes some width for it.
+    # Do not wrap lines in a pipe, for which rich assumes an arbitrary width.
     console.print(text, soft_wrap=not console.is_terminal, highlight=False)
