@@ -1,4 +1,4 @@
-"""Timelines: a row for each rank and for the network, bars for their work, and lines at the meetings of all ranks."""
+"""Timelines: a row for each rank and for the network, bars for their work, and lines where all ranks synchronize."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from paceline.tools.explain.scene import Drawing, Frame, box, ms, text
 
 LEFT, WIDE, RESULTS, ROW = 84.0, 720.0, 170.0, 19.0
-"""Width of the names of rows, of the axis and of the results beside it; height of a row."""
+"""Widths of the row names, the axis and the results beside it; height of a row."""
 BUBBLE, COMMUNICATION, NETWORK = "bubble", "wait", "cell"
 """Kinds of bars, apart from ``k0``, ``k1``, … for stages."""
-LATER = ("ghost", "later than the red line")
+LATER = ("ghost", "after the red line")
 WAITING = (
     (BUBBLE, "bubble: waiting for the last rank"),
     (COMMUNICATION, "waiting for the network"),
-    (NETWORK, "the network sums buckets"),
+    (NETWORK, "transfer on the network"),
     LATER,
 )
-"""Parts of legends."""
+"""Legend entries."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of one row."""
+    """An interval in one row."""
 
     row: int
     begin: float
@@ -35,54 +35,54 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """One case."""
+    """One case, drawn as a group of rows."""
 
     title: str
     rows: Sequence[str]
     bars: Sequence[Bar]
     results: Sequence[str] = ()
-    """Lines beside the panel, shown once its last bar has ended."""
+    """Text beside the panel, shown once its last bar has ended."""
     marks: Sequence[tuple[float, str, str]] = ()
-    """Meetings of all ranks: the moment, its letter and the class of its line, ``way`` or ``elsewhere`` (dashed)."""
+    """Where all ranks synchronize: time, letter and class of the line, ``way`` or ``elsewhere`` (dashed)."""
 
 
 class Chart:
-    """Panels above one axis.
+    """Panels stacked above one axis.
 
     Args:
         panels: the cases, from top to bottom.
         axis: name of the axis.
-        end: its last value; by default the end of the last bar.
-        unit: the value that the axis calls 1.
+        end: last value on the axis; by default the end of the last bar.
+        unit: the value that the axis labels 1.
     """
 
     def __init__(self, panels: Sequence[Panel], axis: str, end: float = 0.0, unit: float = 1e-3) -> None:
         self.panels, self.axis, self.unit = panels, axis, unit
         self.end = end or max(bar.end for panel in panels for bar in panel.bars)
         self.tops: list[float] = []
-        """Place of each panel's first row."""
+        """Vertical position of each panel's first row."""
         self.bottom = 12.0
         for panel in panels:
             self.tops.append(self.bottom + (38 if panel.marks else 24))
             self.bottom = self.tops[-1] + len(panel.rows) * ROW + 8
 
     def x(self, value: float) -> float:
-        """Return the place of a value on the axis."""
+        """Return the horizontal position of a value."""
         return LEFT + WIDE * value / self.end
 
     def frames(self, events: Iterable[tuple[float, str]]) -> list[Frame]:
-        """Draw a frame for the moment of each event, in seconds."""
+        """Draw a frame for each time, in seconds, at which events occur."""
         moments: dict[float, list[str]] = {}
         for moment, event in sorted(events, key=lambda event: event[0]):
             moments.setdefault(moment, []).append(event)
         return [Frame(f"after {ms(at)}", "; ".join(said), self.draw(at)) for at, said in moments.items()]
 
     def still(self) -> list[Frame]:
-        """Draw all of it once."""
+        """Draw the complete chart as one frame."""
         return [Frame("", "", self.draw())]
 
     def draw(self, moment: float = math.inf) -> Drawing:
-        """Draw everything up to `moment`, which a line marks. Later parts are dashed."""
+        """Draw everything up to `moment`, which is marked by a line. Later parts are dashed."""
         parts = list(self._axis())
         for panel, top in zip(self.panels, self.tops, strict=True):
             parts += self._panel(panel, top, moment)
@@ -107,12 +107,12 @@ class Chart:
         for bar in panel.bars:
             yield self._bar(bar, top + bar.row * ROW, moment)
         for at, letter, kind in panel.marks:
-            # Not through the last row, the network's.
+            # The line skips the last row, which is the network's.
             yield f'<path d="M{self.x(at):g},{top - 3:g} v{(len(panel.rows) - 1) * ROW + 3:g}" class="{kind}"/>'
             yield text(self.x(at), top - 6, letter, "heading", "middle")
         if moment < math.inf:
             yield f'<path d="M{self.x(moment):g},{top:g} v{len(panel.rows) * ROW:g}" class="now"/>'
-        for bar in panel.bars:  # after the lines, which would cross them
+        for bar in panel.bars:  # after the lines, which would otherwise cross them
             yield self._label(bar, top + bar.row * ROW, moment)
         if moment >= max(bar.end for bar in panel.bars):
             for number, line in enumerate(panel.results):

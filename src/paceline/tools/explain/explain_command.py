@@ -19,20 +19,20 @@ SCHEDULES = {
     "broadcast": ("linear_broadcast", "tree_broadcast", "scatter_all_gather_broadcast"),
     "reduce": ("linear_reduce", "tree_reduce"),
 }
-"""Subjects that are schedules, by their names."""
+"""Subjects that show schedules, with the names of the schedules."""
 KNOWN = ("collectives", *SCHEDULES, "bucket-overlap", "workflow", "bubble", "data-parallel", "same-bits")
 MOST_RANKS = 16
-"""Most ranks of a picture that can be read."""
+"""Maximum number of ranks in a legible picture."""
 EXAMPLES = "\n\n".join(
     (
         "Examples:",
         "paceline explain ring  (a table in the terminal)",
         "paceline explain broadcast  (one to all: one by one, as a tree, and as scatter and all-gather)",
-        "paceline explain ring --ranks 6 --out ring.html  (a page that plays it)",
+        "paceline explain ring --ranks 6 --out ring.html  (an animated page)",
         "paceline explain collectives --out collectives.svg  (all steps in one picture)",
-        "paceline explain workflow  (one training step, and where its ranks meet)",
+        "paceline explain workflow  (one training step, and where its ranks synchronize)",
         "paceline explain bubble --out bubble.html  (why ranks wait for each other)",
-        "paceline explain data-parallel  (DataParallel against DistributedDataParallel, in bytes)",
+        "paceline explain data-parallel  (DataParallel versus DistributedDataParallel, in bytes)",
         "paceline explain same-bits --out bits.html  (virtual ranks: one tree of sums on 1, 2 and 4 ranks)",
     )
 )
@@ -42,7 +42,7 @@ def explain(
     what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(KNOWN)}.", show_default=False)],
     ranks: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Ranks in the picture, 1 to 16.")] = 4,
     out: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a picture (.svg) or a page that plays it (.html).")
+        str | None, typer.Option(metavar="FILE", help="Write a picture (.svg) or an animated page (.html).")
     ] = None,
 ) -> None:
     """Show step by step which ranks send data, what they hold afterwards, and which ranks wait."""
@@ -50,7 +50,7 @@ def explain(
         raise UsageError(f"WHAT is {what!r}; choose one of {', '.join(KNOWN)}")
     suffix = Path(out).suffix if out else ""
     if out is not None and suffix not in (".svg", ".html"):
-        raise UsageError(f"--out {out}: the name must end in .svg (one picture) or .html (a page that plays it)")
+        raise UsageError(f"--out {out}: the name must end in .svg (one picture) or .html (an animated page)")
     # --help and usage errors work without importing torch.
     from paceline.core.output.files import write_file
     from paceline.core.output.tables import print_table
@@ -63,12 +63,12 @@ def explain(
         print(f"wrote {out}")
         return
     for table in (scene.table for scene in drawn if scene.table):
-        # A row is named by a case or a step, and by its rank if it has one.
+        # A row is identified by its case or step, and by its rank if it has one.
         print_table(table, keys=2 if table.columns[1].header == "rank" else 1)
 
 
 def scenes(what: str, ranks: int) -> list[Scene]:
-    """Make the scenes of the subject `what`, one of :data:`KNOWN`."""
+    """Draw the scenes of the subject `what`, one of :data:`KNOWN`."""
     from paceline.comm.algorithms import build
     from paceline.tools.explain.subjects import bubble, buckets, collectives, schedules, slices, ways, workflow
 

@@ -1,4 +1,4 @@
-"""Draws who holds what: a column for each rank, a row for each part of its data, and arrows for messages."""
+"""Draws which rank holds which data: a column for each rank, a row for each part, and arrows for messages."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ TIP = (
     'markerUnits="userSpaceOnUse" orient="auto"><path d="M0,0 L7,3 L0,6 Z" class="tip"/></marker>'
 )
 HEAD = 22.0
-"""Height of the names of ranks."""
+"""Height of the rank names."""
 SLOT = 13.0
 """Width of a slot with a number in it."""
 
 
 class Cell(NamedTuple):
-    """The contents of a rank in one row; empty by default."""
+    """One rank's contents in one row; empty by default."""
 
     terms: Terms = ()
-    """Ranks whose contributions it has, each drawn as a slot in the color of the rank."""
+    """Ranks whose contributions it contains, each drawn as a slot in the color of the rank."""
     label: str = ""
-    """Word drawn instead of slots, in the color of the only rank, or in gray."""
+    """Text drawn instead of slots, in the color of the only rank in `terms`, or in gray if there is none."""
     came: bool = False
     """Whether it has just arrived."""
 
@@ -59,7 +59,7 @@ class Grid:
         return self.left + column * self.pitch, HEAD + self.room + row * (self.high + between)
 
     def draw(self, cells: Sequence[Sequence[Cell]], moves: Iterable[tuple[int, int, int]] = ()) -> Drawing:
-        """Draw ``cells[rank][row]``, and an arrow for each source, destination and row of `moves`."""
+        """Draw ``cells[rank][row]``, and an arrow for each (source, destination, row) in `moves`."""
         parts = [text(4, 14, self.rank, "heading")]
         parts += [text(self.middle(column), 14, str(column), "heading", "middle") for column in range(self.size)]
         parts += [
@@ -76,7 +76,7 @@ class Grid:
         return self.at(column, 0)[0] + self.wide / 2
 
     def flight(self, cell: Cell, source: tuple[int, int], destination: tuple[int, int]) -> str:
-        """Draw a message at the (rank, row) of its source, with the distance that it has to travel."""
+        """Draw a message at the (rank, row) of its source, with the distance that the animation moves it."""
         (x, y), (end, below) = self.at(*source), self.at(*destination)
         style = f"--dx: {end - x:g}px; --dy: {below - y:g}px"
         return f'<g class="flight" style="{style}">{self.cell(cell._replace(came=True), x, y)}</g>'
@@ -85,7 +85,7 @@ class Grid:
         """Draw a cell with its upper left corner at `x`, `y`."""
         if not cell.terms and not cell.label:
             return box(x, y, self.wide, self.high, "ghost")
-        # Each look is defined once and referred to, because a page of many ranks has 100,000 cells.
+        # Each appearance is defined once and then referenced, because a page with many ranks has 100,000 cells.
         name = f"c{self.size}{'b' if self.is_bowed else ''}-{'.'.join(map(str, cell.terms))}-{cell.label}"
         if name not in self.symbols:
             self.symbols[name] = f'<g id="{name}">{self._look(cell)}</g>'
@@ -115,8 +115,8 @@ class Grid:
             (start, y), (end, _) = self.at(source, row), self.at(destination, row)
             path = f"M{start + ends[0]:g},{y + self.high / 2:g} H{end + ends[1]:g}"
         else:
-            # A message leaves right of the middle and arrives left of it, so two at one rank do not touch. Bows differ
-            # in height, so they do not run along each other.
+            # An arrow leaves right of the middle and arrives left of it, so two at one rank do not touch. Curved arrows
+            # differ in height, so that they do not overlap.
             start, end, y = self.middle(source) + 4, self.middle(destination) - 4, self.at(source, row)[1] - 2
             top = y - self.room * (0.5 + 0.4 * (distance + source) / self.size)
             path = f"M{start:g},{y:g} C{start:g},{top:g} {end:g},{top:g} {end:g},{y:g}"

@@ -1,4 +1,4 @@
-"""A page that plays the scenes frame by frame: one HTML file, which needs no network."""
+"""An animated page that plays the scenes frame by frame: one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from paceline.tools.explain.scene import Frame, Scene, definitions
 
 BUTTONS = (("Start", "Home"), ("Back", "←"), ("Play", "Space"), ("Next", "→"))
 LARGEST, SMALLEST = 1.6, 0.75
-"""Range of sizes, relative to a sheet; a window that is narrower still scrolls, so that words stay legible."""
-KEYS = "Play shows how the picture comes about. Space plays and pauses, → and ← step, Home and End go to either end."
+"""Range of sizes, relative to a sheet. An even narrower window scrolls, so that text stays legible."""
+KEYS = "Play builds the picture step by step. Space plays and pauses, → and ← step, Home and End go to either end."
 
 
 def page(scenes: Sequence[Scene]) -> str:
     """Return the HTML document."""
-    # Every scene refers to the shared elements, so they are in a separate picture.
+    # Every scene refers to the shared elements, so they are in a separate SVG element.
     unseen = 'width="0" height="0" style="position: absolute" aria-hidden="true"'
     body = f"""<svg {unseen}>{definitions(scenes)}</svg>
 {"".join(map(_section, scenes))}

@@ -1,6 +1,6 @@
 "use strict";
 // One player for each section. State is `at`, the number of the frame that is shown, and the timer while it plays.
-// A step forward first shows what travels, over the frame it leaves, and then the next frame.
+// A step forward first animates the messages over the current frame, then shows the next frame.
 const FLIGHT_MS = 700, PAUSE_MS = 900;
 const still = window.matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -27,7 +27,7 @@ function player(section) {
   }
 
   function forward() {
-    if (flying !== null) return show(at + 1);  // asked again while it travels: it arrives at once
+    if (flying !== null) return show(at + 1);  // pressed again during the animation: finish at once
     if (at === last) return;
     if (still.matches || !moving[at + 1].childElementCount) return show(at + 1);
     moving[at + 1].classList.add("shown");
@@ -69,11 +69,11 @@ function player(section) {
   play.onclick = toggle;
   next.onclick = actions.ArrowRight;
   slider.oninput = () => { stop(); show(Number(slider.value)); };
-  show(last);  // whoever opens the page sees the result; Play starts over from there
+  show(last);  // the page opens with the result; Play then starts over
   stop();
   return (event) => {
     if (event.ctrlKey || event.altKey || event.metaKey || !(event.key in actions)) return;
-    if (event.target.tagName === "BUTTON" && event.key === " ") return;  // the button's own
+    if (event.target.tagName === "BUTTON" && event.key === " ") return;  // the button handles it
     event.preventDefault();
     actions[event.key]();
   };

@@ -1,4 +1,4 @@
-"""The scene: one picture in frames, which a page plays and a sheet shows side by side, and the same as a table."""
+"""A scene: a picture in frames, which a page plays and a sheet shows side by side, and the same content as a table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Frame:
     caption: str
     drawing: Drawing
     moving: str = ""
-    """SVG elements that travel before the drawing is shown, each by ``--dx`` and ``--dy``."""
+    """SVG elements that move before the drawing is shown, each by ``--dx`` and ``--dy``."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Scene:
 
     title: str
     about: str
-    """Opening of a page: the purpose of the subject."""
+    """The purpose of the subject, shown at the top of a page."""
     summary: str
     """The result in a sentence or two."""
     reading: str
@@ -45,7 +45,7 @@ class Scene:
     """The part to watch while the frames play."""
     frames: Sequence[Frame]
     shown: Sequence[Frame] = ()
-    """Frames of a sheet; by default all."""
+    """Frames shown on a sheet; by default all."""
     table: Table | None = None
     symbols: Mapping[str, str] = field(default_factory=dict)
     """SVG elements that drawings refer to by their id."""

@@ -11,7 +11,7 @@ from paceline.tools.explain.scene import Scene, definitions, text
 MARGIN, LINE, WIDEST = 20.0, 18.0, 1090.0
 """Space at the edges, height of a line of text, and width beyond which frames go into the next row."""
 LETTER = 6.6
-"""Estimated width of a letter: the font is the reader's, and is not known here."""
+"""Estimated width of a letter, because the reader's font is not known here."""
 
 
 def sheet(scenes: Sequence[Scene]) -> str:

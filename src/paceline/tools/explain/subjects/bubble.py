@@ -1,8 +1,8 @@
 """Bubbles: the cost of a late rank, the cost of the network, and the remedies for both.
 
-Waiting has two causes. Until the last rank arrives, it is a bubble, which that rank causes and no network shortens.
-After that it is communication, which a free network would save. The profiler makes the same distinction. The example
-uses the numbers of :mod:`paceline.tools.explain.subjects.buckets`.
+Ranks wait for two reasons. Until the last rank arrives, the wait is a bubble, which that rank causes and no network can
+shorten. After that it is communication, which an infinitely fast network would eliminate. The profiler makes the same
+distinction. The example uses the numbers of :mod:`paceline.tools.explain.subjects.buckets`.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from paceline.tools.explain.scene import Scene, figure, ms
 from paceline.tools.explain.subjects import buckets
 
 LATE_WORK = 1.5
-"""Work of a late rank's batch; that of the others is 1."""
+"""Work of a late rank's batch; the other ranks' batches have 1."""
 LATE = 1
 """The rank that is late in the first scene."""
 MICRO_BATCHES = 4
-"""Micro-batches of the second scene, with another late rank in each."""
+"""Micro-batches in the second scene; ranks are late in turn."""
 EXACT = 9
-"""Digits of a time in seconds: nanoseconds."""
-ALONE = "One rank waits for nobody."
+"""Decimal places of times in seconds: nanoseconds."""
+ALONE = "One rank has nobody to wait for."
 WORK = f"a forward of {1000 * buckets.FORWARD:g} ms and a backward of {1000 * buckets.BACKWARD:g}"
-ASSUMPTION = f"Work 1 is {WORK}; {buckets.NETWORK}."
+ASSUMPTION = f"Normal work is {WORK}; {buckets.NETWORK}."
 READING = (
-    "A row is a rank. 1: forward, 2: backward, 3: optimizer. Red: a bubble, waiting for the last rank. "
+    "Each row is a rank. 1: forward, 2: backward, 3: optimizer. Red: a bubble, waiting for the last rank. "
     f"Gray: waiting for the network. {ASSUMPTION}"
 )
-ABOUT = "Ranks average gradients together, so each waits for the last one: a bubble, which no faster network shortens."
+ABOUT = "Ranks average gradients together, so each waits for the last: a bubble, which no faster network can shorten."
 LEGEND = (("k0", "1 forward"), ("k1", "2 backward"), ("k2", "3 optimizer"), *WAITING)
 
 
 class MicroBatch(NamedTuple):
-    """A forward and a backward on every rank, in seconds, until all have the averages."""
+    """A forward and a backward on every rank until all have the averages; times are in seconds."""
 
     start: list[float]
-    """Begin of forward, by rank."""
+    """Start of forward, by rank."""
     forward: list[float]
     """End of forward, by rank."""
     came: list[float]
@@ -54,13 +54,13 @@ class MicroBatch(NamedTuple):
     network: Overlap
     """The all-reduces. A bucket is full when every rank has filled it."""
     last: float
-    """When the last rank has ended its backward; until then the others are in a bubble."""
+    """When the last rank has finished its backward; until then the others are in a bubble."""
     end: float
-    """When all have the averages; from `last` on they wait for the network."""
+    """When all ranks have the averages; from `last` until then they wait for the network."""
 
 
 class Case(NamedTuple):
-    """A step of all ranks, the optimizer included."""
+    """A step of all ranks, including the optimizer."""
 
     title: str
     computed: list[MicroBatch]
@@ -75,12 +75,12 @@ class Case(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the part of all ranks' time that is bubbles."""
+        """Return the share of all ranks' time that is spent in bubbles."""
         return sum(self.bubbles) / (len(self.bubbles) * self.length)
 
 
 def micro_batch(start: Sequence[float], work: Sequence[float], bandwidth: float) -> MicroBatch:
-    """Run forward and backward from `start` on each rank; work 1 takes the seconds of the example."""
+    """Compute forward and backward from `start` on each rank; `work` is a multiple of the example's times."""
     forward = [begin + buckets.FORWARD * amount for begin, amount in zip(start, work, strict=True)]
     full = [
         list(accumulate((amount * share for share in buckets.SHARES), initial=begin))[1:]
@@ -96,13 +96,13 @@ def micro_batch(start: Sequence[float], work: Sequence[float], bandwidth: float)
 
 
 def run_case(title: str, work: Sequence[Sequence[float]], every: int = 1, bandwidth: float = buckets.BANDWIDTH) -> Case:
-    """Run a step of micro-batches, ``work[micro-batch][rank]``, whose gradients are averaged after `every` of them."""
+    """Compute a step with ``work[micro-batch][rank]`` whose gradients are averaged every `every` micro-batches."""
     start = [0.0] * len(work[0])
     computed = []
     for number, amounts in enumerate(work, start=1):
         done = micro_batch(start, amounts, bandwidth)
         computed.append(done)
-        # Rounded, because equal sums of floats in another order differ in their last bit, and would be two events.
+        # Rounded, because sums of floats in another order may differ in the last bit and would become two events.
         start = [round(came, EXACT) for came in done.came] if number % every else [done.end] * len(start)
     met = computed[every - 1 :: every]
     bubbles = [sum(one.last - one.came[rank] for one in met) for rank in range(len(start))]
@@ -110,20 +110,20 @@ def run_case(title: str, work: Sequence[Sequence[float]], every: int = 1, bandwi
 
 
 def late_rank(ranks: int) -> list[Case]:
-    """Return a step with one late rank, with a faster network, and with equal work; with one rank, that alone."""
+    """Return a step with one late rank, with a faster network, and with equal work; for one rank, a plain step."""
     if ranks == 1:
         return [run_case("one rank", [[1.0]])]
     late = [LATE_WORK if rank == LATE else 1.0 for rank in range(ranks)]
     equal = [sum(late) / ranks] * ranks
     return [
         run_case(f"rank {LATE} has {LATE_WORK:g} times the work of the others", [late]),
-        run_case("the same over twice the bandwidth", [late], bandwidth=2 * buckets.BANDWIDTH),
-        run_case("the same samples, split by what they cost", [equal]),
+        run_case("the same with twice the bandwidth", [late], bandwidth=2 * buckets.BANDWIDTH),
+        run_case("the same samples, split by cost", [equal]),
     ]
 
 
 def accumulation(ranks: int) -> list[Case]:
-    """Return a step with a different late rank in each micro-batch: averaged after each one, and only at the end."""
+    """Return a step with a different late rank in each micro-batch, averaged after each one or only at the end."""
     work = [[LATE_WORK if rank == late % ranks else 1.0 for rank in range(ranks)] for late in range(MICRO_BATCHES)]
     return [
         run_case(f"averaged after each of {MICRO_BATCHES} micro-batches", work),
@@ -135,16 +135,16 @@ def late_outcome(late: Case, fast: Case, equal: Case) -> str:
     """Describe the cost of a late rank, and the remedy."""
     return (
         f"Each other rank waits {ms(max(late.bubbles))} for rank {LATE} and {figure(late.communication)} for the "
-        f"network. Twice the bandwidth leaves {figure(max(fast.bubbles))} and {figure(fast.communication)}, equal "
-        f"work {figure(max(equal.bubbles))} and {figure(equal.communication)}."
+        f"network. With twice the bandwidth it waits {figure(max(fast.bubbles))} and {figure(fast.communication)}, "
+        f"with equal work {figure(max(equal.bubbles))} and {figure(equal.communication)}."
     )
 
 
 def accumulation_outcome(each: Case, once: Case) -> str:
-    """Describe the saving by accumulation."""
+    """Describe what accumulation saves."""
     return (
-        f"Bubbles take {each.share:.1%} of the ranks' time if they meet after each micro-batch, and {once.share:.1%} "
-        f"if they meet once, as being late in turn evens out. Waiting for the network falls from "
+        f"Bubbles take {each.share:.1%} of the ranks' time with averaging after each micro-batch, and {once.share:.1%} "
+        f"with averaging once, because delays of different ranks cancel out. Waiting for the network falls from "
         f"{ms(each.communication)} to {figure(once.communication)}."
     )
 
@@ -154,8 +154,8 @@ def scenes(ranks: int) -> list[Scene]:
     late, even = late_rank(ranks), accumulation(ranks)
     if ranks == 1:
         return [_scene("a late rank", late, ALONE, ALONE), _scene("bubbles and accumulation", even, ALONE, ALONE)]
-    hint = f"rank {LATE}: all others wait for it in red, however fast the network is; gray: waiting for the network."
-    evens = "the red parts: above, whoever is late in a micro-batch makes all others wait; below, this evens out."
+    hint = f"rank {LATE}: all others wait for it (red), however fast the network is; gray: waiting for the network."
+    evens = "the red parts: above, the late rank of each micro-batch makes the others wait; below, delays cancel out."
     return [
         _scene("a late rank", late, late_outcome(*late), hint),
         _scene("bubbles and accumulation", even, accumulation_outcome(*even), evens),
@@ -196,12 +196,12 @@ def _bars(case: Case) -> Iterator[Bar]:
 
 
 def _events(case: Case) -> Iterator[tuple[float, str]]:
-    """Yield the ends of backwards, of meetings and of the step."""
+    """Yield when each backward, each exchange and the step end."""
     for meeting in case.meetings:
         for came, ranks in ranks_by_value(enumerate(meeting.came)).items():
-            yield round(came, EXACT), f"{named_ranks(ranks)} ended backward"
+            yield round(came, EXACT), f"{named_ranks(ranks)} finished backward"
         if meeting.end > meeting.last:
-            yield round(meeting.end, EXACT), "all have the averages"
+            yield round(meeting.end, EXACT), "all ranks have the averages"
     yield round(case.length, EXACT), "the step is over"
 
 

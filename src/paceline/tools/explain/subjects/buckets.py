@@ -1,6 +1,6 @@
 """Buckets that fill up during backward, and their all-reduces: after backward, or as soon as each is full.
 
-The sizes and speeds here are the example of all other timelines. All else follows from them by
+All other timelines use the sizes and speeds defined here. Everything else follows from them through
 :func:`paceline.ddp.options.buckets.overlap` and the cost of the ring.
 """
 
@@ -15,29 +15,29 @@ from paceline.tools.explain.chart import LATER, Bar, Chart, Panel
 from paceline.tools.explain.scene import Scene, figure, ms
 
 SIZES = (FIRST_CAPACITY, CAPACITY, CAPACITY, CAPACITY, CAPACITY)
-"""Bytes of the buckets, with the wrapper's own capacities."""
+"""Bytes of the buckets: the wrapper's own capacities."""
 BACKWARD = 0.150
-"""Seconds of backward without communication, spread over the buckets by their bytes."""
+"""Seconds of backward without communication, divided among the buckets in proportion to their bytes."""
 FORWARD = BACKWARD / 2
-"""Seconds: backward computes two gradients for each output of forward."""
+"""Seconds of forward; backward computes two gradients for each output of forward."""
 OPTIMIZER = 0.010
-"""Seconds."""
+"""Seconds of the optimizer's step."""
 SHARES = tuple(BACKWARD * size / sum(SIZES) for size in SIZES)
 """Seconds of backward that fill each bucket."""
 LATENCY, BANDWIDTH = 50e-6, 1.25e9
-"""Seconds for any message, and bytes per second between two ranks: 10 Gbit/s."""
+"""Seconds of latency per message, and bytes per second between two ranks: 10 Gbit/s."""
 LINK = Model(LATENCY, 1 / BANDWIDTH)
-LINKS = f"links of {8 * BANDWIDTH / 1e9:g} Gbit/s and {1e6 * LATENCY:g} µs a message"
+LINKS = f"links of {8 * BANDWIDTH / 1e9:g} Gbit/s and {1e6 * LATENCY:g} µs per message"
 NETWORK = f"buckets of {', '.join(str(size // MIB) for size in SIZES)} MiB, a ring over {LINKS}"
 ABOUT = (
-    "Gradients are averaged in buckets. Backward fills one after the other, and an all-reduce sums each over all ranks."
+    "Gradients are averaged in buckets. Backward fills one after another, and an all-reduce sums each over all ranks."
 )
-ASSUMPTION = f"An example: a backward of {1000 * BACKWARD:g} ms, {NETWORK}, which take no time from backward."
-HINT = "the all-reduce rows: as buckets fill, the network works beside backward, and only what is left then is waiting."
+ASSUMPTION = f"An example: a backward of {1000 * BACKWARD:g} ms, {NETWORK}. Communication does not slow down backward."
+HINT = "the all-reduce rows: all-reduces overlap with backward as buckets fill, so ranks wait only for the remainder."
 
 
 def example(ranks: int) -> tuple[Overlap, Overlap]:
-    """Run a backward, with the buckets launched at its end, and as soon as each is full."""
+    """Compute a backward with buckets launched at its end, and with each launched as soon as it is full."""
     ring = build("ring_all_reduce", ranks)
     seconds = [LINK.seconds(ring, size) for size in SIZES]
     return overlap(SHARES, seconds, False), overlap(SHARES, seconds)
@@ -56,7 +56,7 @@ def scenes(ranks: int) -> list[Scene]:
         f"As buckets fill: {ms(early.end[-1])}, {figure(early.exposed)} waiting."
     )
     reading = f"{ASSUMPTION} A number in a bar is a bucket; the narrow bars are bucket 0."
-    title, hint = f"buckets and overlap, {counted(ranks, 'rank')}", HINT if ranks > 1 else "One rank reduces nothing."
+    title, hint = f"buckets and overlap, {counted(ranks, 'rank')}", HINT if ranks > 1 else "Nothing to reduce."
     table = new_table(["bucket", "MiB", "full at", *ways], title=title, caption=f"{summary} {ASSUMPTION}")
     for bucket, size in enumerate(SIZES):
         spans = [f"{ms(way.begin[bucket])} – {ms(way.end[bucket])}" for way in ways.values()]

@@ -1,4 +1,4 @@
-"""The six collectives: the data of every rank before, during and after each, with its cost and the call in torch."""
+"""The six collectives: every rank's data before, during and after each, its cost, and the torch function to call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.tools.explain.subjects import schedules
 from paceline.tools.explain.subjects.buckets import LINK, LINKS
 
 BEFORE_2_13 = {"reduce_scatter_single": "reduce_scatter_tensor", "all_gather_single": "all_gather_into_tensor"}
-"""Names of functions of torch.distributed until torch 2.12."""
+"""Names of these torch.distributed functions up to torch 2.12."""
 
 
 class Collective(NamedTuple):
@@ -23,7 +23,7 @@ class Collective(NamedTuple):
     call: str
     """Function of torch.distributed, with its arguments."""
     after: str
-    """The data that ranks have in the end."""
+    """The data that ranks hold at the end."""
 
 
 def collectives(size: int) -> list[Collective]:
@@ -39,12 +39,12 @@ def collectives(size: int) -> list[Collective]:
         Collective(all_reduce, "all_reduce(tensor)", "every rank holds the sum of every row"),
         Collective(reduce_scatter, "reduce_scatter_single(part, tensor)", "every rank holds the sum of one row"),
         Collective(all_gather, "all_gather_single(tensor, part)", "every rank holds all ranks' parts"),
-        Collective(exchange, "all_to_all_single(output, input)", "every rank holds the parts that were for it"),
+        Collective(exchange, "all_to_all_single(output, input)", "every rank holds the parts addressed to it"),
     ]
 
 
 def scenes(size: int) -> list[Scene]:
-    """Draw all six; how to read them is said once."""
+    """Draw all six; only the first scene explains how to read them."""
     first, *others = [_scene(collective) for collective in collectives(size)]
     return [first, *(replace(scene, reading="") for scene in others)]
 
@@ -77,7 +77,7 @@ def outcome(collective: Collective) -> str:
         call += f" ({BEFORE_2_13[name]} before torch 2.13)"
     if schedule.size == 1:
         return f"{call}. One rank has nothing to send."
-    # An all-to-all has chunks of all ranks' tensors.
+    # In an all-to-all, the chunks of all ranks' tensors together count as one tensor.
     tensor = CAPACITY * (schedule.size if schedule.result == "all-to-all" else 1)
     seconds, moved = ms(LINK.seconds(schedule, tensor)), schedules.traffic_of(schedule, tensor / MIB)
     algorithm = schedule.name.split("_")[0].replace("pairwise", "pairwise exchange")

@@ -1,7 +1,7 @@
-"""An algorithm's schedule: what every rank holds after each step, found by running it.
+"""An algorithm's schedule: what every rank holds after each step, determined by running it.
 
-Works for any schedule of :mod:`paceline.comm.algorithms`. A column is a rank and a row a chunk. Cells are empty if the
-result does not depend on them.
+Works for any schedule of :mod:`paceline.comm.algorithms`. Each column is a rank, each row a chunk. A cell is empty if
+the result does not depend on it.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from paceline.tools.explain.scene import Frame, Scene, ms
 from paceline.tools.explain.subjects.buckets import LINK, LINKS
 
 ABOUT = {
-    "broadcast": "Rank 0's tensor goes to every rank. Training starts all replicas with it.",
-    "reduce": "The sum of all ranks' tensors goes to rank 0 alone, which may log a loss.",
+    "broadcast": "Rank 0's tensor goes to every rank. Training uses it to start all replicas with the same weights.",
+    "reduce": "The sum of all ranks' tensors goes to rank 0 only, for example to log a loss.",
     "all-reduce": "Every rank gets the sum of all ranks' tensors. Data-parallel training averages gradients with it.",
-    "reduce-scatter": "Every rank gets one part of the sum. A sharded optimizer needs no more than its part.",
+    "reduce-scatter": "Every rank gets one part of the sum. A sharded optimizer needs only its part.",
     "all-gather": "Every rank gets all ranks' parts in order. A sharded optimizer shares updated weights this way.",
-    "all-to-all": "Every rank has a different part for each rank. Layers with experts send tokens to them this way.",
+    "all-to-all": "Every rank sends a different part to each rank. Mixture-of-experts layers send tokens this way.",
 }
-"""What each collective is for."""
+"""The purpose of each collective."""
 HINTS = {
-    "linear_broadcast": "rank 0: it sends the tensor to one rank after the other, and all other links are idle.",
-    "scatter_all_gather_broadcast": "how little a message holds: each rank gets one part, then parts go around a ring.",
-    "linear_reduce": "rank 0: it receives one tensor after the other, and all other links are idle.",
+    "linear_broadcast": "rank 0: it sends the tensor to one rank after another, and all other links are idle.",
+    "scatter_all_gather_broadcast": "how small messages are: each rank gets one part, then the parts go around a ring.",
+    "linear_reduce": "rank 0: it receives one tensor after another, and all other links are idle.",
     "tree_broadcast": "how many ranks have the tensor: up to twice as many after each step, because each passes it on.",
-    "tree_reduce": "rank 0: a broadcast run backwards, with sums.",
-    "tree_all_reduce": "rank 0: the sums come together there. Then the result spreads the same way back.",
-    "ring_all_reduce": "row A: its sum grows by one part a step, until it is complete. Then copies of it travel on.",
-    "ring_reduce_scatter": "row A: its sum grows by one rank's part a step, and ends on rank 0.",
+    "tree_reduce": "rank 0: this is a broadcast in reverse, with sums.",
+    "tree_all_reduce": "rank 0: all sums end up there. Then the result takes the same way back.",
+    "ring_all_reduce": "row A: its sum grows by one part per step until it is complete. Then copies of it go around.",
+    "ring_reduce_scatter": "row A: its sum grows by one rank's part per step and ends up on rank 0.",
     "ring_all_gather": "row A: copies of rank 0's part go from rank to rank, while all other parts do the same.",
-    "pairwise_all_to_all": "the letters: A is for rank 0, B for rank 1, and so on. In the end a rank has one letter.",
-    "halving_doubling_all_reduce": "how much travels: ever smaller parts, until each row is complete on one rank. Then "
-    "the parts grow again, while the sums are copied back the same way.",
+    "pairwise_all_to_all": "the letters: A is for rank 0, B for rank 1, and so on. In the end, a rank has its letter.",
+    "halving_doubling_all_reduce": "the size of messages: it shrinks until each row is complete on one rank. Then it "
+    "grows again while the sums are copied back the same way.",
 }
-"""What to watch while a schedule is played."""
+"""What to watch while a schedule is animated."""
 State = list[list[Cell]]
 """Contents of all ranks, ``[rank][row]``."""
 SPELLED_OUT = 6
-"""With more ranks, a cell of a table says how many contributions are in it, not whose."""
+"""With more ranks, a table's cell shows how many contributions it contains, not whose."""
 
 
 def scene(schedule: Schedule) -> Scene:
@@ -80,16 +80,16 @@ def grid_of(schedule: Schedule) -> Grid:
 
 
 def hint(schedule: Schedule) -> str:
-    """Say what to watch while `schedule` is played."""
+    """Return what to watch while `schedule` is animated."""
     return HINTS.get(schedule.name, "") if schedule.steps else ""
 
 
 def reading(grid: Grid) -> str:
-    """Say how to read the cells."""
+    """Describe how to read the cells."""
     inside = "the ranks whose parts are in the sum" if grid.is_numbered else "how many ranks' parts are in the sum"
     return (
-        f"A column is a rank, a row a part of its tensor. In a cell: {inside}, or whose copy it is. "
-        "Framed: just arrived. Dashed: nothing that the result needs."
+        f"Columns are ranks, rows parts of their tensors. A cell shows {inside}, or whose copy it is. "
+        "Framed: just arrived. Dashed: not needed."
     )
 
 
@@ -107,7 +107,7 @@ def _cells(schedule: Schedule, rank: int, held: Sequence[Terms], needed: Sequenc
     size, arrived = schedule.size, {chunk for one in step if one.dst == rank for chunk in one.chunks}
     chunks: Iterable[int] = range(schedule.chunks)
     if schedule.result == "all-to-all":
-        # Row j holds the part for rank j, which is chunk rank·p + j, and from their exchange on the one from rank j.
+        # Row j holds the part for rank j, which is chunk rank·p + j; after their exchange, the part from rank j.
         pairs = ((row * size + rank, rank * size + row) for row in range(size))
         chunks = (theirs if held[theirs] == (theirs // size,) else ours for theirs, ours in pairs)
     for chunk in chunks:
@@ -119,7 +119,7 @@ def _cells(schedule: Schedule, rank: int, held: Sequence[Terms], needed: Sequenc
 def frames(schedule: Schedule, grid: Grid) -> list[Frame]:
     """Draw the start, and the state after every step with its messages."""
     found = states(schedule)
-    drawn = [Frame("start", "every rank holds what it gives", grid.draw(found[0]))]
+    drawn = [Frame("start", "every rank holds its input", grid.draw(found[0]))]
     for number, step in enumerate(schedule.steps, start=1):
         arrows, moving = [], []
         for one, chunk in ((transfer, chunk) for transfer in step for chunk in transfer.chunks):
@@ -136,9 +136,9 @@ def frames(schedule: Schedule, grid: Grid) -> list[Frame]:
 
 
 def table(schedule: Schedule, title: str, caption: str, shown: Iterable[int]) -> Table:
-    """Show each rank's rows at the start (0) and after the steps `shown`."""
+    """Show each rank's rows after the steps `shown`, of which 0 is the start."""
     numbers = "whose" if schedule.size <= SPELLED_OUT else "how many"
-    caption += f" A cell: {numbers} parts are in it; bold: just arrived; –: nothing that the result needs."
+    caption += f" A cell shows {numbers} parts it contains; bold: just arrived; –: not needed for the result."
     texts = ["after", *(name or "tensor" for name in grid_of(schedule).rows), "receives"]
     columns = ["after", "rank", *texts[1:]]
     result = new_table(columns, title=title, caption=caption, words=texts, wraps=["receives"])
@@ -164,7 +164,7 @@ def _text(cell: Cell, size: int) -> Text:
 
 
 def chunk_name(schedule: Schedule, chunk: int) -> str:
-    """Return the letter of a chunk; empty if the tensor is whole."""
+    """Return the letter of a chunk; empty if the tensor is not divided."""
     return ascii_uppercase[chunk] if schedule.chunks > 1 else ""
 
 
@@ -176,7 +176,7 @@ def _chunks(schedule: Schedule, transfer: Transfer) -> str:
 
 
 def traffic(schedule: Schedule) -> tuple[list[float], list[float]]:
-    """Return how much each rank sends, and how much it receives, in tensors."""
+    """Return how much each rank sends and how much it receives, in units of the tensor's size."""
     sent, received = [0.0] * schedule.size, [0.0] * schedule.size
     for transfer in (transfer for step in schedule.steps for transfer in step):
         sent[transfer.src] += len(transfer.chunks) / schedule.chunks
@@ -185,7 +185,7 @@ def traffic(schedule: Schedule) -> tuple[list[float], list[float]]:
 
 
 def traffic_of(schedule: Schedule, tensor: float) -> str:
-    """Say in how many steps how much a rank moves at most, if the tensor counts as `tensor`."""
+    """Describe the number of steps and the most that a rank sends and receives, given the size of the tensor."""
     sent, received = (f"{tensor * max(moved):.4g}" for moved in traffic(schedule))
     both = f"sends and receives up to {sent}"
     moved = both if sent == received else f"sends up to {sent} and receives up to {received}"
@@ -196,7 +196,7 @@ def used_later(schedule: Schedule) -> list[list[list[bool]]]:
     """Return whether the result depends on a rank's part of a chunk after k steps: ``[k][rank][chunk]``."""
     now = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
     history = [now]
-    # In two passes, because the messages of a step travel at once: one may overwrite data that another sends.
+    # In two passes, because the messages of a step are sent at once: one may overwrite data that another sends.
     for step in reversed(schedule.steps):
         before = [list(row) for row in now]
         for transfer in step:
@@ -214,6 +214,6 @@ def used_later(schedule: Schedule) -> list[list[list[bool]]]:
 def _in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
     if schedule.result == "reduce":
         return rank == schedule.root
-    if schedule.result == "all-to-all":  # chunk s·p + d is what rank s has for rank d
+    if schedule.result == "all-to-all":  # chunk s·p + d goes from rank s to rank d
         return chunk % schedule.size == rank
     return chunk == rank if schedule.result == "reduce-scatter" else True

@@ -1,7 +1,7 @@
-"""Virtual ranks: one tree of sums over the slices of a batch, computed by more and more ranks.
+"""Virtual ranks: one tree of sums over the slices of a batch, computed on different numbers of ranks.
 
-A column is a slice, with its sums below. The tree is the same on any number of ranks; only the colors, which show the
-rank that adds a sum, differ.
+Each column is a slice, with sums below it. The tree is the same on any number of ranks. Only the colors differ, which
+show the rank that computes each sum.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from paceline.core.state.virtual_ranks import slices_of_rank
 from paceline.tools.explain.scene import Drawing, Frame, Scene, box, text
 
 SLICES = 8
-"""Slices of a picture; as many as there are ranks, if those are more."""
+"""Minimum number of slices in a picture; with more ranks, there are as many slices as ranks."""
 LEFT, TOP, COLUMN, ROW, WIDE, HIGH = 44.0, 22.0, 44.0, 36.0, 36.0, 18.0
-"""Place of the first slice, distance of columns and rows, width and height of a box."""
-ABOUT = "virtual_ranks={}: the gradients of that many slices of a batch are added in one tree, on however many ranks."
-HINT = "the tree: its boxes and lines are those of one rank, so the result has the same bits. Only the colors differ."
-ALONE = "the sums that rank 0 keeps: at most {}, because they grow as the digits of a binary counter of slices do."
+"""Position of the first slice, spacing of columns and rows, width and height of a box."""
+ABOUT = "virtual_ranks={0}: the gradients of a batch's {0} slices are added in the same tree on any number of ranks."
+HINT = "the tree: boxes and lines are the same as on one rank, so the result has the same bits. Only colors differ."
+ALONE = "the sums that rank 0 keeps: at most {}, because they merge like the carries of a binary counter."
 READING = (
-    "Above: slices, in the color of their rank. Below: sums, in the color of the rank that adds; gray: between ranks."
+    "Top: slices, in the color of their rank. Below: sums, in the color of the rank that adds; gray: between ranks."
 )
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A slice's gradient, or the sum of neighboring ones; the `rank` that adds it, None if the ranks do together."""
+    """A slice's gradient, or the sum of neighboring ones, computed by `rank`, or by ranks together if it is None."""
 
     first: int
     size: int
@@ -44,14 +44,14 @@ class Sum:
 
 @dataclass(frozen=True)
 class Step:
-    """One slice of every rank, or one addition between ranks: the sums that are new, and those that wait on rank 0."""
+    """One slice on every rank, or one round of additions between ranks: the new sums, and those that rank 0 keeps."""
 
     made: tuple[Sum, ...]
     waiting: tuple[Sum, ...]
 
 
 def steps(slices: int, ranks: int) -> list[Step]:
-    """Return the steps of adding up `slices` on `ranks`: each rank counts in binary, and then the ranks together do."""
+    """Return the steps of adding `slices` on `ranks`: first on each rank, like a binary counter, then between ranks."""
     waiting: list[list[Sum]] = [[] for _ in range(ranks)]
     found = []
     for number in range(slices // ranks):
@@ -59,7 +59,7 @@ def steps(slices: int, ranks: int) -> list[Step]:
         for rank, sums in enumerate(waiting):
             new = Sum(slices_of_rank(slices, rank, ranks)[number], 1, rank)
             made.append(new)
-            # The carry of a counter in binary: two sums of one size become one of twice the size.
+            # The carry of a binary counter: two sums of equal size become one of twice the size.
             while sums and sums[-1].size == new.size:
                 new = replace(sums.pop(), size=2 * new.size)
                 made.append(new)
@@ -74,7 +74,7 @@ def steps(slices: int, ranks: int) -> list[Step]:
 
 
 def expression(first: int, size: int) -> str:
-    """Return the sum of `size` slices with its parentheses."""
+    """Return the sum of `size` slices from `first` on, with parentheses."""
     if size == 1:
         return str(first)
     left, right = (expression(first + at, size // 2) for at in (0, size // 2))
@@ -96,9 +96,9 @@ def _scene(slices: int, ranks: int) -> Scene:
         done |= set(step.made)
         frames.append(Frame(*_words(number, len(found), step, slices), _draw(slices, ranks, found, done, step.made)))
     share, rounds = counted(slices // ranks, "slice"), counted(ranks.bit_length() - 1, "round")
-    outcome = f"Each rank computes {share}, and adds up what it can; the rest of the tree is {rounds} between ranks."
+    outcome = f"Each rank computes and adds {share}; additions between ranks then complete the tree in {rounds}."
     if ranks == 1:
-        outcome = f"The rank computes all {slices} slices, one after the other, and adds their gradients up."
+        outcome = f"The rank computes all {slices} slices one after another and adds up their gradients."
     hint = HINT if ranks > 1 else ALONE.format(slices.bit_length() - 1)
     title = f"the same bits, {counted(ranks, 'rank')}"
     return Scene(title, ABOUT.format(slices), outcome, READING, hint, frames, [Frame("", "", frames[-1].drawing)])
@@ -107,7 +107,7 @@ def _scene(slices: int, ranks: int) -> Scene:
 def _words(number: int, count: int, step: Step, slices: int) -> tuple[str, str]:
     """Return a frame's title and caption."""
     together = step.made[0].rank is None
-    title = f"step {number} of {count}: " + ("ranks add" if together else "a slice of each rank")
+    title = f"step {number} of {count}: " + ("ranks add" if together else "a slice on each rank")
     if number == count:
         return title, f"{expression(0, slices)[1:-1]}, on any number of ranks"
     sums = [made.name for made in step.made if made.size > 1]
@@ -137,7 +137,7 @@ def _draw(slices: int, ranks: int, tree: Sequence[Step], done: Collection[Sum], 
 
 
 def _middle(slices: float) -> float:
-    """Return the position after a number of slices from the left."""
+    """Return the horizontal position after a number of slices."""
     return LEFT + slices * COLUMN
 
 

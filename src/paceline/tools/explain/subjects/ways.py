@@ -1,6 +1,6 @@
 """One step in two ways: DataParallel through device 0, and DistributedDataParallel between all ranks.
 
-A column is a device and a row a tensor. Buckets are averaged at the times of the example in
+Each column is a device, and each row a tensor. Buckets are averaged at the times of the example in
 :mod:`paceline.tools.explain.subjects.buckets`.
 """
 
@@ -23,29 +23,29 @@ from paceline.tools.explain.subjects.buckets import SIZES, example
 from paceline.tools.explain.subjects.schedules import traffic
 
 IMAGES, IMAGE, CLASSES = 16, (3, 224, 224), 1000
-"""Images for each device, the shape of one, and the outputs for it, all in float32."""
+"""Images per device, the shape of an image, and the outputs per image, all in float32."""
 SLICE, OUTPUT, MODEL = 4 * IMAGES * prod(IMAGE), 4 * IMAGES * CLASSES, sum(SIZES)
 """Bytes of a device's slice of the batch, of its outputs, and of the weights."""
 BATCH, WEIGHTS, OUTPUTS, LOSS, GRADIENTS = "batch", "weights", "outputs", "output grads", "gradients"
 BUCKETS = tuple(f"gradients {bucket}" for bucket in range(len(SIZES)))
 ABOUT = {
-    "device": "torch.nn.DataParallel: one process, in which device 0 hands out and collects everything in every step.",
-    "rank": "DistributedDataParallel: a process for each device, with its own weights. Only gradients travel.",
+    "device": "torch.nn.DataParallel: one process, in which device 0 sends and collects everything in every step.",
+    "rank": "DistributedDataParallel: a process for each device, with its own weights. Only gradients are exchanged.",
 }
 HINTS = {
-    "device": "device 0: all weights leave it and all gradients come to it, in every step, while the others wait.",
-    "rank": "the gradients: a bucket is averaged while backward fills the next, and all ranks send the same.",
+    "device": "device 0: in every step, it sends all weights and receives all gradients while the others wait.",
+    "rank": "the gradients: a bucket is averaged while backward fills the next, and all ranks send the same amount.",
 }
-READING = "Colored: whose part of the batch; w: weights; framed: just arrived; below: MiB moved in the step so far."
+READING = "Color: whose part of the batch; w: weights; framed: just arrived; below: MiB moved so far in the step."
 SHAPE = " × ".join(map(str, IMAGE))
 ASSUMPTION = f"An example: {MODEL / MIB:.1f} MiB of weights, {IMAGES} images of {SHAPE} for each device, in float32."
 W = Cell(label="w")
 Held = dict[tuple[str, int], Cell]
-"""Contents of a device in a row."""
+"""Contents of each (row, device)."""
 
 
 class Move(NamedTuple):
-    """A tensor that travels."""
+    """A tensor that is sent from one device to another."""
 
     row: str
     src: int
@@ -55,7 +55,7 @@ class Move(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A part of the step: what arrives or is computed in it, and what moves."""
+    """A part of the step: the new contents of devices, and the tensors that are sent."""
 
     title: str
     caption: str
@@ -64,7 +64,7 @@ class Stage(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A step in one way; its first stage is the state before the step."""
+    """A step in one of the two ways; its first stage is the state before the step."""
 
     name: str
     device: str
@@ -82,12 +82,12 @@ class Way(NamedTuple):
         return sent, received
 
     def held(self, number: int) -> Held:
-        """Return what all devices hold after a stage."""
+        """Return what all devices hold after the stage `number`."""
         return {place: cell for stage in self.stages[: number + 1] for place, cell in stage.new.items()}
 
 
 def data_parallel(size: int) -> Way:
-    """Run one step of DataParallel: one process, a thread for each device."""
+    """Describe one step of DataParallel: one process with a thread for each device."""
     everything, rows = Cell(tuple(range(size))), (BATCH, WEIGHTS, OUTPUTS, LOSS, GRADIENTS)
     out = [Move(BATCH, 0, other, Cell((other,)), SLICE) for other in range(1, size)]
     copies = [move._replace(row=WEIGHTS, cell=W, nbytes=MODEL) for move in out]
@@ -103,34 +103,34 @@ def data_parallel(size: int) -> Way:
         Stage("2 replicate", f"each other device gets all weights, {mib(MODEL)}", _each(WEIGHTS, size, W), copies),
         Stage("3 forward", "a thread for each device", _each(OUTPUTS, size)),
         Stage("4 gather", f"device 0 gets all outputs, {back} from each", {(OUTPUTS, 0): everything}, outputs),
-        Stage("5 loss", f"device 0 computes the loss, and sends back {back} for each", _each(LOSS, size), losses),
+        Stage("5 loss", f"device 0 computes the loss, and sends {back} back to each", _each(LOSS, size), losses),
         Stage("6 backward", "a replica on each device", _each(GRADIENTS, size)),
         Stage("7 reduce", f"device 0 adds up all gradients, {each}", {(GRADIENTS, 0): everything}, sums),
-        Stage("8 optimizer", "device 0 steps alone; the replicas are thrown away", end),
+        Stage("8 optimizer", "device 0 steps alone; the replicas are discarded", end),
     ]
     return Way("DataParallel", "device", size, rows, stages)
 
 
 def distributed(size: int) -> Way:
-    """Run one step of DistributedDataParallel: a process for each device."""
+    """Describe one step of DistributedDataParallel: a process for each device."""
     times, per_tensor = example(size)[1], traffic(build("ring_all_reduce", size))[0][0]
     everything = Cell(tuple(range(size)))
     stages = [
-        Stage("start", "every rank has the weights, since it was wrapped", _each(WEIGHTS, size, W)),
+        Stage("start", "every rank has had the weights since wrapping the model", _each(WEIGHTS, size, W)),
         Stage("1 data", "every rank reads its own slice", _each(BATCH, size)),
         Stage("2 forward", "every rank keeps its outputs, and computes its own loss", _each(OUTPUTS, size)),
     ]
     for bucket, (row, nbytes, end) in enumerate(zip(BUCKETS, SIZES, times.end, strict=True)):
         new = _each(row, size, everything)
-        # Each rank still has its own gradients in the buckets that filled up meanwhile.
+        # Buckets that have filled up in the meantime still hold each rank's own gradients.
         for other, full in list(enumerate(times.full))[bucket + 1 :]:
             new |= _each(BUCKETS[other], size) if full <= end else {}
         sent = nbytes * per_tensor
         moves = [Move(row, rank, (rank + 1) % size, Cell((rank,)), sent) for rank in range(size) if size > 1]
-        going = "backward goes on" if end < times.full[-1] else "backward has ended"
-        told = f"averaged after {ms(end)}: {mib(nbytes)}, of which each rank sends {mib(sent)}; {going}"
+        going = "backward continues" if end < times.full[-1] else "backward has ended"
+        told = f"averaged after {ms(end)}: {mib(nbytes)}, for which each rank sends {mib(sent)}; {going}"
         stages.append(Stage(f"3 backward: bucket {bucket}", told, new, moves))
-    stages.append(Stage("4 optimizer", "every rank steps, with the same gradients", {}))
+    stages.append(Stage("4 optimizer", "every rank steps with the same gradients", {}))
     return Way("DistributedDataParallel", "rank", size, (BATCH, WEIGHTS, OUTPUTS, *BUCKETS), stages)
 
 
@@ -150,15 +150,15 @@ def outcome(way: Way) -> str:
         return f"One {way.device} has nothing to send."
     sent, received = way.moved(way.stages)
     if way.device == "rank":
-        return f"Each rank sends and receives {mib(sent[0])}: less than twice the gradients, with any number of ranks."
-    others = f"each other one sends {mib(sent[1])} and receives {mib(received[1])}"
-    return f"Device 0 sends {mib(sent[0])} and receives {mib(received[0])}: more with every device, while {others}."
+        return f"Each rank sends and receives {mib(sent[0])}: less than twice the gradients, on any number of ranks."
+    others = f"each other device sends {mib(sent[1])} and receives {mib(received[1])}"
+    return f"Device 0 sends {mib(sent[0])} and receives {mib(received[0])}, and more with every added device; {others}."
 
 
 def scenes(ranks: int) -> list[Scene]:
     """Draw both ways to train."""
     ways = (data_parallel(ranks), distributed(ranks))
-    # One end for both axes, so that the two ways can be compared.
+    # Both axes end at the same value, so that the two ways can be compared.
     most = max(max(*sent, *received) for sent, received in (way.moved(way.stages) for way in ways))
     return [_scene(way, most / MIB) for way in ways]
 
@@ -175,7 +175,7 @@ def _scene(way: Way, most: float) -> Scene:
 
 
 def _frame(grid: Grid, way: Way, number: int) -> Frame:
-    """Draw the contents after a stage, their messages, and the bytes moved so far in the step."""
+    """Draw the contents after a stage, its messages, and the bytes moved so far in the step."""
     stage, held = way.stages[number], way.held(number)
     arrived = {(move.row, move.dst) for move in stage.moves}
     places = [[(row, device) for row in way.rows] for device in range(way.size)]
@@ -196,7 +196,7 @@ def _frame(grid: Grid, way: Way, number: int) -> Frame:
 
 
 def _panel(way: Way) -> Panel:
-    """Return a panel with the bytes that every device sends and receives, stage after stage."""
+    """Return a panel with the bytes that every device sends and receives in each stage."""
     stages = [stage for stage in way.stages if stage.moves]
     bars: list[Bar] = []
     rows = [(device, direction) for device in range(way.size) for direction in (0, 1)]
@@ -204,7 +204,7 @@ def _panel(way: Way) -> Panel:
         begin = 0.0
         for stage in stages:
             end = begin + way.moved([stage])[direction][device] / MIB
-            # Its title begins with a number, which the stages of all buckets have in common.
+            # The title begins with the number of the stage, which is the same for all buckets.
             bars.append(Bar(row, begin, end, f"k{int(stage.title[0]) - 1}", stage.title[0]))
             begin = end
     names = [f"{device} {('sends', 'gets')[direction]}" for device, direction in rows]
@@ -213,7 +213,7 @@ def _panel(way: Way) -> Panel:
 
 
 def _table(way: Way, title: str) -> Table:
-    """Show the bytes of device 0 and of another one in each stage."""
+    """Show the bytes of device 0 and of any other device in each stage."""
     devices = [f"{way.device} 0", f"each other {way.device}"][: way.size]
     columns = [f"{device} {verb}" for device in devices for verb in ("sends", "receives")]
     caption = f"{outcome(way)} {ASSUMPTION} All in MiB."

@@ -1,10 +1,10 @@
-"""A training step: its four stages on every rank, and the meetings of all ranks.
+"""A training step: its four stages on every rank, and the points where all ranks synchronize.
 
     1 data ──► 2 forward ──A──B──C──► 3 backward ──E──F──► G ──► 4 optimizer
                                             D: buckets, beside backward
 
-The bytes of a meeting follow from the example's sizes, and its length from its schedule. SyncBatchNorm's small
-messages are assumed not to wait for a bucket that is under way.
+The bytes of an exchange follow from the example's sizes, and its duration from its schedule. SyncBatchNorm's small
+messages are assumed not to wait for a bucket that is being reduced.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from paceline.tools.explain.subjects.buckets import BACKWARD, FORWARD, LINK, OPT
 from paceline.tools.explain.subjects.buckets import NETWORK as LINKS
 
 DATA = 0.010
-"""Seconds until the first rank has its batch; the last rank's takes almost twice as long."""
+"""Seconds until the first rank has its batch; the last rank gets its batch after almost twice as long."""
 STAGES = ("data", "forward", "backward", "optimizer")
 CHANNELS = 256
 """Channels of the SyncBatchNorm layer in the middle of the model."""
 MOMENTS_SENT = 4 * (2 * CHANNELS + 4)
-"""Bytes from each rank in forward: means, squared deviations and four numbers about the input, in float32."""
+"""Bytes that each rank sends in forward: means, squared deviations and four numbers about the input, in float32."""
 SUMS_SENT = 4 * 2 * CHANNELS
-"""Bytes in backward: two sums for each channel."""
+"""Bytes reduced in backward: two sums for each channel."""
 BUFFERS = 8 * CHANNELS + 8
-"""Bytes of the layer's buffers: running mean and variance, and the count of batches."""
+"""Bytes of the layer's buffers: running mean and variance, and the number of batches."""
 EXPERTS_AT, NORM_AT = 2 / 3, 1 / 2
-"""Parts of the model that come before these layers."""
-ABOUT = "One step of data-parallel training: each rank computes on its own batch, and all meet at the lettered points."
+"""Share of the model that comes before each of these layers."""
+ABOUT = "One step of data-parallel training: each rank computes on its own batch. Letters mark where all synchronize."
 HINT = (
-    "the letters: the red bubble is the time until the last rank comes to A, where each needs the moments of all. "
-    "D works beside backward. If the model had them, a mixture of experts would meet at B and E, and a softmax whose "
-    "classes are divided over the ranks at C (dashed)."
+    "the letters: the red bubble lasts until the last rank reaches A, where each rank needs the moments of all. "
+    "D overlaps with backward. Dashed: layers that this model does not have. Ranks would synchronize at B and E for a "
+    "mixture of experts, and at C for a softmax whose classes are divided over the ranks."
 )
 ASSUMPTION = (
     f"An example: forward {1000 * FORWARD:g} ms, backward {1000 * BACKWARD:g}, {LINKS}, one SyncBatchNorm of "
-    f"{CHANNELS} channels. Ranks get their batches one after the other."
+    f"{CHANNELS} channels. Ranks get their batches one after another."
 )
 
 
@@ -57,31 +57,31 @@ class Meeting(NamedTuple):
     name: str
     collective: str
     nbytes: int
-    """Bytes of the tensors; 0 for the place of a layer that the example does not have."""
+    """Bytes of the tensors; 0 for a layer that the example does not have."""
     begin: float
     """Arrival of the last rank, in seconds."""
     end: float
 
 
 class TrainingStep(NamedTuple):
-    """A step on every rank, in seconds from its begin."""
+    """A step on every rank, in seconds from its start."""
 
     data: list[float]
     """When each rank has its batch."""
     came: list[float]
-    """Arrival of each rank at the first meeting, A."""
+    """Arrival of each rank at A, the first exchange."""
     forward: float
     """End of forward."""
     backward: float
     buckets: Overlap
-    """The all-reduces, and after them the broadcast of the buffers."""
+    """The all-reduces, followed by the broadcast of the buffers."""
     meetings: list[Meeting]
     """In the order of their letters."""
     end: float
 
 
 def training_step(ranks: int) -> TrainingStep:
-    """Run the example."""
+    """Compute the example's timeline."""
     all_gather, ring = build("ring_all_gather", ranks), build("ring_all_reduce", ranks)
     data = [DATA * (1 + rank / ranks) for rank in range(ranks)]
     came = [batch + NORM_AT * FORWARD for batch in data]
@@ -91,7 +91,7 @@ def training_step(ranks: int) -> TrainingStep:
     forward = norm_end + (1 - NORM_AT) * FORWARD
     norm_back, experts_back = (forward + (1 - at) * BACKWARD for at in (NORM_AT, EXPERTS_AT))
     pause = LINK.seconds(ring, SUMS_SENT)
-    # The meeting of SyncBatchNorm in backward delays the bucket that is filling.
+    # SyncBatchNorm's exchange in backward delays the bucket that is being filled.
     shares = list(SHARES)
     paused = next(bucket for bucket, end in enumerate(accumulate(SHARES)) if end > (1 - NORM_AT) * BACKWARD)
     shares[paused] += pause
@@ -115,18 +115,18 @@ def training_step(ranks: int) -> TrainingStep:
 
 
 def outcome(step: TrainingStep) -> str:
-    """Say how long the step takes, and how often ranks meet."""
+    """Describe how long the step takes, and where its ranks wait."""
     if len(step.data) == 1:
-        return f"One step takes {ms(step.end)}. One rank meets nobody."
+        return f"The step takes {ms(step.end)}. One rank has nobody to wait for."
     waits = step.meetings[-1].end - step.backward
     return (
-        f"A step takes {ms(step.end)}. Its ranks meet at A, D, F and G: an earlier one waits up to "
-        f"{ms(max(step.came) - min(step.came))} for the last at A, and all wait {ms(waits)} at the end of backward."
+        f"The step takes {ms(step.end)}. Its ranks synchronize at A, D, F and G: at A, the first rank waits "
+        f"{ms(max(step.came) - min(step.came))} for the last, and all wait {ms(waits)} at the end of backward."
     )
 
 
 def scenes(ranks: int) -> list[Scene]:
-    """Draw one frame for every stage that ends and every meeting that is over."""
+    """Draw a frame at the end of every stage and of every exchange."""
     step = training_step(ranks)
     names, marks = [f"rank {rank}" for rank in range(ranks)], list[tuple[float, str, str]]()
     reading = ", ".join(f"{stage}: {name}" for stage, name in enumerate(STAGES, start=1)) + "."
@@ -135,11 +135,11 @@ def scenes(ranks: int) -> list[Scene]:
         letters = ((one, "way" if one.nbytes else "elsewhere") for one in step.meetings if one.letter != "D")
         marks = [(one.end, one.letter, kind) for one, kind in letters]
         reading += f" {'; '.join(f'{one.letter}: {one.name}' for one in step.meetings)}."
-    panel = Panel("stages and meetings", names, list(_bars(step)), [f"{ms(step.end)} in total"], marks)
+    panel = Panel("stages and exchanges", names, list(_bars(step)), [f"{ms(step.end)} in total"], marks)
     chart = Chart([panel], "time since the step began (ms)")
     title, summary = f"one training step, {counted(ranks, 'rank')}", f"{outcome(step)} {ASSUMPTION}"
     legend = [*((f"k{stage}", f"{stage + 1} {name}") for stage, name in enumerate(STAGES)), *WAITING]
-    frames, hint = chart.frames(_events(step)), HINT if ranks > 1 else "One rank meets nobody."
+    frames, hint = chart.frames(_events(step)), HINT if ranks > 1 else "One rank has nobody to wait for."
     return [Scene(title, ABOUT, summary, reading, hint, frames, chart.still(), _table(step, title), legend=legend)]
 
 
@@ -166,25 +166,25 @@ def _events(step: TrainingStep) -> Iterator[tuple[float, str]]:
     ranks = len(step.data)
     yield from ((0.0, "the step begins"), (step.end, "the optimizer has stepped"))
     yield from ((step.forward, "forward ends"), (step.backward, "backward ends"))
-    # The first and the last are enough: the others come one after another between them.
+    # The first and the last rank are enough: the others follow each other between them.
     for rank in sorted({0, ranks - 1}):
         yield step.data[rank], f"rank {rank} has its batch"
     if ranks == 1:
         return
-    yield step.came[0], "rank 0 has come to A, and waits"
+    yield step.came[0], "rank 0 reaches A and waits"
     for bucket in range(len(SIZES)):
         yield step.buckets.full[bucket], f"bucket {bucket} is full"
         yield step.buckets.end[bucket], f"bucket {bucket} is reduced"
     for one in step.meetings:
         if not one.nbytes:
-            yield one.end, f"{one.letter}: here {one.name} would meet, {one.collective}"
+            yield one.end, f"{one.letter}: {one.name}, {one.collective}, not in this model"
         elif one.letter != "D":
-            yield one.end, f"{one.letter}: {one.name}, {one.collective} of {one.nbytes:,} bytes, is over"
+            yield one.end, f"{one.letter}: {one.name}, {one.collective} of {one.nbytes:,} bytes, is done"
 
 
 def _table(step: TrainingStep, title: str) -> Table:
-    """Show when the stages begin and end, and the messages wherever ranks meet."""
-    caption = f"{outcome(step)} {ASSUMPTION} Times are in ms, those of stages for the last rank."
+    """Show when the stages begin and end, and what ranks exchange where they synchronize."""
+    caption = f"{outcome(step)} {ASSUMPTION} Times are in ms; those of stages are the last rank's."
     texts = ("", "what", "exchange")
     table = new_table(
         ["", "what", "from", "to", "exchange"], title=title, caption=caption, words=texts, wraps=texts[1:]
