@@ -27,7 +27,7 @@ CACHED = 2**17
 
 
 class PowerSGD(Compressor):
-    """Sends a matrix M (n × m) as P = M Q and, with P made orthonormal, Q = Mᵀ P: (n + m) r numbers for n m.
+    """Sends a matrix M (n × m) as P = M Q and, with P made orthonormal, Q = Mᵀ P: (n + m) r numbers instead of n m.
 
     Each training step is one step of power iteration. Q is kept for the next step (warm start), as is M − P Qᵀ on each
     rank (error feedback). A tensor with more than two dimensions is treated as a matrix of shape[0] rows. Vectors,

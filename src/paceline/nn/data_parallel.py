@@ -116,7 +116,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     if first is None:
         return None
     raise UsageError(
-        f"DataParallel cannot gather {with_article(type(first).__name__)}; return tensors, or tuples, lists, "
+        f"DataParallel cannot gather {with_article(type(first).__name__)}; return tensors, or tuples, lists or "
         "dicts of them"
     )
 

@@ -174,7 +174,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
         """Replace every BatchNorm in `module`, including torch's SyncBatchNorm, with this class.
 
-        Parameters, buffers, hooks, training mode and all other attributes of the layers stay the same objects.
+        Parameters, buffers, hooks, training mode and all other attributes of the layers are kept as the same objects.
 
         Args:
             module: converted in place; if it is a BatchNorm itself, the new layer is returned.

@@ -73,7 +73,7 @@ def watch_task(member: Member, backward: Backward, callback: Callable[[], Any], 
 
     If `backward` is still under way at that point, an exception has ended it.
     """
-    # Weak, because `backward` holds the reference that holds `ended`: a cycle would keep the launched works alive.
+    # Weak references, because `backward` refers to `ended` through its `task`: a cycle would keep launched works alive.
     ended = partial(_task_ended, weakref.ref(member), weakref.ref(backward))
     backward.task, backward.task_number = weakref.ref(callback, ended), number
 
@@ -179,7 +179,7 @@ def begin_others(first: Member) -> None:
 
 
 def in_turn(member: Member) -> Member:
-    """Return the wrapper that must continue next at the end of the backward under way, when `member` is about to.
+    """Return the wrapper that must continue next at the end of the backward under way: `member`, or one before it.
 
     All wrappers of a backward launch before any of them waits. Then each one finishes before the next one waits, in
     order of construction: other ranks may run a separate backward, or call ``sync_gradients()``, for each.

@@ -67,7 +67,7 @@ class Arrivals:
 
         Args:
             grads_were_none: whether no parameter has a gradient yet, so that any gradient seen later has arrived.
-            hook_all: as in :meth:`hook_all`.
+            hook_all: whether to hook every parameter, as :meth:`hook_all` does.
         """
         self.counts_each = not (grads_were_none and self.order_known)
         if self.counts_each:

@@ -19,18 +19,18 @@ class Phase(Enum):
     """The phase of a backward; :data:`NEXT` lists the phases that may follow each."""
 
     LAUNCHING = "gradients arrive, complete buckets are launched"
-    WAITING = "everything is launched, results are waited for"
-    UNREAD = "averages are shown, the other ranks' control blocks are not read yet"
-    ABORTED = "an exception ended backward; what the other ranks count on is still owed"
+    WAITING = "everything is launched, results are awaited"
+    UNREAD = "averages are published, the other ranks' control blocks are not read yet"
+    ABORTED = "an exception ended backward; collectives that the other ranks wait for are still owed"
     BROKEN = "a collective failed"
-    OVER = "averages are shown, and ranks agree"
+    OVER = "averages are published, and ranks agree"
 
 
 NEXT = {
     Phase.LAUNCHING: {Phase.WAITING, Phase.ABORTED, Phase.BROKEN},
     Phase.WAITING: {Phase.OVER, Phase.UNREAD, Phase.ABORTED, Phase.BROKEN},
     Phase.UNREAD: {Phase.WAITING, Phase.BROKEN},
-    Phase.ABORTED: {Phase.LAUNCHING, Phase.WAITING},  # when the collectives that are owed are carried out
+    Phase.ABORTED: {Phase.LAUNCHING, Phase.WAITING},  # when the owed collectives are run
     Phase.BROKEN: set[Phase](),
     Phase.OVER: set[Phase](),
 }

@@ -86,7 +86,7 @@ class LateReading:
 
 @class_never_compiled
 class Exchange:
-    """The part of the reducer that exchanges control blocks, and the parts that it uses."""
+    """The base class of the reducer that exchanges control blocks; its attributes are the parts that it uses."""
 
     trained: Trained
     """The parameters that are averaged."""

@@ -37,7 +37,7 @@ class PendingForwards:
     """
 
     is_unseen: bool
-    """Whether a forward without an output to hook is waiting (for example, one that left its loss on the module)."""
+    """Whether a forward without an output to hook is waiting (say, one that stored its loss in the module)."""
 
     def __init__(self, ledger: Ledger, reached: Callable[[Forward | None, Tensor], None]) -> None:
         self.is_unseen = False

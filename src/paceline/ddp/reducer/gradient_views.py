@@ -115,7 +115,7 @@ class AllBucketViews:
 
         If true, :meth:`BucketViews.restore_moved` has no effect, and :meth:`BucketViews.is_referenced` returns False.
         """
-        # Loops in C, without a line of Python for each parameter: this runs in every step.
+        # Loops in C rather than in Python, because this runs in every step.
         return (
             list(map(_address, self._views)) == self._addresses
             and list(map(count_each, self._memories)) == self._uses

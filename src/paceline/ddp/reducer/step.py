@@ -90,7 +90,7 @@ class Step(Exchange, Member):
             and self.sync_enabled
             and is_plain_backward()
             and not torch.is_grad_enabled()  # create_graph=True
-            and any(map(_requires_grad, self.trained.originals))  # else the module is only passed through
+            and any(map(_requires_grad, self.trained.originals))  # else gradients only pass through the module
         ):
             self.begin_all(forward)
             self.forwards.backward_began(forward)

@@ -147,7 +147,7 @@ class SyncControl(Joinable):
         self._engine.check_equal()
         # The step guard will now see a synchronization since the last step, and neither weights nor local backwards.
         self._replica.ledger.synchronized()
-        self._replica.ledger.task = -1  # nor this backward's gradients of parameters outside the module
+        self._replica.ledger.task = -1  # nor gradients that this backward made outside the module
 
     def weight(
         self, weight: float | torch.Tensor, reduction: Literal["sum", "mean"] = "sum"

@@ -48,7 +48,7 @@ class InertMember:
         # Names with two underscores are handled first, because copy and pickle ask for them before `_calls` is set.
         if attribute.startswith("__") or attribute not in self._calls:
             raise AttributeError(
-                f"model.{self._name} of Paceline has only {', '.join(self._calls) or 'its name'}, not {attribute}; "
+                f"Paceline's model.{self._name} has only {', '.join(self._calls) or 'its name'}, not {attribute}; "
                 "docs/drop-in.md lists what to use instead"
             )
         return _nothing
@@ -75,7 +75,7 @@ class TorchMembers:
     _engine: GradientEngine
     _options: Options
     _comm_hooks: list[tuple[Hook, object]]
-    """The communication hook and its state, under torch's name; empty without a hook, and never more than one."""
+    """The communication hook and its state, in a list with at most one entry; named as in torch."""
 
     require_forward_param_sync = True
     """Whether a training forward synchronizes buffers; frameworks set it."""

@@ -1,4 +1,4 @@
-"""``mixed_precision``: computation in low precision, with weights and their gradients in full, as in torch's DDP.
+"""``mixed_precision``: computation in low precision, weights and gradients in full precision, as in torch's DDP.
 
 During forward every parameter is replaced with a low-precision copy, made by a differentiable operation, so gradients
 arrive at the parameters in the parameters' dtype. Buckets cast them to ``reduce_dtype`` for communication.
