@@ -26,8 +26,8 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
     before it.
 
     Args:
-        folder: folder for the results, created if missing. steps: number of steps to measure; the block continues
-        unmeasured after them. By default all steps, up to 10,000.
+        folder: folder for the results, created if missing.
+        steps: number of steps to measure; the block continues unmeasured after them. By default all, up to 10,000.
         operators: whether to record 3 steps with torch's profiler, for the table of operators and kernels.
     """
     from paceline.profiler.recording.recorder import Session

@@ -1,7 +1,7 @@
-"""Tests of distributed training on real ranks.
+"""Tools for testing distributed training on real ranks.
 
-With pytest, ``@pytest.mark.ranks(2)`` runs a test's body on ranks. The assertions work in every process with a process
-group, and on every wrapper, including torch's.
+With pytest, ``@pytest.mark.ranks(2)`` runs a test's body on ranks. The assertions work in any process that has a
+process group, and with any wrapper, including torch's.
 """
 
 from paceline.testing.assertions import assert_data_is_split, assert_no_desync, assert_replicas_equal

@@ -1,4 +1,4 @@
-"""Assertions about the replicas, collectives and data of ranks. All ranks call them."""
+"""Assertions about replicas, collectives and data across ranks. All ranks must call them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from paceline.testing.faults import tensors_of
 from paceline.testing.ranks.recorded_collectives import GroupCalls, Recorder, place_of, unmatched
 
 _turns = itertools.count()
-"""Numbers the calls of :func:`assert_no_desync`, which need different keys in the store. Forks inherit the count, so it
-is the same on all ranks of a test."""
+"""Numbers the calls of :func:`assert_no_desync`, each of which needs its own keys in the store. Forks inherit the
+count, so it is the same on all ranks of a test."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside wrappers: torch's, Paceline's, and others whose only child is their ``module``."""
+    """Return the module inside wrappers: torch's, Paceline's, and any whose only child is their ``module``."""
     model = unwrap(model)
     while isinstance(inner := getattr(model, "module", None), nn.Module) and list(model.children()) == [inner]:
         model = unwrap(inner)
@@ -39,8 +39,8 @@ def assert_replicas_equal(model: nn.Module) -> None:
     """Assert that all parameters and buffers of `model` have the same bits on all ranks.
 
     Raises:
-        AssertionError: on every rank, with the first different tensor, a rank, and the difference.
-        UsageError: if parameters are sharded, because ranks have different parts of them.
+        AssertionError: on every rank. Names the first tensor that differs, a rank, and the difference.
+        UsageError: if parameters are sharded, because ranks then have different parts of them.
     """
     __tracebackhide__ = True
     check_world("assert_replicas_equal()")
@@ -74,13 +74,13 @@ def assert_replicas_equal(model: nn.Module) -> None:
 
 
 def assert_no_desync(seconds: float = 10.0) -> None:
-    """Assert that all ranks call this function, after the same collectives in the same order.
+    """Assert that all ranks reach this call after the same collectives in the same order.
 
-    It uses the store, not a collective, so that it can name an absent rank. In tests with the ``ranks`` marker the
-    collectives are compared by name; elsewhere by number, as counted by Gloo and NCCL.
+    Uses the store instead of a collective, so that it can name a missing rank. In tests with the ``ranks`` marker,
+    collectives are compared by name; elsewhere only by how many Gloo or NCCL counted.
 
     Raises:
-        AssertionError: if a rank does not call it within `seconds`, or has called other collectives.
+        AssertionError: if a rank does not call it within `seconds`, or has called different collectives.
     """
     __tracebackhide__ = True
     check_world("assert_no_desync()")
@@ -91,8 +91,8 @@ def assert_no_desync(seconds: float = 10.0) -> None:
     absent = missing_from(store, [str(other) for other in range(size)], seconds)
     if absent:
         raise AssertionError(
-            f"rank {rank} is at assert_no_desync(), {mine['place']}, and {seconds:g} s later rank "
-            f"{', '.join(map(str, absent))} had not come there"
+            f"rank {rank} is at assert_no_desync(), {mine['place']}, but rank "
+            f"{', '.join(map(str, absent))} did not get there within {seconds:g} s"
         )
     everyone = {other: json.loads(store.get(str(other))) for other in range(size)}
     calls = {
@@ -103,8 +103,8 @@ def assert_no_desync(seconds: float = 10.0) -> None:
         raise AssertionError(f"ranks are out of step: {difference}")
     numbers = {other: facts["number"] for other, facts in everyone.items()}
     if len(set(numbers.values())) > 1:
-        counted = ", ".join(f"rank {other} {number}" for other, number in numbers.items())
-        raise AssertionError(f"ranks are out of step: the numbers of their collectives are {counted}")
+        counted = ", ".join(f"{number} on rank {other}" for other, number in numbers.items())
+        raise AssertionError(f"ranks are out of step: they called different numbers of collectives, {counted}")
 
 
 def _calls() -> list[Any]:
@@ -121,7 +121,7 @@ def _number() -> int:
     try:
         group: Any = get_default_group()
         return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # a backend that does not count them
+    except RuntimeError:  # the backend does not count them
         return 0
 
 
@@ -151,18 +151,18 @@ def _distance(one: Tensor, other: Tensor) -> str:
 
 
 def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool = True, repeated: int = 0) -> None:
-    """Assert that no sample is repeated in epoch 0 or epoch 1, and that their orders differ.
+    """Assert that no sample is repeated within epoch 0 or epoch 1, and that the two epochs have different orders.
 
-    All ranks call it. Samples with the same values count as the same sample.
+    All ranks must call it. Samples with the same values count as the same sample.
 
     Args:
-        epoch: returns this rank's batches of the epoch with a number. Batches are tensors, or lists, tuples or
+        epoch: returns this rank's batches of the epoch with the given number. Batches are tensors, or lists, tuples or
             dictionaries of tensors whose first dimension counts samples.
-        shuffled: whether the orders must differ.
-        repeated: number of samples that may be repeated in an epoch, because samplers fill up the last batches.
+        shuffled: whether the orders of the two epochs must differ.
+        repeated: number of samples that may be repeated in an epoch, because samplers may pad the last batches.
 
     Raises:
-        AssertionError: on every rank, with epoch and ranks.
+        AssertionError: on every rank. Names the epoch and the ranks.
     """
     __tracebackhide__ = True
     check_world("assert_data_is_split()")
@@ -170,7 +170,7 @@ def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool =
     for number in (0, 1):
         seen.append(_gather([sample for batch in epoch(number) for sample in _samples(batch)]))
         _check_split(seen[-1], number, repeated)
-    # One or two samples often come in the same order by chance.
+    # With one or two samples, the order is often the same by chance.
     if shuffled and seen[0] == seen[1] and len(seen[1][0]) > 2:
         raise AssertionError(
             "epoch 1 has the same samples in the same order as epoch 0 on every rank; call "
@@ -189,10 +189,10 @@ def _check_split(everyone: list[list[str]], number: int, repeated: int) -> None:
             owners.setdefault(sample, rank)
     if twice.total() > repeated:
         [((first, second), count)] = twice.most_common(1)
-        whose = f"rank {first} has" if first == second else f"ranks {first} and {second} share"
+        whose = f"rank {first} repeats" if first == second else f"ranks {first} and {second} share"
         raise AssertionError(
-            f"in epoch {number} {whose} {count} of {len(everyone[second])} samples, which are repeated; give every "
-            "rank a sampler that divides the data, with the same seed on all"
+            f"in epoch {number} {whose} {count} of {len(everyone[second])} samples; give every rank a sampler that "
+            "splits the data, with the same seed on all ranks"
         )
 
 

@@ -1,6 +1,6 @@
-"""Fault injection for tests: a rank is killed or stopped during a forward, a backward or an optimizer step.
+"""Fault injection for tests: kills or stops a rank during a forward, a backward or an optimizer step.
 
-It works with every model, because it uses torch's global hooks.
+Works with any model, because it uses torch's global hooks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Order:
     """A fault to inject."""
 
     number: int
-    """Number of the signal."""
+    """Signal number."""
     moment: str
     step: int
-    """Count of the moment at which the fault happens."""
+    """How many times the rank must reach the moment for the fault to happen."""
 
 
 @dataclass
@@ -43,28 +43,30 @@ class Faults:
     """Function that reports to the test process why this rank is about to end."""
     orders: list[Order] = field(default_factory=list)
     _times: Counter[str] = field(default_factory=Counter)
-    """Number of times that the rank has reached each moment."""
+    """How many times the rank has reached each moment."""
     _depth: int = 0
     """Number of nested forwards; only the outermost counts as a moment."""
     _stepping: int | None = None
-    """Id of the optimizer whose step is running; the outermost of nested ones, as in ZeroRedundancyOptimizer."""
+    """Id of the optimizer whose step is running; if steps are nested, as in ZeroRedundancyOptimizer, the outermost
+    one."""
     _hooked: bool = False
 
     def kill(self, rank: int, at: str = "now", step: int = 1) -> None:
         """Kill `rank` (SIGKILL) when it reaches a moment for the `step`-th time.
 
-        Every rank calls this method. The rank's end does not fail the test, which checks how the other ranks react.
+        Every rank calls this method. The rank's death does not fail the test; the test checks how the other ranks
+        react.
 
         Args:
             rank: the rank to kill.
             at: ``"forward"`` of the outermost module, ``"backward"`` through its output, ``"optimizer"`` before its
                 step, or ``"now"``.
-            step: counted from 1.
+            step: at which occurrence of the moment to kill, counted from 1 and from this call on.
         """
         self._order(rank, at, step, signal.SIGKILL)
 
     def hang(self, rank: int, at: str = "now", step: int = 1) -> None:
-        """Stop `rank` (SIGSTOP) forever; the arguments are those of :meth:`kill`."""
+        """Stop `rank` forever (SIGSTOP). Takes the same arguments as :meth:`kill`."""
         self._order(rank, at, step, signal.SIGSTOP)
 
     def _hook(self) -> None:
@@ -84,7 +86,7 @@ class Faults:
         if moment not in MOMENTS:
             raise UsageError(f"at={moment!r} is unknown; give one of {', '.join(map(repr, MOMENTS))}")
         if type(step) is not int or step < 1:
-            raise UsageError(f"step={step!r} is not a whole number above 0; give one")
+            raise UsageError(f"step={step!r} is invalid; give a whole number above 0")
         if rank != self.rank:
             return
         self.orders.append(Order(number, moment, step + self._times[moment]))  # counted from this call on
@@ -96,7 +98,7 @@ class Faults:
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         self._depth += 1
         if self._depth == 1 and module.training:
-            self._stepping = None  # a step that raised has not reached its post-hook
+            self._stepping = None  # a step that raised did not reach its post-hook
             self._strike("forward")
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
@@ -127,7 +129,7 @@ class Faults:
         for order in self.orders:
             if (order.moment, order.step) == (moment, self._times[moment]):
                 name = signal.Signals(order.number).name
-                self.tell(f"{name} at {moment!r}, for the {self._times[moment]}. time")
+                self.tell(f"{name} at {moment!r}, occurrence {self._times[moment]}")
                 os.kill(os.getpid(), order.number)
 
 

@@ -1,4 +1,4 @@
-"""Comparison of training on ranks with one process that trains on the whole global batch."""
+"""Compares training on ranks with training in one process on the whole global batch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Batch = tuple[Tensor, Tensor]
 Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], None]
 RTOL = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 COARSE = 3e-2
-"""Relative tolerance for dtypes with fewer bits."""
+"""Relative tolerance for dtypes that are not in `RTOL`, which have fewer bits."""
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the default optimizer."""
+    """Return the optimizer used by default."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
@@ -43,40 +43,40 @@ def assert_equals_one_process(
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd,
     rtol: float | None = None,
 ) -> None:
-    """Assert that training on all ranks has the gradients and weights of one process on the whole global batch.
+    """Assert that training on all ranks gives the gradients and weights of one process with the whole global batch.
 
-    Each rank trains ``wrap(build())`` on its slice of every global batch and, beside it, an unwrapped copy on the whole
-    batch; gradients and weights are compared after each step. All ranks call it, and raise the same.
+    Each rank trains ``wrap(build())`` on its slice of every global batch, and an unwrapped copy on the whole batch.
+    Gradients and weights are compared after each step. All ranks must call it, and raise the same error.
 
     Args:
         build: makes the module.
-        data: the global batches, the same on every rank: a sequence, or a function of the step's number. If the ranks
-            cannot divide a batch evenly, `step` has to weight their losses.
+        data: the global batches, the same on every rank: a sequence, or a function of the step number. If a batch
+            cannot be divided evenly among the ranks, `step` must weight their losses.
         steps: number of steps.
-        wrap: makes the wrapper: torch's, Paceline's, or a similar one.
-        step: one training step on inputs and targets, for wrapper and copy. Its loss is a mean.
+        wrap: wraps the module: torch's wrapper, Paceline's, or a similar one.
+        step: runs one training step of the wrapper or the copy on inputs and targets. Its loss must be a mean.
         optimizer: makes the optimizer from the parameters.
         rtol: tolerance relative to the largest element of a tensor; by default it depends on the dtype.
 
     Raises:
-        AssertionError: at the first difference, with step, rank, parameter and the likely mistake.
+        AssertionError: at the first difference. Names the step, the rank, the parameter and the likely mistake.
     """
     __tracebackhide__ = True
     check_world("assert_equals_one_process()")
     rank, size = dist.get_rank(), dist.get_world_size()
     model = wrap(build())
-    try:  # otherwise the message would be about gradients
+    try:  # check first, or the message would be about gradients
         assert_replicas_equal(model)
     except AssertionError as error:
-        raise AssertionError(f"before the first step, {error}; the wrapper has to make them equal") from None
+        raise AssertionError(f"before the first step, {error}; the wrapper must make them equal") from None
     module = unwrapped(model)
-    # A second build() may draw other weights.
+    # Copy, because a second build() may draw different weights.
     twin = copy.deepcopy(module)
     optimizers = optimizer(module.parameters()), optimizer(twin.parameters())
     for number in range(steps):
         inputs, targets = data(number) if callable(data) else data[number]
         mine, mine_targets = inputs.tensor_split(size)[rank], targets.tensor_split(size)[rank]
-        # The user's step may weight the losses.
+        # A step function by the user may weight the losses.
         if len(inputs) % size and step is plain_step:
             raise UsageError(
                 f"the global batch of step {number} has {len(inputs)} samples, which {size} ranks cannot divide "
@@ -92,8 +92,8 @@ def gradient_difference(module: nn.Module, twin: nn.Module, size: int, rtol: flo
     """Return how a gradient differs from the twin's; an empty string without a difference."""
     for (name, mine), other in zip(module.named_parameters(), twin.parameters(), strict=True):
         if (mine.grad is None) != (other.grad is None):
-            has, lacks = ("one process", "the ranks") if mine.grad is None else ("the ranks", "one process")
-            return f"{name!r} has a gradient in {has} and none in {lacks}"
+            has, lacks = ("in one process", "on the ranks") if mine.grad is None else ("on the ranks", "in one process")
+            return f"{name!r} has a gradient {has} but not {lacks}"
         if mine.grad is None or other.grad is None:
             continue
         if difference := tensor_difference(mine.grad, other.grad, rtol):
@@ -113,7 +113,7 @@ def tensor_difference(mine: Tensor, other: Tensor, rtol: float | None = None) ->
     """Return how a tensor differs from the twin's, as the end of a sentence; an empty string without a difference."""
     kinds = [f"{tensor.dtype} of shape {tuple(tensor.shape)}, {tensor.layout}" for tensor in (mine, other)]
     if kinds[0] != kinds[1]:
-        return f"is {kinds[0]}, and one process's is {kinds[1]}"
+        return f"is {kinds[0]}, but that of one process is {kinds[1]}"
     if is_close(mine, other, rtol):
         return ""
     distance = float((_dense(mine) - _dense(other)).abs().max())
@@ -127,7 +127,7 @@ def is_close(mine: Tensor, other: Tensor, rtol: float | None = None) -> bool:
     mine, other = _dense(mine), _dense(other)
     tolerance = RTOL.get(mine.dtype, COARSE) if rtol is None else rtol
     scale = float(other.abs().max())
-    # The minimum is for tensors that are zero in one process.
+    # The minimum is for tensors that are all zeros in one process.
     return torch.allclose(mine, other, rtol=tolerance, atol=tolerance * max(scale, 1e-6), equal_nan=True)
 
 
@@ -136,7 +136,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _likeness(mine: Tensor, other: Tensor, size: int) -> str:
-    """Return the usual mistake that leads to such a gradient; an empty string for other gradients."""
+    """Return the mistake that usually causes such a gradient; an empty string if unknown."""
     if size == 1 or mine.shape != other.shape or mine.dtype != other.dtype:
         return ""
     for factor, meaning in (
@@ -150,7 +150,7 @@ def _likeness(mine: Tensor, other: Tensor, size: int) -> str:
 
 
 def _agree(difference: str) -> None:
-    """Raise the first rank's difference on all ranks."""
+    """Raise the first difference that any rank found, on all ranks."""
     __tracebackhide__ = True
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, difference)

@@ -1,4 +1,4 @@
-"""Ranks that call functions, also many of them in a row, such as for property tests.
+"""Ranks that call functions, possibly many in a row, as in property tests.
 
     run_ranks(2, function, argument)        the result of each rank, or the first rank's error with its traceback
     with Ranks(2) as ranks:                 the same processes for many calls
@@ -38,9 +38,9 @@ from paceline.testing.ranks.processes import ask_for_stacks, stack_of
 
 TIMEOUT_S = 120.0
 ECHO_S = 1.0
-"""Seconds for another rank to fail after each failure."""
+"""Seconds to wait, after each failure, for another rank to fail as well."""
 STACK_S = 5.0
-"""Seconds for a rank to write its stack, which a rank that is blocked in C never does."""
+"""Seconds to wait for a rank to write its stack, which it never does while it is blocked in C."""
 fork_server = multiprocessing.get_context("forkserver")
 PRELOADED = ("torch", "torch.distributed", OPTIMIZERS_NEED, *LIBRARY)
 
@@ -58,10 +58,10 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """A world of `size` processes that stays up for several calls."""
+    """A world of `size` processes that live for several calls."""
 
     warnings_are_errors: ClassVar[bool] = False
-    """Whether warnings are errors in new ranks. Ranks of the marker follow pytest's settings."""
+    """Whether warnings are errors in new ranks. Does not apply to the ranks marker, which follows pytest's settings."""
 
     def __init__(self, size: int, timeout: float = TIMEOUT_S, backend: str | None = None) -> None:
         self.size = size
@@ -77,18 +77,18 @@ class Ranks:
                 target=_serve,
                 args=(rank, size, self._store.port, backend, timeout, self._folder.name, theirs),
                 kwargs={"warnings_are_errors": self.warnings_are_errors},
-                # A daemonic process may have no children, such as workers of a DataLoader.
+                # A daemonic process may not have children, such as workers of a DataLoader.
                 daemon=False,
             )
             process.start()
-            theirs.close()  # otherwise the pipe would stay open after the rank's end
+            theirs.close()  # otherwise the pipe would stay open after the rank has ended
             self._pipes.append(ours)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call `function(world, *arguments)` on every rank and return the results in the order of ranks."""
+        """Call `function(world, *arguments)` on every rank, and return the results in rank order."""
         if not self._pipes:
-            raise RankFailed("the ranks have ended, after the failure of an earlier call")
+            raise RankFailed("the ranks have ended because an earlier call failed")
         self.start(function, *arguments)
         results: dict[int, Any] = {}
         failures: list[str] = []
@@ -100,7 +100,7 @@ class Ranks:
                 ok, value = self._receive(rank)
                 if ok:
                     results[rank] = value
-                else:  # another rank may have caused it
+                else:  # perhaps a consequence of another rank's failure
                     failures.append(value)
                     deadline = time.monotonic() + ECHO_S
         if silent or failures:
@@ -127,21 +127,21 @@ class Ranks:
         return [f"rank {rank} did not answer, and is here:\n{stack}" for rank, stack in stacks.items() if stack]
 
     def kill(self) -> None:
-        """End every rank at once."""
+        """Kill every rank immediately."""
         for process in self.processes:
             process.kill()
         self.close()
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Begin ``function(world, *arguments)`` on every rank; :meth:`answer` returns the result of one."""
+        """Start ``function(world, *arguments)`` on every rank; :meth:`answer` returns a rank's result."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
 
     def answer(self, rank: int, seconds: float) -> Any:
-        """Return the result of rank `rank` after :meth:`start`; other ranks may have ended.
+        """Return the result of `rank` after :meth:`start`. Other ranks may have ended.
 
         Raises:
-            RankFailed: if the function raised on this rank, or does not return within `seconds`.
+            RankFailed: if the function raised on this rank, or did not return within `seconds`.
         """
         if not self._pipes[rank].poll(seconds):
             raise RankFailed(f"rank {rank} did not answer within {seconds:g} s")
@@ -170,14 +170,14 @@ class Ranks:
 
 
 class Pools:
-    """Ranks by world size, started at the first call and after a failure."""
+    """Ranks by world size, started at the first call and again after a failure."""
 
     def __init__(self, backend: str | None = None, timeout: float = TIMEOUT_S) -> None:
         self.backend, self.timeout = backend, timeout
         self._pools: dict[int, Ranks] = {}
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call `function(world, *arguments)` on `size` ranks, and return the results in the order of ranks."""
+        """Call `function(world, *arguments)` on `size` ranks, and return the results in rank order."""
         pool = self._pools.get(size)
         if pool is None or not pool.processes:
             pool = self._pools[size] = Ranks(size, self.timeout, self.backend)
@@ -194,13 +194,13 @@ class Pools:
 def run_ranks(
     size: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT_S, backend: str | None = None
 ) -> list[Any]:
-    """Call `function(world, *arguments)` once in each of `size` fresh ranks; results in the order of ranks."""
+    """Call `function(world, *arguments)` once on each of `size` new ranks, and return the results in rank order."""
     with Ranks(size, timeout, backend) as ranks:
         return ranks.run(function, *arguments)
 
 
 def plain_start_method() -> None:
-    """Make DataLoader workers start by the platform's method; a fork server's child would use a fork server."""
+    """Make DataLoader workers start with the platform's method; a fork server's child would use a fork server."""
     multiprocessing.set_start_method(None, force=True)
 
 
@@ -220,7 +220,7 @@ def _serve(
     os.environ.update(environment(rank, size, port))
     if warnings_are_errors:
         warnings.simplefilter("error")
-        # Tests give all ranks the same inputs on purpose, see pyproject.toml.
+        # Tests give all ranks the same inputs on purpose; see pyproject.toml.
         warnings.filterwarnings("ignore", message="the inputs of the first forward are the same on all")
     plain_start_method()
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)  # Python 3.12
@@ -231,25 +231,25 @@ def _serve(
             while True:
                 answer: tuple[bool, Any]
                 try:
-                    # Unpickled below, so that an unknown function fails the call, and not the rank.
+                    # Unpickle only below, so that an unknown function fails the call, not the rank.
                     call = pipe.recv_bytes()
                 except EOFError:
                     break
                 try:
                     function, arguments = pickle.loads(call)
                     if world is None:
-                        # Shorter than the caller's, so that a hang ends with torch's message.
+                        # Shorter than the caller's timeout, so that a hang ends with torch's message.
                         world = init(backend, timeout=timedelta(seconds=timeout * 0.8))
                     answer = (True, function(world, *arguments))
-                # Also SystemExit and pytest's outcomes: the caller waits for an answer.
+                # Including SystemExit and pytest's outcomes, because the caller waits for an answer.
                 except BaseException:
                     answer = (False, traceback.format_exc())
                 try:
                     pipe.send(answer)
                 except Exception:
-                    # A result that cannot be pickled; send() has not sent any of it.
+                    # The result cannot be pickled; send() has not sent any of it.
                     pipe.send((False, traceback.format_exc()))
     finally:
         if world is not None:
-            # Without destroy_process_group(), because a peer may be gone.
+            # Skip destroy_process_group(), because a peer may be gone.
             os._exit(0)

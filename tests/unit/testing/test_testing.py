@@ -349,7 +349,7 @@ def test_among_part_of_the_ranks(world):
         failed=2,
         passed=1,
     )
-    assert "rank 1 never came to a collective: rank 0 is in barrier, its collective 1, called at" in printed
+    assert "rank 1 never joined a collective: rank 0 is in barrier, its collective 1, called at" in printed
     unmatched = "left a collective unmatched: .* rank 0 called all_reduce at helper_of_it.py:4; rank 1 called none"
     assert re.search(unmatched, printed)
 
@@ -462,10 +462,10 @@ def test_another_rank_was_ordered_to_end(world, kill):
         skipped=1,
     )
     for line in (
-        "rank 1 skipped (no data), and rank 0 did not; skip by a condition that is the same on all",
+        "rank 1 skipped (no data), and rank 0 did not; use a skip condition that is the same on all",
         "ranks 1, 2 skipped (no data), and rank 0 did not",
         "rank 1 xfailed (known), and rank 0 did not",
-        "rank 0 skipped (known), rank 1 xfailed (known); skip by",
+        "rank 0 skipped (known), rank 1 xfailed (known); use a skip",
         "E       AssertionError: assert 2 == 3",
     ):
         assert line in printed, line
@@ -590,7 +590,7 @@ def test_a_wrong_marker_is_one_line(outcome: Any) -> None:
     drawn = "from hypothesis import given, strategies as st\n@pytest.mark.ranks(2)\n@given(st.integers())\n"
     tests.append(f"{drawn}def test_drawn(world, x): pass\n")
     printed = outcome("".join(tests), errors=len(tests) + 1)  # a marker with two counts is two tests
-    refused = [*WRONG.values(), "Hypothesis cannot draw examples inside of ranks; remove the marker"]
+    refused = [*WRONG.values(), "Hypothesis cannot draw examples on ranks; remove the marker"]
     for said in refused:
         lines = {line for line in printed.splitlines() if said in line and not line.startswith("ERROR")}
         assert lines, said
@@ -631,7 +631,7 @@ def test_leaves():
     )
     assert "the fixture 'world' is for tests with ranks; mark the test with @pytest.mark.ranks(2)" in printed
     assert "ScopeMismatch: You tried to access the function scoped fixture world with a module scoped" in printed
-    assert "a method of a unittest.TestCase cannot run on (1, 2) ranks one after the other; give one number" in printed
+    assert "a method of a unittest.TestCase cannot run with several numbers of ranks (1, 2); give one number" in printed
     assert "NCCL needs 2 GPUs, and this host has 0" in printed
     assert "the test process itself is in a process group, which ranks would inherit" in printed
 
@@ -736,7 +736,7 @@ def test_out_of_step(world):
 @pytest.mark.ranks(2)
 def test_absent(world, tmp_path):
     if world.rank == 0:
-        with pytest.raises(AssertionError, match=r"0.2 s later rank 1 had not come there"):
+        with pytest.raises(AssertionError, match=r"rank 1 did not get there within 0.2 s"):
             testing.assert_no_desync(0.2)
         (tmp_path / "told").touch()
     while not (tmp_path / "told").exists():
@@ -753,20 +753,20 @@ def test_alone():
 FOUND = {
     "clipped_locally": "'parameter 0.bias' .* has different bits on rank 1 than on rank 0",
     "collective_on_rank_0": "rank 0 is in all_reduce, its collective 1, called at mistakes.py",
-    "early_stopping": "rank 1 is at assert_no_desync.* rank 0 had not come there",
+    "early_stopping": "rank 1 is at assert_no_desync.* rank 0 did not get there within",
     "learning_rate_on_rank_0": "'parameter 0.bias' .* has different bits on rank 1 than on rank 0",
     "loss_not_divided": "gradient of '0.weight' .* it is 2 times as large",
     "module_called": "call the wrapper and not model.module",
     "no_sampler": "ranks 0 and 1 share 32 of 32 samples",
     "no_sync_around_the_last": "the last backward ran under no_sync",
-    "one_batch_fewer": "rank 1 is at assert_no_desync.* rank 0 had not come there",
+    "one_batch_fewer": "rank 1 is at assert_no_desync.* rank 0 did not get there within",
     "other_dtype": "rank 0: all_reduce of 1 × float32 by SUM; rank 1: all_reduce of 1 × int32",
     "other_model": "'3.weight' has shape .3, 2., torch.float32 on rank 1 but shape .2, 2.",
     "other_order": "rank 0: all_reduce of 1 × float32 by SUM; rank 1: barrier",
     "other_sizes": "rank 0: all_reduce of 1 × float32 by SUM; rank 1: all_reduce of 2 × float32",
     "seeds_of_samplers": "ranks 0 and 1 share 11 of 16 samples",
     "set_epoch_forgotten": "epoch 1 has the same samples in the same order as epoch 0",
-    "skipped_backward": "rank 1 is at assert_no_desync.* rank 0 had not come there",
+    "skipped_backward": "rank 1 is at assert_no_desync.* rank 0 did not get there within",
     "skipped_optimizer_step": "rank 0 has 3, rank 1 has 2 optimizer steps",
     "stale_gradients": "step 1, rank 0: the gradient of '0.weight' differs from one process's",
     "summed_loss": "gradient of '0.weight' .* it is 1/2 of it",

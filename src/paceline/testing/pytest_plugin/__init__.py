@@ -1,1 +1,1 @@
-"""The pytest plug-in: its parts in the test process and on the ranks."""
+"""The pytest plug-in: the parts that run in the test process, and those that run on the ranks."""

@@ -1,7 +1,7 @@
-"""Captured output of a rank: pytest's capturing, into the rank's own files.
+"""Captures a rank's output with pytest's own capturing, but into the rank's own files.
 
-Forks share the files of the test process, with one offset for all ranks. A rank replaces them, so that ``capsys``,
-``capfd`` and the report have the output of this rank only.
+Forks share the test process's files, with one offset for all ranks. A rank replaces them, so that ``capsys``, ``capfd``
+and the report contain only the output of this rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 
 def separate(config: pytest.Config) -> None:
-    """Replace the files into which pytest captures by the rank's own."""
+    """Replace the files into which pytest captures with the rank's own."""
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     for capturing in _capturings(manager):
         for capture in (capturing.out, capturing.err):
@@ -26,20 +26,20 @@ def separate(config: pytest.Config) -> None:
                 continue
             with tempfile.TemporaryFile(buffering=0) as own:
                 os.dup2(own.fileno(), file.fileno())
-            # While capturing is suspended, as by capsys.disabled(), the descriptor is the terminal's.
+            # While capturing is suspended, for example by capsys.disabled(), the descriptor is the terminal's.
             if capture._state == "started":
                 os.dup2(file.fileno(), descriptor)
 
 
 def read(config: pytest.Config) -> list[tuple[str, str]]:
-    """Return the output of this rank since the last call: ``stdout`` or ``stderr``, and the text."""
+    """Return this rank's output since the last call, as pairs of ``stdout`` or ``stderr`` and the text."""
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     texts = {"stdout": "", "stderr": ""}
     for stream in (sys.stdout, sys.stderr):
         with suppress(ValueError, OSError):
             stream.flush()
     for capturing in _capturings(manager):
-        # A test may have closed a file, which pytest's assertions do not expect.
+        # A test may have closed a file; pytest asserts that this does not happen.
         with suppress(ValueError, OSError, AssertionError):
             out, err = capturing.readouterr()
             texts["stdout"] += out if isinstance(out, str) else out.decode(errors="replace")
@@ -48,7 +48,7 @@ def read(config: pytest.Config) -> list[tuple[str, str]]:
 
 
 def _capturings(manager: Any) -> list[Any]:
-    """Return pytest's active capturing objects: the session's, and a fixture's."""
+    """Return pytest's active capturing objects: the session's, and that of a fixture, if any."""
     fixture = getattr(manager, "_capture_fixture", None)
     capturings = [getattr(manager, "_global_capturing", None), getattr(fixture, "_capture", None)]
     return [capturing for capturing in capturings if capturing is not None]

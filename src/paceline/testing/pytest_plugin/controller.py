@@ -1,4 +1,4 @@
-"""The plug-in in the test process: reads the marker, runs the ranks, and reports their outcomes."""
+"""The part of the plug-in in the test process: reads the marker, runs the ranks, and reports their outcomes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paceline.testing.ranks.processes import RankRun
 MARK: pytest.StashKey[RanksMark] = pytest.StashKey()
 RESULT: pytest.StashKey[tuple[Verdict, Sequence[Ending], int]] = pytest.StashKey()
 MODULES: pytest.StashKey[dict[str, None]] = pytest.StashKey()
-"""Modules that ranks of earlier tests imported, and that the test process will import before the next test."""
+"""Modules that the ranks of earlier tests imported. The test process imports them before the next test."""
 
 
 def has_gpus() -> bool:
@@ -56,7 +56,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        del item.runtest  # the class has it
+        del item.runtest  # which uncovers the class's method
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -73,23 +73,23 @@ def _is_on_ranks(item: pytest.Item) -> bool:
 
 
 def _set_up(item: Any, mark: RanksMark) -> None:
-    """Prepare a test with ranks, before its fixtures."""
+    """Prepare a test with ranks, before its fixtures are set up."""
     if mark.backend == "nccl" and torch.cuda.device_count() < max(mark.counts):
         reason = f"NCCL needs {max(mark.counts)} GPUs, and this host has {torch.cuda.device_count()}"
-        # with the location of the test
+        # Report the location of the test.
         raise pytest.skip.Exception(reason, _use_item_location=True)
     count = getattr(getattr(item, "callspec", None), "params", {}).get("paceline_ranks")
     if len(mark.counts) > 1 and not hasattr(item, "callspec"):
         raise UsageError(
-            f"a method of a unittest.TestCase cannot run on {mark.counts} ranks one after the other; give one number"
+            f"a method of a unittest.TestCase cannot run with several numbers of ranks {mark.counts}; give one number"
         )
     if (count is None) == (len(mark.counts) > 1) or (count is not None and count not in mark.counts):
         raise UsageError(
-            "the ranks marker on a single parameter takes one number; remove a marker with several numbers on the test"
+            "the ranks marker on a single parameter takes one number; remove the one with several numbers from the test"
         )
     if getattr(item.obj, "is_hypothesis_test", False):
         raise UsageError(
-            "Hypothesis cannot draw examples inside of ranks; remove the marker, and call "
+            "Hypothesis cannot draw examples on ranks; remove the marker, and call "
             "paceline.testing.Pools().run(2, function, example) in the test"
         )
     if not item.config.pluginmanager.has_plugin(Listener.NAME):
@@ -100,12 +100,12 @@ def _set_up(item: Any, mark: RanksMark) -> None:
 
 
 def _load(modules: dict[str, None]) -> None:
-    """Import `modules`, such as torch's compiler, so that the ranks of the next tests need not."""
+    """Import `modules`, such as torch's compiler, so that the ranks of later tests do not have to."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as an error, a warning would interrupt the import
+        warnings.simplefilter("ignore")  # a warning that is turned into an error would interrupt the import
         for name in modules:
             if name not in sys.modules:
-                with suppress(Exception):  # a module of the test, or one that needs a rank
+                with suppress(Exception):  # such as a module of the test, or one that works only on a rank
                     importlib.import_module(name)
     modules.clear()
 
@@ -116,7 +116,7 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
     mark = item.stash[MARK]
     size = item.callspec.params["paceline_ranks"] if len(mark.counts) > 1 else mark.counts[0]
     if "tmp_path_factory" in item.fixturenames:
-        item.config._tmp_path_factory.getbasetemp()  # otherwise every rank would make another one
+        item.config._tmp_path_factory.getbasetemp()  # otherwise every rank would create its own
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         # Tests or other plugins may close or replace a stream.
         with suppress(ValueError, OSError, AttributeError):
@@ -135,7 +135,7 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
 
 
 def _pass_on(item: Any, outcomes: Mapping[int, Outcome]) -> None:
-    """Report the output of every rank, and each property and warning of the ranks once."""
+    """Report the output of every rank, and the ranks' properties and warnings, each only once."""
     all_warnings: dict[tuple[str, bytes, str, int], None] = {}
     for rank, outcome in outcomes.items():
         for name, text in outcome.sections:
@@ -150,7 +150,7 @@ def _pass_on(item: Any, outcomes: Mapping[int, Outcome]) -> None:
 
 
 def _exception_of(verdict: Verdict) -> BaseException:
-    """Return an exception for the verdict, if possible of the same type as the first rank's."""
+    """Return an exception for the verdict, if possible the one that the first failing rank raised."""
     if verdict.kind == "skipped":
         return pytest.skip.Exception(verdict.message, _use_item_location=True)
     if verdict.kind == "xfailed":
@@ -162,7 +162,7 @@ def _exception_of(verdict: Verdict) -> BaseException:
         return pytest.exit.Exception(verdict.message, outcome.returncode if outcome is not None else None)
     if outcome is not None and outcome.error is not None:
         error = pickle.loads(outcome.error)
-        # Others, such as KeyboardInterrupt, would end the session.
+        # Other exceptions, such as KeyboardInterrupt, would end the session.
         if isinstance(error, Exception | pytest.fail.Exception):
             return error
     return RankFailed(verdict.message)
@@ -177,7 +177,7 @@ def improve_report(item: Any, call: pytest.CallInfo[Any], report: pytest.TestRep
     verdict, endings, size = result
     if item.config.getoption("usepdb", False):
         call.excinfo = None  # the debugger has already run on the rank
-    # An expected failure is reported as skipped, and also has a traceback.
+    # An expected failure is reported as skipped, but also has a traceback.
     if report.outcome != "failed" and not hasattr(report, "wasxfail"):
         return
     report.longrepr = _representation(item, verdict, endings, size)

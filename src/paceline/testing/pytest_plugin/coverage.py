@@ -1,7 +1,7 @@
-"""Coverage of the ranks, added to the coverage of the test process.
+"""Measures coverage on the ranks, and adds it to that of the test process.
 
-coverage.py's ``patch = fork, _exit`` saves when a process calls ``os._exit``, but the test process kills ranks. It also
-needs a configuration by the user.
+coverage.py's ``patch = fork, _exit`` is not enough: it saves when a process calls ``os._exit``, but the test process
+kills ranks. The user would also have to configure it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PATTERN = "coverage-*"
 
 @contextmanager
 def measured(folder: Path, rank: int) -> Iterator[None]:
-    """Measure the block on a rank with the test process's settings, and write a file in `folder`."""
+    """Measure the block on a rank with the test process's settings, and write the data to a file in `folder`."""
     inherited = _current()
     if inherited is None:
         yield
@@ -30,7 +30,7 @@ def measured(folder: Path, rank: int) -> Iterator[None]:
     own = coverage.Coverage(data_file=str(folder / f"coverage-{rank}"), messages=False, **options)
     own.set_option("run:parallel", False)
     own.set_option("run:patch", [])
-    # A rank need not run any of the source. An option of pytest may turn the warnings into errors.
+    # Disable warnings that pytest might turn into errors. A rank does not have to run any of the measured source.
     own._warn_no_data = own._warn_unimported_source = own._warn_preimported_source = False
     with _where_paths_begin():
         own.start()  # which resolves relative paths
@@ -43,10 +43,10 @@ def measured(folder: Path, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _where_paths_begin() -> Iterator[None]:
-    """Change into the folder that relative paths of the sources refer to, because the test may be in another one."""
+    """Change to the folder to which relative source paths refer, because the test may have changed to another."""
     from coverage.files import relative_directory
 
-    here = os.open(".", os.O_RDONLY)  # a descriptor, because the test may have deleted the folder
+    here = os.open(".", os.O_RDONLY)  # not a path, because the test may have deleted the folder
     try:
         os.chdir(relative_directory())
         yield
@@ -56,7 +56,7 @@ def _where_paths_begin() -> Iterator[None]:
 
 
 def harvest(folder: Path) -> None:
-    """Add the ranks' measurements in `folder`, in the test process."""
+    """Add the measurements that ranks wrote to `folder` to those of the test process."""
     current = _current()
     if current is None:
         return
@@ -68,6 +68,6 @@ def harvest(folder: Path) -> None:
 
 
 def _current() -> Any:
-    """Return the active coverage.py object; None without one."""
+    """Return the active coverage.py object; None if there is none."""
     coverage: Any = sys.modules.get("coverage")
     return coverage.Coverage.current() if coverage is not None and hasattr(coverage, "Coverage") else None

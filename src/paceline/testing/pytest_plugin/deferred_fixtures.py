@@ -1,4 +1,4 @@
-"""Fixtures that need the process group, which are set up and torn down on the ranks, not in the test process."""
+"""Fixtures that need the process group: they are set up and torn down on the ranks, not in the test process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 RUNNER = re.compile(r"event_loop|_function_scoped_runner")
-"""Names of pytest-asyncio's fixtures with an event loop, whose descriptors ranks cannot share."""
+"""Names of pytest-asyncio fixtures that contain an event loop, whose file descriptors ranks cannot share."""
 
 
 class _Deferred:
@@ -21,11 +21,11 @@ DEFERRED = _Deferred()
 
 
 def defer(item: Any) -> None:
-    """Prevent the test process from setting up fixtures that exist only on ranks, and fixtures that use them."""
+    """Keep the test process from setting up fixtures that exist only on ranks, and fixtures that use those."""
     if getattr(item, "funcargs", None) is None:
         return
     definitions: dict[str, Any] = item._fixtureinfo.name2fixturedefs
-    # The user may override our fixtures.
+    # The user may have overridden our fixtures.
     needed: set[str] = {name for name in ("world", "faults") if name in definitions and _is_ours(definitions[name][-1])}
     for name in item.fixturenames:
         if _needs(name, needed, definitions, set()):
@@ -37,7 +37,7 @@ def _is_ours(definition: Any) -> bool:
 
 
 def _needs(name: str, needed: set[str], definitions: dict[str, Any], seen: set[str]) -> bool:
-    """Return whether the fixture is one of `needed`, or depends on one."""
+    """Return whether the fixture is one of `needed` or depends on one of them."""
     if name in needed or RUNNER.fullmatch(name):
         return True
     if name in seen or name not in definitions:
@@ -51,7 +51,7 @@ def _needs(name: str, needed: set[str], definitions: dict[str, Any], seen: set[s
 
 
 def run_new_finalizers(item: Any) -> Callable[[], None]:
-    """Return a function that runs all tear-downs registered after this call, the latest first."""
+    """Return a function that runs all tear-downs registered after this call, latest first."""
     stack: dict[Any, Any] = item.session._setupstate.stack
     counts = {node: len(finalizers) for node, (finalizers, _) in stack.items()}
 
@@ -61,7 +61,7 @@ def run_new_finalizers(item: Any) -> Callable[[], None]:
             for finalizer in reversed(finalizers[counts.get(node, 0) :]):
                 try:
                     finalizer()
-                # As in pytest, the other tear-downs still run.
+                # As in pytest, still run the remaining tear-downs.
                 except BaseException as error:
                     errors.append(error)
         if errors:

@@ -1,4 +1,4 @@
-"""The ``ranks`` marker of a test, read and checked."""
+"""Reads and checks the ``ranks`` marker of a test."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class RanksMark:
     counts: tuple[int, ...]
     """Numbers of ranks; the test runs once for each."""
     timeout: float = TIMEOUT_S
-    """Seconds that the ranks may take, once all of them have started."""
+    """Seconds that the test may take once all ranks have started."""
     backend: str | None = None
-    """Backend of the process group; None for the default of ``paceline.init``."""
+    """Backend of the process group; None for the default of ``paceline.init()``."""
 
     @classmethod
     def of(cls, counts: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:

@@ -1,4 +1,4 @@
-"""The part of a test that runs on a rank: the body, as pytest would run it in the test process."""
+"""The part of the plug-in that runs on a rank: runs a test's body as pytest would run it in the test process."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from paceline.testing.ranks.outcomes import Outcome
 from paceline.testing.ranks.recorded_collectives import Recorder
 
 LEAST_PATIENCE_S = 30.0
-"""Minimum timeout of collectives in seconds, because ranks need time to start."""
+"""Minimum timeout of collectives in seconds, to leave ranks time to start."""
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
-"""Parts of the messages of collectives that failed because of another rank."""
+"""Parts of error messages of collectives that failed because of another rank."""
 
 
 def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected: Connected) -> Outcome:
-    """Run the test of `item` on this rank, and record its calls of torch's functions."""
+    """Run the test of `item` on this rank, and record its calls to torch's functions."""
     modules, properties = len(sys.modules), len(item.user_properties)
     captured_output.separate(item.config)
     reports = _listen(item.config, connected)
     with coverage_of_ranks.measured(connected.folder, connected.rank), ExitStack() as stack:
         records: list[Any] | None = None
-        if "recwarn" not in item.fixturenames:  # the fixture records them itself
+        if "recwarn" not in item.fixturenames:  # because the fixture itself records them
             records = stack.enter_context(warnings.catch_warnings(record=True))
         recorder, error = _run(item, runtest, mark, connected)
         error = error or _unittest_error(item)
@@ -67,17 +67,17 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected:
 def _run(
     item: Any, runtest: Callable[[], None], mark: RanksMark, connected: Connected
 ) -> tuple[Recorder | None, BaseException | None]:
-    """Join the process group, set up the deferred fixtures, run the body, and tear them down."""
+    """Join the process group, set up the deferred fixtures, run the body, and tear the fixtures down."""
     __tracebackhide__ = True
     faults = Faults(connected.rank, connected.size, lambda why: connected.send("doomed", why))
     recorder = None
-    # The test process tears down the fixtures that it has set up.
+    # Fixtures that the test process has set up are torn down there.
     undo = run_new_finalizers(item)
     error: BaseException | None = None
     try:
         os.environ.update(environment(connected.rank, connected.size, connected.port))
         os.environ[STORE] = connected.private
-        # Shorter than a long timeout of the test, so that a hang ends with the message of the collective.
+        # If the test's timeout is long, use a shorter one, so that a hang ends with the collective's message.
         patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
         world = paceline.core.processes.world.init(mark.backend, patience)
         _let_the_test_initialize(connected.port)
@@ -87,7 +87,7 @@ def _run(
         _set_up_deferred(item, world, faults)
         runtest()
         _warn_of_unhandled(item.config)
-    # Outcomes of pytest, such as skip() and fail(), are BaseExceptions.
+    # pytest's outcomes, such as skip() and fail(), are BaseExceptions.
     except BaseException as raised:
         error = raised
         # From now on the test process waits for the tear-downs and the report.
@@ -118,9 +118,9 @@ FAULTS: pytest.StashKey[Any] = pytest.StashKey()
 
 
 def _let_the_test_initialize(port: int) -> None:
-    """Allow a test to make the default process group itself, after closing the unused one.
+    """Let a test create the default process group itself, after closing ours, which it has not used.
 
-    If the test's store is not the one at `port`, one of the ranks must serve it.
+    If the test uses a store other than the one at `port`, one of the ranks must serve it.
     """
     cell = cell_of("init_process_group")
     assert cell is not None
@@ -140,7 +140,7 @@ def _let_the_test_initialize(port: int) -> None:
 
 
 def _warn_of_unhandled(config: pytest.Config) -> None:
-    """Warn of exceptions in threads and destructors, as pytest does after a body."""
+    """Warn about exceptions in threads and destructors, as pytest does after a test's body."""
     for name, function in (
         ("threadexception", "collect_thread_exception"),
         ("unraisableexception", "collect_unraisable"),
@@ -151,9 +151,9 @@ def _warn_of_unhandled(config: pytest.Config) -> None:
 
 
 class Listener:
-    """On a rank, collects the reports of subtests, and reports to the test process when a debugger is used.
+    """On a rank, collects the reports of subtests, and tells the test process when a debugger is in use.
 
-    It is registered once, in the test process, because that takes milliseconds.
+    Registered only once, in the test process, because registering takes milliseconds.
     """
 
     NAME = "paceline rank"
@@ -181,11 +181,11 @@ class Listener:
 
 
 def _listen(config: pytest.Config, connected: Connected) -> list[pytest.TestReport]:
-    """Return a list that receives all further reports of this rank."""
+    """Return a list to which all further reports of this rank will be added."""
     ours: Any = config.pluginmanager.getplugin(Listener.NAME)
     ours.connected = connected
     listeners = config.hook.pytest_runtest_logreport
-    for listener in list(listeners.get_hookimpls()):  # such as the terminal, and xdist's connection
+    for listener in list(listeners.get_hookimpls()):  # such as the terminal reporter and xdist's connection
         if listener.plugin is not ours:
             listeners._remove_plugin(listener.plugin)
     reports: list[pytest.TestReport] = ours.reports
@@ -193,7 +193,7 @@ def _listen(config: pytest.Config, connected: Connected) -> list[pytest.TestRepo
 
 
 def _take_terminal() -> None:
-    """Return to the process group of the test process, which owns the terminal."""
+    """Move to the (Unix) process group of the test process, which owns the terminal."""
     with suppress(OSError):
         os.setpgid(0, os.getpgid(os.getppid()))
 
@@ -244,7 +244,7 @@ def _crash_message(report: Any) -> str:
 
 
 def _kept(value: Any) -> Any:
-    """Return `value` if it can be pickled, else its text."""
+    """Return `value` if it can be pickled, otherwise its text."""
     try:
         pickle.dumps(value)
     except Exception:
@@ -255,7 +255,7 @@ def _kept(value: Any) -> Any:
 def _pickled(error: BaseException) -> bytes | None:
     """Return the pickled exception; None if it cannot be restored."""
     try:
-        # Loading fails, for instance, if __init__ takes more arguments than ``args`` has.
+        # Loading fails, for example, if __init__ takes more arguments than ``args`` contains.
         data = pickle.dumps(error)
         return data if type(pickle.loads(data)) is type(error) else None
     except Exception:

@@ -1,1 +1,1 @@
-"""Forked ranks of a test, and their outcomes."""
+"""The forked ranks of a test, and their outcomes."""

@@ -1,4 +1,4 @@
-"""The life of a forked rank of a test."""
+"""What a test's forked rank does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENDED_BADLY = 70
 
 @dataclass
 class Connected:
-    """A rank's number, and its connection to the test process."""
+    """A rank's number and its connection to the test process."""
 
     rank: int
     size: int
@@ -57,7 +57,7 @@ class Connected:
 
 @contextmanager
 def stacks_on_request(folder: Path, rank: int) -> Iterator[None]:
-    """Enter a block in which this process writes its stack into `folder` after a signal, and when it crashes."""
+    """In the block, make this process write its stack into `folder` on a signal and when it crashes."""
     with path_of(folder, rank).open("w") as stack:
         faulthandler.enable(stack)
         if stack_signal():
@@ -66,14 +66,14 @@ def stacks_on_request(folder: Path, rank: int) -> Iterator[None]:
 
 
 def be_rank(body: Callable[[Connected], Outcome], connected: Connected) -> NoReturn:
-    """Run `body` in this process, which was just forked, and wait to be killed."""
+    """Run `body` in this newly forked process, and wait to be killed."""
     try:
-        gc.freeze()  # a collection would copy the memory of all objects of the test process
-        os.setpgid(0, 0)  # so that the rank can be killed with its child processes
+        gc.freeze()  # a garbage collection would copy the memory of all objects of the test process
+        os.setpgid(0, 0)  # so that the rank can be killed together with its child processes
         die_with(os.getppid())
         signal.set_wakeup_fd(-1)  # the descriptor belongs to an event loop of the test process
-        random.setstate(connected.drawn)  # Python reseeds forks, but a fixture's seed is also for the ranks
-        torch.set_num_threads(1)  # the fork lacks the OpenMP threads of the test process, and would wait for them
+        random.setstate(connected.drawn)  # Python reseeds forks, but a fixture's seed should also apply to the ranks
+        torch.set_num_threads(1)  # the fork lacks the test process's OpenMP threads, and would wait for them
         with stacks_on_request(connected.folder, connected.rank):
             connected.send("ended", body(connected))
             with suppress(EOFError, OSError):
@@ -87,17 +87,17 @@ def be_rank(body: Callable[[Connected], Outcome], connected: Connected) -> NoRet
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return torchrun's environment for a rank of one host with a store at `port`."""
+    """Return torchrun's environment variables for a rank on a single host, with the store at `port`."""
     settings = {
         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
         "GROUP_RANK": "0",
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        # The test process serves the store. Otherwise rank 0 would try to open one at its port.
+        # Says that the test process serves the store. Otherwise rank 0 would try to open one at the same port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     if sys.platform == "linux":
-        # By default Gloo resolves the host's name, which may fail. Only Linux names the loopback interface lo.
+        # By default Gloo resolves the host's name, which may fail. Only on Linux is the loopback interface named lo.
         settings["GLOO_SOCKET_IFNAME"] = "lo"
     return settings

@@ -16,9 +16,9 @@ from paceline.testing.ranks.recorded_collectives import ONE_TO_ONE, Calls, unmat
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 MACHINERY = ["/_pytest/", "/pluggy/", "/pytest/__main__", "/pytest_paceline.py", "<frozen runpy>"]
 MACHINERY += [str(Path(__file__).parents[1])]
-"""Parts of the paths of files whose frames are left out of a stack."""
+"""Parts of file paths. Frames in files with such a path are left out of a stack."""
 LEFT_OUT = ("skipped", "xfailed")
-"""Kinds of outcomes that all ranks must have in common: ``pytest.skip`` and ``pytest.xfail``."""
+"""Kinds of outcomes that must be the same on all ranks: of ``pytest.skip`` and ``pytest.xfail``."""
 
 
 @dataclass
@@ -30,40 +30,40 @@ class Outcome:
     message: str = ""
     """Message of the exception, in one line."""
     report: Any = None
-    """pytest's report of the exception, or a text."""
+    """pytest's report of the exception, or text."""
     error: bytes | None = None
     """Pickled exception, if it can be pickled."""
     is_consequence: bool = False
-    """Whether the exception is about a failed collective, which another rank may have caused."""
+    """Whether the exception is about a failed collective, possibly as a consequence of another rank's failure."""
     returncode: int | None = None
     """Exit code given to ``pytest.exit``."""
     sections: list[tuple[str, str]] = field(default_factory=list)
-    """Kind and text of captured output."""
+    """Captured output: the kind, such as ``stdout``, and the text."""
     warnings: list[tuple[str, bytes, str, int]] = field(default_factory=list)
-    """Text, pickled category, file and line of each warning."""
+    """Warnings: text, pickled category, file and line."""
     properties: list[tuple[str, object]] = field(default_factory=list)
     """Properties recorded with ``record_property``."""
     modules: list[str] = field(default_factory=list)
-    """Modules of torch and Paceline that the rank imported."""
+    """Modules of torch and Paceline that the test imported on the rank."""
     calls: Calls = field(default_factory=dict)
 
 
 @dataclass
 class Ending:
-    """The end of a rank as seen by the test process."""
+    """How a rank ended, as seen by the test process."""
 
     rank: int
     outcome: Outcome | None = None
     """The rank's report; None if it did not finish."""
     code: int | None = None
-    """Exit code, negative for a signal, of a rank that the test process did not kill."""
+    """Exit code (negative for a signal) of a rank that died without being killed by the test process."""
     ordered: str = ""
-    """Description of the fault with which the test ended the rank; empty without one."""
+    """Description of the fault by which the test ended the rank; empty if there was none."""
     doing: str = ""
-    """Position of the rank at the timeout, in one line."""
+    """Where the rank was when waiting ended, in one line."""
     stack: str = ""
     when: float = 0.0
-    """Seconds after the start."""
+    """When the rank ended, in seconds after the start."""
 
 
 @dataclass
@@ -73,13 +73,13 @@ class Verdict:
     kind: str
     """``passed``, or one of the kinds of :class:`Outcome`."""
     first: Ending | None = None
-    """Ending of the rank that failed first, if it reported an exception."""
+    """Ending of the rank that failed first, if that rank reported an exception."""
     message: str = ""
-    """Message in one line, with the rank."""
+    """One-line message that names the rank."""
 
 
 def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verdict:
-    """Return the test's outcome from the endings of ranks 0, 1, …; `deadlock` describes why the wait ended."""
+    """Return the test's outcome, given how ranks 0, 1, … ended. `deadlock` describes a deadlock that ended the wait."""
     outcomes = {ending.rank: ending.outcome for ending in endings if ending.outcome is not None}
     if leaving := [e for e in endings if e.outcome and e.outcome.kind == "exit"]:
         return Verdict("exit", leaving[0], outcomes[leaving[0].rank].message)
@@ -87,7 +87,7 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
     failed = [e for e in endings if e.outcome and e.outcome.kind == "failed"]
     own = [e for e in failed if not outcomes[e.rank].is_consequence]
     disagreement = _disagreement(endings)
-    # A failed collective is a consequence of another rank's error or death.
+    # A failed collective is the consequence of another rank's error or death, so look for those first.
     for causes in (own + dead, [] if disagreement else failed):
         if causes:
             first = min(causes, key=lambda e: e.when)
@@ -111,9 +111,9 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
 
 
 def _disagreement(endings: Sequence[Ending]) -> str:
-    """Return in one line which ranks skipped the test, if others did not; otherwise an empty string.
+    """Return a line that says which ranks skipped the test, if others did not; otherwise an empty string.
 
-    The others may wait for the skipping ranks, or have failed because of them.
+    The other ranks may be waiting for those that skipped, or may have failed because of them.
     """
     kinds = [(e.rank, e.outcome.kind if e.outcome is not None else "silent") for e in endings if not e.ordered]
     by_kind = ranks_by_value(kinds)
@@ -124,8 +124,8 @@ def _disagreement(endings: Sequence[Ending]) -> str:
     parts = [f"{named_ranks(ranks)} {kind} ({reasons[ranks[0]]})" for kind, ranks in left_out.items()]
     rest = [rank for rank, kind in kinds if kind not in LEFT_OUT]
     return (
-        f"{', '.join(parts)}{f', and {named_ranks(rest)} did not' if rest else ''}; skip by a condition that is the "
-        "same on all ranks, and return on ranks without work"
+        f"{', '.join(parts)}{f', and {named_ranks(rest)} did not' if rest else ''}; use a skip condition "
+        "that is the same on all ranks, and return early on ranks without work"
     )
 
 
@@ -136,7 +136,7 @@ def others(endings: Sequence[Ending], first: Ending | None) -> list[tuple[str, s
 
 def _other(ending: Ending, first: Ending | None) -> tuple[str, str]:
     if ending.ordered:
-        return f"rank {ending.rank} ended as ordered: {ending.ordered}", ""
+        return f"the test ended rank {ending.rank}: {ending.ordered}", ""
     if ending.code is not None:
         return _died(ending), ending.stack
     if ending.outcome is None:
@@ -167,12 +167,12 @@ def _calls(outcomes: Mapping[int, Outcome]) -> dict[int, Calls]:
 
 
 def own_frames(stack: str) -> str:
-    """Return a stack without the frames of pytest and this package."""
+    """Return a stack without frames of pytest and of this package."""
     return "\n".join(line for line in stack.splitlines() if not any(part in line for part in MACHINERY))
 
 
 def position(note: Mapping[str, Any], stack: str, has_begun: bool) -> str:
-    """Return the position of a rank in one line, from its latest recorded call and its Python stack."""
+    """Return one line that says where a rank is, based on its latest recorded call and its Python stack."""
     if note.get("inside"):
         number = f", its collective {note['number']}" if note["call"] not in ONE_TO_ONE else ""
         return f"is in {note['call']}{number}, called at {note['place']}"

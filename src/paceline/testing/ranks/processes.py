@@ -7,7 +7,7 @@
                                       ◀──    5. "ended", with the outcome
     6. kills it with its child processes
 
-A rank that has finished waits for the others, because its end would close connections that they still use.
+A rank that has finished waits for the others, because its exit would close connections that they still use.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from paceline.testing.ranks.outcomes import Ending, Outcome, own_frames, positio
 from paceline.testing.ranks.recorded_collectives import ONE_TO_ONE, Note
 
 START_S = 120.0
-"""Seconds for the ranks to start."""
+"""Seconds that ranks may take to start."""
 GRACE_S = 1.0
-"""Seconds for the other ranks after a rank has failed."""
+"""Seconds that the other ranks are given after a rank has failed."""
 REPORT_S = 5.0
-"""Seconds for a rank to report an exception."""
+"""Seconds that a rank may take to report an exception."""
 BRIEF_S = 0.2
-"""The same, if all of them are in collectives, which the failed rank can no longer join."""
+"""Replaces `GRACE_S` if all other ranks are in collectives, which the failed rank can no longer join."""
 STUCK_S = 1.0
-"""Seconds until a collective that another rank can no longer join is a deadlock."""
+"""Seconds until a collective that another rank can no longer join counts as a deadlock."""
 ANSWER_S = 0.5
-"""Seconds for a rank to write its stack."""
+"""Seconds that a rank may take to write its stack."""
 LOOK_S = 0.05
 """Seconds between two checks for dead ranks."""
 
@@ -65,16 +65,16 @@ class RankProcess:
     pipe: Connection
     note: Note
     ending: Ending
-    """Its end, as far as known."""
+    """How it ended, as far as is known."""
     begun: float | None = None
-    """Time at which the test's body began."""
+    """Time at which the test's body began; None before that."""
     reports_until: float = 0.0
-    """Time until which to wait for the report of an exception."""
+    """Time until which to wait for the rank to report an exception."""
     is_debugged: bool = False
 
     @property
     def is_over(self) -> bool:
-        """Whether the test process has stopped waiting for it."""
+        """Whether the rank has ended, so the test process no longer waits for it."""
         return self.ending.outcome is not None or self.ending.code is not None or bool(self.ending.ordered)
 
 
@@ -84,20 +84,20 @@ class RankRun:
 
     size: int
     timeout: float
-    """Seconds that ranks may take, once the body has begun on all of them."""
+    """Seconds that ranks may take once the body has begun on all of them."""
     deadlock: str = ""
-    """Description of a deadlock that ended the wait; empty without one."""
+    """Description of a deadlock that ended the wait; empty if there was none."""
     processes: list[RankProcess] = field(default_factory=list)
     _start: float = 0.0
     _debugging: float = 0.0
-    """Seconds in debuggers, which timeouts ignore."""
+    """Seconds spent in debuggers, which do not count toward timeouts."""
     _may_debug: bool = True
-    """Whether no rank has used the debugger; there is one terminal."""
+    """Whether no rank has used the debugger yet. Only one may, because there is only one terminal."""
 
     def __call__(self, body: Callable[[Connected], Outcome], harvest: Callable[[Path], None]) -> list[Ending]:
         """Run `body` on every rank and return how the ranks ended.
 
-        Then call `harvest` with the folder of the ranks' files.
+        Finally, call `harvest` with the folder that contains the ranks' files.
         """
         check_fork()
         with (
@@ -108,7 +108,7 @@ class RankRun:
             try:
                 for rank in range(self.size):
                     self._fork(rank, body, Path(folder), listener, private)
-                store = loopback_store(listener=listener)  # after the forks, because it starts threads
+                store = loopback_store(listener=listener)  # only after the forks, because it starts threads
                 self._converse()
                 self._ask_for_stacks(Path(folder))
             finally:
@@ -128,18 +128,18 @@ class RankRun:
             pid = os.fork()
         if pid == 0:
             port = listener.getsockname()[1]
-            # Copies in this rank would keep the pipes of other ranks open.
+            # This rank's copies would keep the pipes of other ranks open.
             for inherited in (listener, ours, *(process.pipe for process in self.processes)):
                 inherited.close()
             connected = Connected(rank, self.size, port, private, theirs, note, folder, drawn)
             be_rank(body, connected)  # which never returns
         theirs.close()
         with suppress(OSError):
-            os.setpgid(pid, pid)  # also done by the rank; from now on it can be killed as a group
+            os.setpgid(pid, pid)  # the rank also does this; from now on it can be killed as a group
         self.processes.append(RankProcess(pid, ours, note, Ending(rank)))
 
     def _converse(self) -> None:
-        """Receive messages until all ranks are over, or waiting is useless."""
+        """Receive messages until all ranks have ended or further waiting is useless."""
         looked = self._start
         while waiting := [process for process in self.processes if not process.is_over]:
             ready = wait([process.pipe for process in waiting], LOOK_S)
@@ -211,11 +211,11 @@ class RankRun:
         return now > latest + self._debugging or self._is_deadlocked(now)
 
     def _only_collectives(self) -> bool:
-        """Return whether all remaining ranks are in collectives."""
+        """Return whether all ranks that have not ended are in collectives."""
         return all(process.is_over or process.note.read().get("inside") for process in self.processes)
 
     def _is_deadlocked(self, now: float) -> bool:
-        """Return whether a rank is in a collective that another rank has not joined before it finished."""
+        """Return whether a rank is in a collective that another rank never joined before finishing."""
         for process in self.processes:
             call = process.note.read()
             if process.is_over or not call.get("inside") or call["call"] in ONE_TO_ONE:
@@ -228,12 +228,12 @@ class RankRun:
                     continue
                 made = outcome.calls.get(call["group"])
                 if made is None or (not made.has_failed and len(made.calls) < call["number"]):
-                    self.deadlock = f"rank {other.ending.rank} never came to a collective"
+                    self.deadlock = f"rank {other.ending.rank} never joined a collective"
                     return True
         return False
 
     def _ask_for_stacks(self, folder: Path) -> None:
-        """Ask the remaining ranks for their stacks, and add the stacks of crashed ranks."""
+        """Ask the remaining ranks for their stacks, and also read the stacks of crashed ranks."""
         asked = [process for process in self.processes if not process.is_over]
         ask_for_stacks(folder, {process.ending.rank: process.pid for process in asked}, ANSWER_S)
         for process in self.processes:
@@ -245,8 +245,8 @@ class RankRun:
 
 @contextmanager
 def _stores() -> Iterator[tuple[socket.socket, str]]:
-    """Open the port of the ranks' store; yield it with the value of ``PACELINE_STORE``."""
-    # Before the forks, so that all ranks know the port.
+    """Open the port for the ranks' store, and yield it with the value of ``PACELINE_STORE``."""
+    # Done before the forks, so that all ranks know the port.
     with loopback_listener() as listener:
         port = listener.getsockname()[1]
         if sys.platform != "linux":
@@ -264,12 +264,12 @@ def kill(process: RankProcess) -> None:
     with suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.ending.code is None:
-        with suppress(OSError):  # it may have left its process group for the terminal
+        with suppress(OSError):  # it may have left its process group to use the terminal
             os.kill(process.pid, signal.SIGKILL)
 
 
 def reap(process: RankProcess) -> None:
-    """Wait for the end of a killed rank, and close its pipe."""
+    """Wait until a killed rank has ended, and close its pipe."""
     if process.ending.code is None:
         with suppress(ChildProcessError):
             os.waitpid(process.pid, 0)
@@ -277,11 +277,11 @@ def reap(process: RankProcess) -> None:
 
 
 def check_fork() -> None:
-    """Refuse a test process whose forks cannot be ranks."""
+    """Raise an error if forks of the test process cannot be ranks."""
     if dist.is_initialized():
         raise UsageError(
             "the test process itself is in a process group, which ranks would inherit; call "
-            "torch.distributed.destroy_process_group() in the test or fixture that made it"
+            "torch.distributed.destroy_process_group() in the test or fixture that created it"
         )
     if torch.cuda.is_initialized():
         raise UsageError(
@@ -291,7 +291,7 @@ def check_fork() -> None:
 
 
 def ask_for_stacks(folder: Path, pids: Mapping[int, int], seconds: float) -> None:
-    """Ask ranks, given with their process ids, for their stacks; wait at most `seconds` until all are in `folder`."""
+    """Ask the ranks with these process ids for their stacks, and wait at most `seconds` until all are in `folder`."""
     for pid in pids.values() if stack_signal() else ():
         with suppress(OSError):
             os.kill(pid, stack_signal())
@@ -299,11 +299,11 @@ def ask_for_stacks(folder: Path, pids: Mapping[int, int], seconds: float) -> Non
     while time.monotonic() < deadline and not all(stack_of(folder, rank) for rank in pids):
         time.sleep(0.01)
     if pids:
-        time.sleep(0.05)  # for the rest of a stack
+        time.sleep(0.05)  # so that a stack is complete
 
 
 def stack_of(folder: Path, rank: int) -> str:
-    """Return the stack that a rank has written; an empty string without one."""
+    """Return the stack that a rank has written; an empty string if there is none."""
     try:
         return path_of(folder, rank).read_text(errors="replace").strip()
     except OSError:

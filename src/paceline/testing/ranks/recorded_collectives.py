@@ -1,8 +1,8 @@
-"""A rank's record of its collectives through ``torch.distributed``, which the test process can read.
+"""Records a rank's collectives that go through ``torch.distributed``, where the test process can read them.
 
 In a rank, :class:`Recorder` wraps torch's functions. It keeps each call for the comparison at the end of the test, and
-writes the latest one to memory that the rank shares with the test process. So the position of the rank is known even
-while it waits in C++, and after its end. The wrappers' own messages are not recorded.
+writes the latest one to memory shared with the test process. The test process therefore knows where the rank is even
+while it waits in C++, and after it has ended. Messages that a wrapper itself sends are not recorded.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from paceline.core.telemetry.spans import COLLECTIVES
 from paceline.core.torch_internals.distributed.c10d import cell_of
 
 ONE_TO_ONE = ("send", "recv")
-"""Functions that are written to shared memory but not compared, because they are not collectives."""
+"""Functions whose calls are written to shared memory but not compared, because they are not collectives."""
 SIZE = 4096
 
 
 @dataclass
 class GroupCalls:
-    """The collectives that a rank called on one group."""
+    """The collectives that a rank called on one process group."""
 
     ranks: list[int]
     calls: list[tuple[str, str]] = field(default_factory=list)
     """Name and place of each call."""
     has_failed: bool = False
-    """Whether a call raised; then the calls may differ from other ranks'."""
+    """Whether a call raised. If so, the calls may legitimately differ from those of other ranks."""
 
 
 Calls = dict[str, GroupCalls]
 
 
 class Note:
-    """The latest call, in memory shared by the rank and the test process."""
+    """The latest call, in memory that the rank shares with the test process."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, SIZE)
 
     def write(self, **entry: Any) -> None:
-        """Replace the entry, unless the new one is too long, which takes hundreds of ranks."""
+        """Replace the entry, unless the new one is too long, which happens only with hundreds of ranks."""
         text = json.dumps(entry).encode()
         if len(text) < SIZE - 1:
             self._memory[: len(text) + 1] = text + b"\0"
 
     def read(self) -> dict[str, Any]:
-        """Return the entry; an empty one if it is incomplete."""
+        """Return the entry; empty if it is incomplete."""
         try:
             return dict(json.loads(self._memory[:].partition(b"\0")[0] or b"{}"))
         except ValueError:
@@ -76,14 +76,14 @@ class Recorder:
         """The latest asynchronous call of each group."""
 
     def install(self) -> None:
-        """Record the calls of torch's functions from now on, except ``monitored_barrier``, which names ranks itself."""
+        """Start to record calls to torch's functions. Skip ``monitored_barrier``, which itself names missing ranks."""
         Recorder.current = self
         for name in (*COLLECTIVES, *ONE_TO_ONE):
             if (cell := cell_of(name)) is not None:
                 cell.cell_contents = self._wrap(name, cell.cell_contents)
 
     def result(self) -> Calls:
-        """Return the calls by group, with the failures of asynchronous calls."""
+        """Return the calls by group, after checking asynchronous calls for failures."""
         for name, work in self._works.items():
             try:
                 if work.is_completed():
@@ -109,7 +109,7 @@ class Recorder:
             self._inside = True
             try:
                 result = original(*arguments, **options)
-            # Also Ctrl-C, which may leave a collective that the others have joined.
+            # Including Ctrl-C, which may abandon a collective that the other ranks have joined.
             except BaseException:
                 calls.has_failed = True
                 raise
@@ -131,14 +131,14 @@ class Recorder:
 
 
 def place_of(frame: Any) -> str:
-    """Return file and line of the innermost caller outside torch and Paceline."""
+    """Return the file and line of the innermost caller outside of torch and Paceline."""
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "paceline"):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "?"
 
 
 def unmatched(calls: Mapping[int, Calls]) -> str:
-    """Return how the ranks' calls differ, in one sentence; empty if they do not."""
+    """Return one sentence that says how the ranks' calls differ; empty if they do not."""
     groups = sorted({name for groups in calls.values() for name in groups})
     for name in groups:
         members = next(groups[name].ranks for groups in calls.values() if name in groups)
