@@ -100,7 +100,7 @@ def validate_checkpointer(checkpointer: Any, config: TrainConfig, model: Distrib
     if checkpointer is None:
         for name in ("resume", "load_best_at_end"):
             if getattr(config, name):
-                raise UsageError(f"{name} needs the checkpoints; give Trainer(…, checkpointer=Checkpointer(folder))")
+                raise UsageError(f"{name} needs checkpoints; give Trainer(…, checkpointer=Checkpointer(folder))")
         return
     if not isinstance(checkpointer, Checkpointer):
         raise UsageError(f"checkpointer must be a paceline.Checkpointer, not {described(checkpointer)}")

@@ -229,7 +229,7 @@ def refused(world: World, config: dict[str, Any], what: str) -> str:
     return refusal(lambda: trainer(config, *parts).fit())
 
 
-NEEDS = "needs the checkpoints; give Trainer(…, checkpointer=Checkpointer(folder))"
+NEEDS = "needs checkpoints; give Trainer(…, checkpointer=Checkpointer(folder))"
 SAVED: dict[str, Any] = {"checkpoint_dir": "-"}
 BEST_ERROR = {**SAVED, "keep_best": "error"}
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -67,7 +67,7 @@ def parse(raw: bytes) -> Notes:
     if not isinstance(body, dict) or body.keys() - {"keep_best"} != {"protected", "metadata"}:
         raise ValueError("it has unexpected entries")
     if type(body["protected"]) is not bool:
-        raise ValueError("its entry protected is not true or false")
+        raise ValueError("its entry 'protected' is not true or false")
     metadata = state_codec.decode(body["metadata"], {})
     if not isinstance(metadata, dict):
         raise ValueError("its metadata is not a dict")
@@ -78,7 +78,7 @@ def _ranking_in(entry: Any) -> tuple[str, str] | None:
     if entry is None:
         return None
     if not isinstance(entry, list) or [type(part) for part in entry] != [str, str] or entry[1] not in ("max", "min"):
-        raise ValueError("its entry keep_best is not a name with max or min")
+        raise ValueError("its entry 'keep_best' is not a name with 'max' or 'min'")
     return entry[0], entry[1]
 
 

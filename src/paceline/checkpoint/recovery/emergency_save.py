@@ -152,7 +152,7 @@ def _all_own_states(barrier: StepBarrier, step: int) -> list[OwnStates]:
 def _own_states(barrier: StepBarrier, rank: int, step: int, *, prepared: bool = False) -> OwnStates:
     states = read_own_states(states_path(barrier.folder, rank), step, prepared=prepared)
     if states is None:
-        raise CheckpointError(f"rank {rank} has not stored its own states of step {step}")
+        raise CheckpointError(f"rank {rank} has not stored its own states for step {step}")
     return states
 
 

@@ -37,7 +37,7 @@ class Staging:
         try:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:  # raised by torch if memory is exhausted
-            raise MemoryError(f"no memory for a copy of {size} bytes ({error})") from error
+            raise MemoryError(f"not enough memory for a copy of {size} bytes ({error})") from error
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         spec = spec_of(tensor)
