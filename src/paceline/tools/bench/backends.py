@@ -23,19 +23,19 @@ OURS: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("ring_reduce_scatter",),
     "all_gather": ("ring_all_gather",),
 }
-"""Algorithms of each collective. A function and its schedule have the same name."""
+"""Paceline's algorithms for each collective. A function and its schedule have the same name."""
 ZERO_COPY = "paceline zero-copy"
-"""The group's all-reduce of a tensor in shared memory, as for the reducer's buckets."""
+"""The group's all-reduce of a tensor that is already in shared memory, like the reducer's buckets."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """An implementation of a collective with its tensors of one size."""
+    """An implementation of a collective, with its tensors for one size."""
 
     name: str
     """Name in the table: ``"ring"``, ``"gloo"``, ``"paceline"``."""
     schedule: str | None
-    """Schedule of one of our algorithms, for the model."""
+    """Schedule for the cost model; None unless this is one of Paceline's algorithms."""
     source: Tensor
     """Input of this rank: the whole tensor or its part."""
     run: Callable[[], object]
@@ -56,7 +56,7 @@ def part_of_rank(count: int) -> slice:
 
 @contextmanager
 def variants(op: str, count: int, backends: Sequence[str], gloo: Any) -> Iterator[list[Variant]]:
-    """Provide the implementations of `op` on `count` float32; `gloo` is a Gloo group beside the default group."""
+    """Provide the implementations of `op` on `count` float32 values; `gloo` is a Gloo group of all ranks."""
     made: list[Variant] = []
     if "algorithms" in backends:
         made += [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
@@ -78,7 +78,7 @@ def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
     schedule = build(name, members.size)
     short = name.removesuffix(f"_{op}").replace("_", "-")
     result = tensor[part_of_rank(tensor.numel())] if op == "reduce_scatter" else tensor
-    # The public functions would also time the exchange in which ranks compare their arguments.
+    # Not the public functions, because the ranks' comparison of arguments would be timed too.
     return Variant(short, name, tensor, lambda: execute(schedule, tensor, members), result)
 
 

@@ -41,9 +41,7 @@ def collectives(
         ),
     ] = ",".join(BACKENDS),
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON.")] = None,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Draw them in this file (.svg, .png or .pdf).")
-    ] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the results (.svg, .png or .pdf).")] = None,
 ) -> None:
     """Time collectives: Paceline's algorithms, Gloo and the shared-memory group, next to a fitted model.
 

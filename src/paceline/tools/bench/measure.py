@@ -22,9 +22,9 @@ from paceline.tools.bench.turns import slowest_timed, take_turns
 BYTES_A_TURN = 8_000_000
 """Approximate bytes per turn, so that a turn of small tensors has many calls."""
 CALLS = 100
-"""Most calls in a turn."""
+"""Maximum number of calls in a turn."""
 ROUNDS = 7
-"""Turns of each variant. The median counts."""
+"""Turns of each variant; the median is reported."""
 
 
 def main(config_json: str) -> None:
@@ -51,7 +51,7 @@ def main(config_json: str) -> None:
 
 
 def elements(op: str, nbytes: int, ranks: int) -> int:
-    """Return the elements of a tensor of about `nbytes`, divisible by `ranks` if `op` requires it."""
+    """Return the number of elements of a tensor of about `nbytes`, divisible by `ranks` if `op` requires it."""
     count = nbytes // ELEMENT
     return -(-count // ranks) * ranks if op in ("reduce_scatter", "all_gather") else count
 

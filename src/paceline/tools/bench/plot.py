@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 REFERENCE = "gloo"
 MOST_MARKS = 10
-"""Most labels that fit below the axis."""
+"""Maximum number of labels that fit below the axis."""
 SPREAD = 2**0.5
 """Factor over which the points of one size are spread, so that error bars do not overlap."""
 

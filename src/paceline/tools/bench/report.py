@@ -20,9 +20,9 @@ from paceline.tools.bench.plot import plot
 from paceline.tools.bench.rows import Row
 
 COLUMNS = ("bytes", "variant", "time µs", "±", "algbw", "busbw", "#wrong", "model µs")
-"""Columns as in nccl-tests. The title has what all rows share."""
+"""Columns as in nccl-tests. The title contains what all rows have in common."""
 CLOSE = 0.2
-"""Largest relative error of a modeled time that counts as right."""
+"""Maximum relative error for a modeled time to count as accurate."""
 
 
 def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchConfig) -> None:
@@ -38,7 +38,7 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
 
 
 def table(op: str, rows: Sequence[Row], cores: int) -> Table:
-    """Return a table as nccl-tests prints it, with a line for each variant and size."""
+    """Return a table in the style of nccl-tests, with a line for each variant and size."""
     kind = "float32, sum" if "reduce" in op else "float32"
     title = f"{op} ({kind}), {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}; bandwidths in GB/s"
     caption = f"time: median of {counted(len(rows[0].times), 'round')}; ±: half the distance between its quartiles"
@@ -62,13 +62,13 @@ def table(op: str, rows: Sequence[Row], cores: int) -> Table:
 
 
 def describe(model: Model, rows: Sequence[Row]) -> str:
-    """Return the fitted model, how well it fits, and which all-reduce it recommends from which size on."""
+    """Describe the fitted model, its accuracy, and the best all-reduce for each range of sizes."""
     best = [f"{name} from {size:,} bytes" for size, name in crossovers(rows[0].ranks, model)]
     errors = [abs(row.model_seconds / row.seconds - 1) for row in rows if row.model_seconds is not None]
     close = sum(error <= CLOSE for error in errors)
     return (
-        f"model fitted to our algorithms: {1e6 * model.alpha:.1f} µs a message, {1e9 * model.beta:.3f} ns a byte sent, "
-        f"{1e9 * model.gamma:.3f} ns a byte reduced\n"
+        f"model fitted to our algorithms: {1e6 * model.alpha:.1f} µs per message, "
+        f"{1e9 * model.beta:.3f} ns per byte sent, {1e9 * model.gamma:.3f} ns per byte reduced\n"
         f"within {CLOSE:.0%} of the measured time in {close} of {len(errors)} cases\n"
         f"its best all-reduce: {', '.join(best)}"
     )

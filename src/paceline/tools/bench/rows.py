@@ -1,7 +1,7 @@
 """Measurements: a row for each size and variant, with bandwidths and the time of the fitted model.
 
 Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). Algorithm bandwidth is the size of the whole tensor
-divided by the time. Bus bandwidth multiplies it by the share of bytes that the collective must move at least:
+divided by the time. Bus bandwidth multiplies it by the minimum traffic of the collective relative to this size:
 2 (p−1)/p for an all-reduce, (p−1)/p for reduce-scatter and all-gather, 1 for broadcast and reduce. It can be compared
 with the speed of the links for any number of ranks.
 """
@@ -16,7 +16,7 @@ from paceline.comm.algorithms import build
 from paceline.comm.algorithms.cost import Model, Sample, fit
 
 LEAST_FITTED = 2
-"""Fewest sizes for a fit, because one size does not separate latency from bandwidth."""
+"""Minimum number of sizes for a fit; one size cannot separate latency from bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Row:
     op: str
     variant: str
     schedule: str | None
-    """Name of the schedule of one of our algorithms."""
+    """Name of the schedule; None unless this is one of Paceline's algorithms."""
     ranks: int
     nbytes: int
     """Bytes of the whole tensor."""
@@ -76,7 +76,7 @@ def bus_factor(op: str, ranks: int) -> float:
 
 
 def fitted(rows: Sequence[Row], cores: int) -> tuple[Model | None, list[Row]]:
-    """Return a model fitted to our algorithms, and the rows with its times; None as the model for too few sizes.
+    """Return a model fitted to Paceline's algorithms (None for too few sizes), and the rows with its times.
 
     Args:
         rows: measurements.

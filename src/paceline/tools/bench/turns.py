@@ -16,12 +16,12 @@ Measurement = TypeVar("Measurement")
 def take_turns(
     turns: Mapping[str, Callable[[], Measurement]], rounds: int, *, warm_up: int = 1, rotated: bool = False
 ) -> dict[str, list[Measurement]]:
-    """Run every variant once in each round, and return its measurements.
+    """Run every variant once in each round, and return the measurements of each.
 
     Args:
         turns: a function for each variant that runs one turn and returns its measurement.
-        rounds: number of rounds that count.
-        warm_up: number of rounds before them.
+        rounds: number of measured rounds.
+        warm_up: number of unmeasured rounds before them.
         rotated: start each round with the next variant instead of the first.
     """
     measurements: dict[str, list[Measurement]] = {name: [] for name in turns}

@@ -19,7 +19,7 @@ from paceline.launch.host_limits import cores
 
 SETTINGS = ("PACELINE_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "MASTER_")
 SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD")
-"""Parts of the names of variables whose values are hidden, because bug reports are public."""
+"""Variables with these words in their names are hidden, because bug reports are public."""
 
 
 def describe() -> dict[str, str]:
@@ -30,7 +30,7 @@ def describe() -> dict[str, str]:
         "torch": f"{torch.__version__}, {untested(str(torch.__version__)) or f'Paceline was tested with {RANGE}'}",
         "python": sys.executable,
         "packages": ", ".join(f"{name} {version(name)}" for name in ("safetensors", "rich", "typer")),
-        "backends": f"{', '.join(_backends())}; paceline.init() takes {default}",
+        "backends": f"{', '.join(_backends())}; paceline.init() uses {default}",
         "cores": f"{cores()} usable of {os.cpu_count()}, {torch.get_num_threads()} threads for torch",
         "shared memory": _shared_memory(),
         "settings": ", ".join(f"{name}={value}" for name, value in _settings()) or "none",
@@ -38,7 +38,7 @@ def describe() -> dict[str, str]:
 
 
 def _backends() -> list[str]:
-    register()  # "import paceline" does not register it in the process of the command
+    register()  # "import paceline" does not register it in the command's process
     return [name for name in (OWN_BACKEND, "gloo", "nccl", "mpi") if dist.is_backend_available(name)]
 
 

@@ -104,7 +104,7 @@ def compare(
     """Train the same program in several ways or on several numbers of ranks, and compare speed, memory and weights.
 
     Arguments after the name are passed to the recipe or script: paceline compare --nproc 2 digits --batch-size 64.
-    Options of the comparison go before the name of a script, or anywhere with a recipe.
+    Options of the comparison go before a script's name; with a recipe, they can go anywhere.
     """
     load_torch()
     from paceline.launch.job import resolve_nproc
@@ -145,7 +145,7 @@ def profile(
     """Run a program on N ranks, and report the time of each part of a step, which ranks wait, and what to change.
 
     Arguments after the name are passed to the recipe or script: paceline profile --nproc 2 train.py --epochs 3.
-    Options of the profile go before the name of a script, or anywhere with a recipe.
+    Options of the profile go before a script's name; with a recipe, they can go anywhere.
 
     paceline profile report FOLDER writes the results again, for example after adding the records of other hosts.
     """
@@ -181,7 +181,7 @@ def profile(
 @app.command("top")
 def top(
     job: Annotated[
-        int | None, typer.Option(metavar="PID", help="Process of the launcher or of a rank, to choose between jobs.")
+        int | None, typer.Option(metavar="PID", help="Process ID of the launcher or of a rank, to choose between jobs.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the values once as JSON.")] = False,
 ) -> None:
@@ -225,7 +225,7 @@ def main() -> NoReturn:
         say("interrupted")
         code = INTERRUPTED
     except Exception as error:
-        # An error of click, such as for an unknown option. Recognized by its attribute, because some versions of typer
+        # A click error, such as an unknown option. It is recognized by its attribute, because some versions of typer
         # bundle a separate click with different classes.
         if not hasattr(error, "format_message"):
             raise

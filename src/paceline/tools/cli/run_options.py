@@ -44,7 +44,7 @@ def start(arguments: Sequence[str]) -> int:
             (OPTION, options.report is not None),
             ("--prefix-ranks", options.prefix_ranks),
             ("--min-nproc (torchrun's --nnodes MIN:MAX is for hosts)", options.min_nproc is not None),
-            ("--requeue-exit-code, or --hang-timeout,", others),
+            ("--requeue-exit-code or --hang-timeout", others),
         ):
             if given:
                 raise UsageError(f"{name} works on one host only; omit it, or omit --nnodes and the rendezvous")
@@ -143,7 +143,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         options.redirects,
         options.tee,
         frozenset(_number("--local-ranks-filter", part) for part in only.split(",")) if only else frozenset(),
-        # The option exists since torch 2.15.
+        # The option was added in torch 2.15.
         getattr(options, "log_line_prefix_template", "") or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
         options.prefix_ranks,
     )
@@ -196,4 +196,4 @@ def _number(name: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise UsageError(f"{name}: {value!r} is not an integer; give one such as 30") from None
+        raise UsageError(f"{name}: {value!r} is not an integer; give a number such as 30") from None

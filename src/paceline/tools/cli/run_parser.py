@@ -28,19 +28,19 @@ ABOUT = """Start a script as N ranks that train together, as torchrun does.
     paceline run --nproc 2 train.py --lr 0.1   as 'python train.py --lr 0.1'
     paceline run --nproc 2 -m package.train    as 'python -m package.train'
 
-Options go before the script; arguments after it are passed to the script. On one host only the loopback interface is \
-used, ranks end when the launcher ends, and the first rank that failed is reported."""
+Options go before the script; arguments after it are passed to the script. On one host, only the loopback interface is \
+used, ranks end when the launcher ends, and the first rank to fail is reported."""
 TORCHRUNS = """torchrun's options:
   All torchrun options are accepted; see 'torchrun --help'. With --nnodes, or a rendezvous on another host, torchrun's \
 launcher starts the ranks.
 
   several hosts    --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --master-addr --master-port
   the program      -m, --module --no-python --role
-  the output       --tee (3 begins each line with its rank) --log-dir --redirects --local-ranks-filter"""
+  the output       --tee (3 prefixes each line with its rank) --log-dir --redirects --local-ranks-filter"""
 
 
 class LinesFormatter(HelpFormatter):
-    """Keeps the line breaks of the description; text behind a gap is wrapped with an indent up to the gap."""
+    """Keeps the line breaks of the description, and aligns wrapped lines with the text after a gap."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(self._filled(line, width) for line in text.splitlines())
@@ -49,13 +49,13 @@ class LinesFormatter(HelpFormatter):
     def _filled(line: str, width: int) -> str:
         start = re.match(r" *(\S+( \S+)* {2,})?", line)
         assert start is not None
-        # Options are words: --node-rank is not broken at its hyphen.
+        # Options stay whole: --node-rank is not broken at its hyphen.
         indent = " " * min(start.end(), width // 3)
         return fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def add_own_options(parser: ArgumentParser) -> None:
-    """Add the options that torchrun does not have to `parser`."""
+    """Add to `parser` the options that torchrun does not have."""
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
         "--nproc",
@@ -67,7 +67,7 @@ def add_own_options(parser: ArgumentParser) -> None:
     ranks.add_argument(
         "--timeout",
         metavar="SECONDS",
-        help=f"Timeout of collectives, unless the script sets one. Default {TIMEOUT_S}, which is 10 minutes.",
+        help=f"Timeout of collectives, unless the script sets one. Default {TIMEOUT_S} (10 minutes).",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--report", metavar="FILE", help=REPORT_HELP + " For one host.")
@@ -95,13 +95,13 @@ def help_parser() -> ArgumentParser:
 
 
 def asks_for_help(arguments: list[str]) -> bool:
-    """Return whether ``--help`` is among the options before the script, knowing only the options of the help."""
+    """Return whether ``--help`` is among the options before the script; only options in the help are known here."""
     before_script, _ = split(arguments, help_parser()._option_string_actions)
     return not {"-h", "--help"}.isdisjoint(before_script)
 
 
 NOT_OURS = ("--print-completion", "--print_completion")
-"""Removed options of torch 2.15, which print shell completions for torchrun."""
+"""Options of torch 2.15 that print torchrun's shell completions; removed here."""
 
 
 def parser() -> ArgumentParser:
@@ -158,9 +158,9 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
 
 def split(arguments: Sequence[str], known: Mapping[str, Action]) -> tuple[list[str], list[str]]:
-    """Split `arguments` behind the script.
+    """Split `arguments` after the script.
 
-    argparse looks at all of them, and would take a script's ``--log x`` for an ambiguous option of the launcher.
+    argparse looks at all of them, and would treat a script's ``--log x`` as an ambiguous option of the launcher.
     """
     index = 0
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] not in ("-", "--"):

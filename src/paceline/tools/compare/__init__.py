@@ -1,1 +1,1 @@
-"""Compares ways to train the same program: one device, threads, torch DDP, Paceline, and numbers of ranks."""
+"""Compares ways to train the same program: one device, threads, torch DDP, Paceline, and different numbers of ranks."""

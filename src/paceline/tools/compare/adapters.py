@@ -22,7 +22,7 @@ class Measured(DistributedDataParallel):
     """Paceline's wrapper with a callback."""
 
     seen: ClassVar[Callable[[nn.Module, Any], None]]
-    """Called with the inputs of every forward, or None if a rank without samples synchronizes."""
+    """Called with the inputs of every forward, or with None if a rank without samples synchronizes."""
     devices: ClassVar[int]
     """Number of devices of the comparison."""
 
@@ -51,7 +51,7 @@ class Threads(Measured):
 
 
 class Torch(Measured):
-    """Paceline's wrapper in a group of one, around torch's wrapper, which averages."""
+    """Paceline's wrapper in a group of one, around torch's wrapper, which averages gradients."""
 
     _torch: TorchDDP
     check_finite = False  # torch's wrapper does not check for NaN either
@@ -62,7 +62,7 @@ class Torch(Measured):
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
         given = inspect.signature(super().__init__).bind(module, *arguments, **options).arguments
         ranks: Any = given.pop("process_group", None) or dist.group.WORLD
-        # Users of torch's wrapper do not have the collectives of the "paceline" backend.
+        # Gloo instead, because users of torch's wrapper do not have the "paceline" backend.
         if dist.get_backend(ranks) == "paceline":
             ranks = dist.new_group(dist.get_process_group_ranks(ranks), backend="gloo")
         known = inspect.signature(TorchDDP).parameters

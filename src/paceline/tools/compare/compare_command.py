@@ -1,4 +1,4 @@
-"""``paceline compare``: runs a program in several ways that take turns, and prints their figures side by side."""
+"""``paceline compare``: runs a program in several ways that take turns, and prints their results side by side."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Comparison:
 def compare(comparison: Comparison, ways: Sequence[Way]) -> int:
     """Run all ways, print the table and write the files. Return the exit code of the first way to fail, or 0."""
     comparison.check(ways)
-    # The same number of threads per device in every way, so that one process has no more cores than one rank.
+    # Every way gets the same number of threads per device, so that one process has no more cores than one rank.
     threads = max(1, cores() // max(way.devices for way in ways))
     for number, way in enumerate(ways, 1):
         say(f"{number}/{len(ways)} {way.mode} on {counted(way.devices, 'device')}: {MODES[way.mode]}")

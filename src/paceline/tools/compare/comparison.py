@@ -1,4 +1,4 @@
-"""Figures of a comparison, computed from the records of its ranks."""
+"""Results of a comparison, computed from the records of its ranks."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from paceline.tools.compare.turn_taking import TURN
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one way.
+    """The results of one way.
 
-    The base is the mode ``single``, or else the first way. Its time per step is the median of its turns. The time of
-    another way is the time of the base, multiplied by the median of their ratios turn by turn, because only times of
-    one turn are measured side by side.
+    The base is the mode ``single`` or, without it, the first way. Its time per step is the median of its turns. The
+    time of any other way is the base's time multiplied by the median of their turn-by-turn ratios, because only the
+    times of one turn are measured side by side.
     """
 
     mode: str
     devices: int
     ranks: int
     turns: tuple[float, ...]
-    """Seconds per step in each turn, of the slowest rank."""
+    """Seconds per step of the slowest rank, in each turn."""
     seconds_per_step: float
     samples_per_step: float | None
-    """Mean over the timed steps, summed over devices; None if the model's inputs hold no tensor."""
+    """Mean over the timed steps, summed over devices; None if the model's inputs contain no tensor."""
     samples_per_second: float | None
     """:attr:`samples_per_step` divided by :attr:`seconds_per_step`."""
     speedup: float
     """:attr:`samples_per_second` relative to the base."""
     efficiency: float
-    """:attr:`speedup` divided by the number of devices relative to the base."""
+    """:attr:`speedup` divided by the ratio of this way's devices to the base's."""
     memory_bytes: int
     """Largest peak memory of a rank."""
     replicas_identical: bool
     """Whether all ranks ended with the same bits."""
     weights_difference: float | None
-    """Largest difference of a weight from the base, relative to the base's largest weight; None for another model."""
+    """Largest difference of a weight from the base, relative to the base's largest; None if the models differ."""
 
 
 def figures(
@@ -67,7 +67,7 @@ def _row(way: Way, record: Mapping[str, Any], base: Row | None, difference: floa
         seconds = base.seconds_per_step * median(time / other for time, other in zip(turns, base.turns, strict=True))
     samples = sum(rank["samples"] for rank in ranks) / len(steps) or None
     speedup = 1.0 if base is None else base.seconds_per_step / seconds
-    if samples and base and base.samples_per_step:  # without numbers of samples, steps count as equal
+    if samples and base and base.samples_per_step:  # otherwise steps count as equal
         speedup *= samples / base.samples_per_step
     return Row(
         way.mode,
@@ -86,7 +86,7 @@ def _row(way: Way, record: Mapping[str, Any], base: Row | None, difference: floa
 
 
 def weights_difference(reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> float | None:
-    """Return the largest difference relative to the largest weight in `reference`; None for another model."""
+    """Return the largest difference relative to the largest weight in `reference`; None if the models differ."""
     if {name: tensor.shape for name, tensor in reference.items()} != {name: w.shape for name, w in weights.items()}:
         return None
     names = [name for name, tensor in weights.items() if tensor.numel()]

@@ -18,15 +18,15 @@ def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) 
     """Start `jobs` and wait for them. If one fails, stop the others.
 
     Args:
-        jobs: by name.
-        has_worked: returns whether a job whose ranks ended without an error did its work.
+        jobs: the jobs, by name.
+        has_worked: returns whether the job with this name did its work; called if its ranks ended without an error.
 
     Returns:
         The exit code as from :func:`~paceline.launch.job.launch`, and the name of the first job to fail, if any.
     """
     for job in jobs.values():
         check_files(job.nproc)
-    # torchelastic warns in threads that ranks may outlive their launcher, but ours are tied to it.
+    # In a thread, torchelastic warns that ranks may outlive their launcher, but Paceline's are tied to it.
     torchelastic = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     torchelastic.addFilter(lambda record: "running on a child thread" not in str(record.msg))
     failed: list[tuple[int, str]] = []

@@ -28,9 +28,9 @@ from paceline.tools.compare.modes import Run
 from paceline.tools.compare.turn_taking import TURN, Turns
 
 WARM_UP = 3
-"""Steps that are not timed, because buckets find their order and memory is allocated."""
+"""First steps, not timed, because buckets find their order and memory is allocated."""
 SAMPLED = 2**16
-"""Elements of each parameter to compare. All of them would take as much disk as a checkpoint of each way."""
+"""Maximum number of elements to compare per parameter. All of them would fill a checkpoint for each way."""
 
 
 def main(text: str) -> None:
@@ -39,7 +39,7 @@ def main(text: str) -> None:
     meter = Meter(run)
     substitute(run.mode, run.devices, meter.seen)
     register_optimizer_step_post_hook(meter.stepped)
-    # The output of programs that run side by side would mix with the comparison's own.
+    # Otherwise the output of programs that run side by side would mix with the comparison's.
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     try:
         run_program(run.program)
@@ -57,8 +57,8 @@ def main(text: str) -> None:
 class Meter:
     """Counts and times the steps of a program.
 
-    If several optimizers take turns, as for a generator and a discriminator, a step ends with the one that was the last
-    to step for the first time. So it includes a step of each.
+    If several optimizers take turns, as for a generator and a discriminator, a step ends with the optimizer whose first
+    step came last, so it includes a step of each.
     """
 
     def __init__(self, run: Run) -> None:
@@ -79,7 +79,7 @@ class Meter:
         """Start of the current step."""
 
     def seen(self, wrapper: nn.Module, inputs: Any) -> None:
-        """Count a forward that a backward may follow."""
+        """Count a forward if a backward may follow it."""
         if wrapper.training and torch.is_grad_enabled():
             if all(wrapper is not other for other in self.wrappers):
                 self.wrappers.append(wrapper)
@@ -93,7 +93,7 @@ class Meter:
         # Neither another optimizer nor a model without a wrapper ends a step.
         if optimizer is not self._last or not self._forwards:
             return
-        # The host runs ahead of a GPU.
+        # Wait for the GPU, because the host runs ahead of it.
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self._start)

@@ -30,7 +30,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """Name in file names."""
+        """Name used in file names."""
         return f"{self.mode}-{self.devices}"
 
 
@@ -43,15 +43,15 @@ class Run(ProgramConfig):
     steps: int
     """Optimizer steps to time."""
     record: str
-    """File for the measurements of rank 0."""
+    """File to which rank 0 writes the measurements."""
     program: list[str]
-    """A script, or ``-m`` and a module, and its arguments."""
+    """A script or ``-m MODULE``, followed by its arguments."""
     turns: tuple[str, int, int]
     """Arguments of :class:`~paceline.tools.compare.turn_taking.Turns`."""
 
 
 def choose_ways(names: str | None, counts: Sequence[int]) -> list[Way]:
-    """Return the ways to compare: all modes on one number of devices, or Paceline's wrapper on several.
+    """Return the ways to compare: all modes for one number of devices, or Paceline's wrapper for several.
 
     Args:
         names: comma-separated modes that override this choice.

@@ -35,9 +35,9 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "MB per\nrank": lambda row: f"{row.memory_bytes / 1e6:,.0f}",
     "weights\ndiffer": _weights,
 }
-"""Columns of the table. It fits a terminal of 80 characters."""
+"""Columns of the table, which fits a terminal of 80 characters."""
 EQUAL = 1e-6
-"""Largest relative difference of weights that the order of sums in float32 explains."""
+"""Maximum relative difference of weights that a different order of float32 sums can explain."""
 
 
 def show(rows: Sequence[Row], target: str, threads: int, steps: int) -> None:
@@ -59,7 +59,7 @@ def table(rows: Sequence[Row], target: str) -> Table:
 def statistic(rows: Sequence[Row]) -> str:
     """Describe how the times are computed."""
     taken = f"the median of {counted(len(rows[0].turns), 'turn')} of {counted(TURN, 'step')}"
-    return f"Times: {_base(rows)} has {taken}; the others have that, times the median of their ratios to it."
+    return f"Times: {_base(rows)} shows {taken}; the others, that multiplied by the median of their ratios to it."
 
 
 def _base(rows: Sequence[Row]) -> str:
@@ -73,7 +73,7 @@ def notes(rows: Sequence[Row], threads: int, steps: int) -> list[str]:
         f"A device is a GPU, or {counted(threads, 'CPU thread')}. Speed-up: samples/s relative to {_base(rows)}; "
         "efficiency: speed-up divided by devices. paceline profile shows where the time goes.",
     ]
-    # NaN is not greater than anything, but it is not equal either.
+    # `not <=` instead of `>`, so that NaN counts as a difference.
     far = [row for row in rows if row.weights_difference is None or not row.weights_difference <= EQUAL]
     names = ", ".join(f"{row.mode} on {row.devices}" for row in far)
     listed.append(

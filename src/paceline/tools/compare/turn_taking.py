@@ -22,8 +22,8 @@ class Turns:
     """The turns of one rank.
 
     Args:
-        file: shared by all ranks, empty at first.
-        before: number of ranks that go first in each round.
+        file: path of a file that all ranks share, empty at first.
+        before: number of ranks whose turns come earlier in each round.
         ranks: number of ranks of all ways.
     """
 

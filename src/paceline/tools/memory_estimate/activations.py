@@ -1,4 +1,4 @@
-"""Activations: the tensors that autograd saves in a forward, which runs here with tensors that have no memory."""
+"""Activations: the tensors that autograd saves in a forward, which runs here on fake tensors without memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.nn.data_parallel import nested_tensors
 from paceline.tools.memory_estimate.models import BuiltModel, described, empty
 
 LARGE = 32 * MIB
-"""Minimum bytes of a block that glibc's malloc returns when freed (DEFAULT_MMAP_THRESHOLD_MAX in ``man mallopt``)."""
+"""Minimum bytes of a block that malloc returns to the system (DEFAULT_MMAP_THRESHOLD_MAX in ``man mallopt``)."""
 
 
 class Batch(NamedTuple):
@@ -56,7 +56,7 @@ def activations_of(model: BuiltModel, batch: Batch, autocast: torch.dtype | None
         on_gpu: whether attention with dropout runs as flash attention, as on a GPU.
     """
     module = model.module.train()
-    # Keeping the storages keeps their identities unique.
+    # The storages are kept, so that their ids stay unique.
     storages: dict[int, torch.UntypedStorage] = {}
 
     def save(tensor: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def activations_of(model: BuiltModel, batch: Batch, autocast: torch.dtype | None
         kind = "int64" if batch.is_tokens else "floating point"
         raise UsageError(
             f"a forward of {model.name} with {batch.title} ({kind}) failed: {described(error)}; give a batch that the "
-            "model takes, or none for an estimate without activations. The tensors have no values here, so .item(), "
+            "model accepts, or none for an estimate without activations. The tensors have no values here, so .item(), "
             "nonzero() and boolean masks fail"
         ) from error
 
@@ -105,10 +105,10 @@ def _inputs(model: BuiltModel, batch: Batch) -> dict[str, Any]:
 
 
 class _Attention(TorchFunctionMode):
-    """Runs ``scaled_dot_product_attention`` as it runs with real values on the target device.
+    """Runs ``scaled_dot_product_attention`` as it would run with real values on the target device.
 
-    With dropout, a CPU uses a kernel that keeps all scores, and a GPU does not. transformers drops a mask that masks
-    no token, but it cannot look at the values of these tensors and would keep one.
+    With dropout, a CPU uses a kernel that keeps all attention scores, and a GPU does not. transformers drops a mask
+    that masks no token, but it cannot read the values of fake tensors and would keep it.
     """
 
     def __init__(self, is_maskless: bool, on_gpu: bool) -> None:

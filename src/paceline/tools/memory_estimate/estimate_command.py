@@ -49,11 +49,11 @@ def estimate_memory(
     optimizer: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="One of torch.optim, with options: sgd+momentum, adamw+amsgrad, sgd+momentum=0.8."
+            metavar="NAME", help="Optimizer of torch.optim with options: sgd+momentum, adamw+amsgrad, sgd+momentum=0.8."
         ),
     ] = "adamw",
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help=f"Of weights: {', '.join(DTYPES)}; the model's own by default.")
+        str | None, typer.Option(metavar="DTYPE", help=f"Of the weights: {', '.join(DTYPES)}; by default the model's.")
     ] = None,
     autocast: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Dtype of torch.autocast around the forward (mixed precision).")
@@ -125,7 +125,7 @@ def _print(title: str, training: Training, rows: list[dict[str, Any]], notes: li
         table.add_row(ranks, row["strategy"], *(nbytes(row[name]) for name in columns))
         previous = row["nproc"]
     console = Console()
-    # Without wrapping, because rich assumes some width when the output is not a terminal.
+    # Do not wrap lines, because rich assumes an arbitrary width when the output is not a terminal.
     console.print(heading, soft_wrap=True, highlight=False, markup=False)
     print()
     print_table(table, keys=2)
@@ -140,7 +140,7 @@ def _notes(training: Training, batch: Batch | None, device: str) -> list[str]:
         "Each row shows the rank that holds the most.",
         "Communication: torch DDP copies all gradients into buckets, unless gradient_as_bucket_view=True; Paceline "
         "holds the gradients of one bucket and a copy of the buffers; the sharded optimizer also holds updated "
-        f"parameters, fewer between ranks on one host; FSDP2 gathers {layers}, with their gradients.",
+        f"parameters (fewer if all ranks share one host); FSDP2 gathers {layers}, with their gradients.",
         "Activations are not counted; give --batch-size with --sequence-length or --input-shape."
         if batch is None
         else f"Activations: the tensors that autograd saves in a forward of {batch.title}, and the outputs.",
@@ -170,9 +170,7 @@ def _positive(option: str, text: str) -> list[int]:
     """Return the numbers in a list such as ``3,224,224``."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
-        raise UsageError(
-            f"{option}={text} is not a list of numbers from 1, separated by commas; give one such as 2,4,8"
-        )
+        raise UsageError(f"{option}={text} is not a comma-separated list of positive numbers; give one such as 2,4,8")
     return [int(word) for word in words]
 
 

@@ -1,4 +1,4 @@
-"""The bytes that one rank holds in training, for each way to share the work between ranks."""
+"""The bytes that one rank holds in training, for each strategy of sharing the work between ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Footprint:
     """Bytes of the largest piece that the optimizer updates at once."""
 
     def peak(self, device: str, ranks: int, activations: Activations) -> int:
-        """Return the estimated peak in bytes; the constants are fitted to measured peaks (decision 0052)."""
+        """Return the estimated peak in bytes; the constants are fitted to measured peaks (decision 52)."""
         held = self.weights + self.gradients + self.state + self.communication + activations.total
         temporaries = 0.1 * activations.total + 2.5 * self.largest
         if device == "cuda":
@@ -55,10 +55,10 @@ class Training:
         self.optimizer = optimizer
         places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self.sparse = {places[key] for key in sparse_by_layer(module)}
-        """Places of the parameters with sparse gradients."""
+        """Indices of the parameters with sparse gradients."""
         self.buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
         self.layers: list[list[int]] = []
-        """Places of the parameters of each layer that FSDP2 gathers as a unit."""
+        """Indices of the parameters in each layer that FSDP2 gathers as a unit."""
         gathered: set[int] = set()
         for layer in _layers_of(module):
             inside = {places[id(parameter)] for parameter in layer.parameters()} - gathered
@@ -67,7 +67,7 @@ class Training:
 
     @property
     def dense(self) -> list[int]:
-        """Places of the trained parameters with dense gradients."""
+        """Indices of the trained parameters with dense gradients."""
         return [at for at, each in enumerate(self.parameters) if each.requires_grad and at not in self.sparse]
 
     @property
@@ -95,10 +95,10 @@ class Training:
         return sum(self._state_bytes(piece.parameter, self._shape(piece)) for piece in pieces)
 
     def sharded_pieces(self, ranks: int) -> tuple[list[list[Piece]], int]:
-        """Return the pieces that each rank of a sharded optimizer holds, and the bytes of updated ones under way."""
+        """Return the pieces that each rank of a sharded optimizer holds, and the bytes of updated ones in transfer."""
         kind = self.optimizer
         by = "element" if is_elementwise(kind.optimizer_class) else "tensor"
-        # Every rank updates sparse parameters, which cannot be cut; a single rank updates all.
+        # Every rank updates sparse parameters, which cannot be divided; a single rank updates all parameters.
         replicated = range(len(self.parameters)) if ranks == 1 else sorted(self.sparse)
         held = [[Piece(at, 0, self.parameters[at].numel(), rank) for at in replicated] for rank in range(ranks)]
         staged = []
@@ -122,7 +122,7 @@ class Training:
         """Each rank holds a part of each parameter, and gathers a layer while it prefetches the next one."""
         weights, gradients, state, largest = self.buffer_bytes, 0, 0, 0
         for place, parameter in enumerate(self.parameters):
-            # fully_shard pads all parts to the largest one.
+            # fully_shard pads all parts to the size of the largest.
             shape = (-(-parameter.shape[0] // ranks), *parameter.shape[1:]) if parameter.dim() else ()
             nbytes = prod(shape) * parameter.element_size()
             weights += nbytes
@@ -141,7 +141,7 @@ class Training:
         return whole(root) + sum(sorted(map(whole, self.layers), reverse=True)[:2])
 
     def _reduction_bytes(self) -> int:
-        """Return the bytes of gradients that wait to be copied into a bucket, and of copies of buffers."""
+        """Return the bytes of gradients that wait to be copied into a bucket, plus the copies of buffers."""
         sizes = [parameter.nbytes for parameter in self.parameters]
         kinds = [parameter.dtype for parameter in self.parameters]
         buckets = assign(sizes, kinds, self.dense[::-1], (FIRST_CAPACITY, CAPACITY))

@@ -1,4 +1,4 @@
-"""Building the model of an estimate without allocating memory: from a configuration of transformers or from Python."""
+"""Builds the model of an estimate without allocating memory, from a transformers configuration or from Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.errors import MissingExtra, UsageError
 from paceline.tools.shared.hub import cached_config, fetch, one_line, quiet_libraries, work_offline
 
 LABEL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
-"""Endings of the transformers classes whose labels have the shape of their tokens."""
+"""Suffixes of the transformers classes whose labels have the same shape as their tokens."""
 
 
 class BuiltModel(NamedTuple):
@@ -68,7 +68,7 @@ def empty(module: nn.Module, device: str) -> None:
 
 
 def described(error: BaseException) -> str:
-    """Return an error's class, first line and the user's line that raised it: ``KeyError: 'a' (x.py, line 3)``."""
+    """Return an error's class, first line and the line of user code behind it: ``KeyError: 'a' (x.py, line 3)``."""
     trace, place = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -96,7 +96,7 @@ def _from_python(path: str) -> BuiltModel:
 
 
 def _import(source: str) -> Any:
-    """Import a file or a module, as ``python file.py`` and ``python -m module`` find them."""
+    """Import a file or a module that is found like ``python file.py`` or ``python -m module``."""
     is_file = source.endswith(".py")
     sys.path.insert(0, str(Path(source).absolute().parent if is_file else Path.cwd()))
     return importlib.import_module(Path(source).stem if is_file else source)
@@ -123,7 +123,7 @@ def _from_configuration(name: str) -> BuiltModel:
         config: Any = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         with torch.device("meta"):
             model: Any = _instantiate(transformers, config)
-    except Exception as error:  # of many classes
+    except Exception as error:  # transformers raises many classes
         raise UsageError(f"no model can be made from {path}: {one_line(error)}; give another configuration") from error
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)

@@ -1,4 +1,4 @@
-"""The bytes of state that an optimizer keeps for a parameter, learned from one step with a tiny parameter."""
+"""The bytes of state that an optimizer keeps for a parameter, determined by a step with a tiny parameter."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from paceline.tools.shared.hub import one_line
 
 Gradient = Literal["dense", "sparse", "none"]
 EXTENTS = (11, 7, 5, 3, 2, 13, 17, 19)
-"""Extents of the tiny parameter: all different, to identify the dimensions of a state tensor by size."""
+"""Sizes of the tiny parameter's dimensions: all different, to recognize the dimensions of a state tensor."""
 DEFAULT_MOMENTUM = 0.9
-"""Value of a numeric option that is named without a value."""
+"""Value of a numeric option that is given without one."""
 
 
 class OptimizerState:
@@ -81,7 +81,7 @@ class OptimizerState:
 
 
 def parse_optimizer(text: str) -> OptimizerState:
-    """Return the optimizer of torch that `text` names: ``adamw``, ``sgd+momentum``, ``adamw+betas=(0.9, 0.95)``."""
+    """Return the torch optimizer that `text` names: ``adamw``, ``sgd+momentum``, ``adamw+betas=(0.9, 0.95)``."""
     name, *settings = text.split("+")
     known = {
         kind.__name__.lower(): kind
