@@ -76,7 +76,7 @@ def _call(function: str, *arguments: str) -> str:
 
 
 def ranks_in(text: str, size: int) -> list[int]:
-    """Return the ranks that an argument such as ``[0,2]`` names, in their order."""
+    """Return the ranks that an argument such as ``[0,2]`` names, in ascending order."""
     if text.strip() == ALL:
         return list(range(size))
     inner = text.strip().removeprefix("[").removesuffix("]")
@@ -90,7 +90,7 @@ def ranks_in(text: str, size: int) -> list[int]:
 
 
 def pulled(text: str, size: int) -> tuple[list[str], int | None]:
-    """Return the names and the rank in ``%pull loss, step from 1``; None for all ranks."""
+    """Return the names and the rank in ``%pull loss, step from 1``; the rank is None for all ranks."""
     match = _PULL.fullmatch(text.strip())
     names = [name.strip() for name in match["names"].split(",")] if match else []
     if match is None or not all(name.isidentifier() for name in names):

@@ -99,7 +99,7 @@ class Session:
             raise PacelineError("interrupted while the process group was created; run %dist_init again")
         for rank, how in outcome.deaths.items():
             raise PacelineError(f"rank {rank} ended while the process group was created ({how}); run %dist_init again")
-        # Errors that caused those of other ranks come first.
+        # Errors that caused errors on other ranks come first.
         for _, failure in sorted(outcome.failures.items(), key=lambda item: (item[1].breaks_group, item[0])):
             raise PacelineError(failure.message)
         return str(outcome.results[0])

@@ -1,4 +1,4 @@
-"""The mrpc recipe: fine-tune a Hugging Face model to tell paraphrases, on the 3,668 pairs of GLUE's MRPC."""
+"""The mrpc recipe: fine-tune a Hugging Face model to recognize paraphrases, on the 3,668 pairs of GLUE's MRPC."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
 
 
 def remark(report: Report) -> str:
-    """Return a sentence if the answers are no better than the more frequent class for every pair; else empty."""
+    """Return a remark if always answering with the more frequent class is as good; else an empty string."""
     beaten = [name for name in ("accuracy", "f1") if report[name] > report[f"majority_{name}"]]
     if len(beaten) == 2:
         return ""

@@ -22,7 +22,7 @@ class Shown(PacelineError):
 def problem(outcome: Outcome, size: int) -> Shown | None:
     """Return the error to show for a cell on a world of `size` ranks, or None if the cell succeeded.
 
-    Original errors come first, with their tracebacks. A failure that another rank caused takes one line.
+    Original errors come first, with their tracebacks. A failure caused by another rank is shown in one line.
     """
     failures = {
         rank: failure

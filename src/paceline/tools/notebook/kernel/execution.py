@@ -151,7 +151,7 @@ class Conversation:
 
     def _asked(self, rank: int, prompt: str) -> tuple[str, str]:
         """Return the user's answer to a question of `rank`, and the reason if it is missing."""
-        if self._caught.received:  # during the question of another rank
+        if self._caught.received:  # Ctrl-C was pressed during another rank's question
             return "", INTERRUPTED
         # With the handler of `Caught`, input() would keep waiting after a Ctrl-C.
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -168,7 +168,7 @@ class Conversation:
     # -- ranks that hang ----------------------------------------------------------------------------------------
 
     def _look_for_waits(self) -> None:
-        """Interrupt ranks that wait for ranks which have finished the cell.
+        """Interrupt ranks that wait for ranks that are not running the cell.
 
         The stacks are read twice. A rank counts as hanging if it is in the same call both times and has used hardly any
         CPU time in between.
@@ -195,7 +195,7 @@ class Conversation:
         self._stop()
 
     def _named(self, idle: list[int]) -> str:
-        """Return the ranks that are not coming, with the reasons."""
+        """Return the ranks that will not take part, with the reasons."""
         reasons: dict[str, list[int]] = {}
         for rank in idle:
             if rank in self.outcome.deaths:

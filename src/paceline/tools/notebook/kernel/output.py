@@ -66,7 +66,7 @@ class Folding:
 
     def _next(self, heads: dict[int, tuple[int, float, Hashable]]) -> Hashable:
         """Return the first head, preferring one that no other rank prints later."""
-        # By number alone, a line that only one rank prints would separate all later lines of the ranks.
+        # By number alone, a line that only one rank prints would keep all later equal lines from being joined.
         ordered = sorted(heads, key=lambda rank: (heads[rank][0], rank))
         for rank in ordered:
             value = heads[rank][2]

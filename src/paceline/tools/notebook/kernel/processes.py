@@ -115,7 +115,7 @@ class Processes:
             files.reify(slots)
             common = {**os.environ, **rank_environment(job), **env, STORE: stores.private}
             common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(stores.port), "GROUP_RANK": "0"}
-            # The kernel has the store at MASTER_PORT; without this variable, rank 0 would open another one.
+            # The store at MASTER_PORT is in the kernel; without this variable, rank 0 would open another one.
             common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(start.nproc)}
             common |= {"LOCAL_WORLD_SIZE": str(start.nproc), SETTING: f"{self._address.hex()}:{self._word}"}
             common[FOLDER] = "" if self.boxes is None else str(self.boxes.path)

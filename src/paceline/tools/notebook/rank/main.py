@@ -37,7 +37,7 @@ class Rank:
     gpu_id: int | None
     """GPU of this rank in the kernel's numbering; None on the CPU or if paceline.init() chooses."""
     is_busy: bool = False
-    """Whether a request is running, which an interrupt ends."""
+    """Whether a request is running that an interrupt would end."""
 
     def serve(self) -> None:
         """Handle requests until the kernel ends."""
@@ -62,7 +62,7 @@ class Rank:
                     result, failure = None, result
             # Including SystemExit and KeyboardInterrupt, which end the cell but not the rank.
             except BaseException as error:
-                self.is_busy = False  # first, because an interrupt is not caught from here on
+                self.is_busy = False  # first, because an interrupt from here on would not be caught
                 line = f"{type(error).__name__}: {error}"
                 failure = Failure(type(error).__name__, str(error), (line,), consequence(error) is not None)
             finally:
@@ -77,7 +77,7 @@ class Rank:
             raise KeyboardInterrupt
 
     def join(self) -> str:
-        """Create the process group and set the variables of the cells, such as ``rank``; return :meth:`place`."""
+        """Create the process group and set variables for the cells, such as ``rank``; return :meth:`place`."""
         world = paceline.init(self.backend)
         gpu_id = self.gpu_id
         if world.device.type == "cpu":

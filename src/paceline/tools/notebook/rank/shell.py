@@ -157,7 +157,7 @@ class RankShell(InteractiveShell):
         return self.failure
 
     def showtraceback(self, exc_tuple: Any = None, *arguments: Any, **options: Any) -> None:
-        """Keep the failure: only the name of an interrupt, and no internal frames of a PacelineError."""
+        """Keep the failure: an interrupt only by name, and a PacelineError without internal frames."""
         kind, error, trace = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
         if issubclass(kind, KeyboardInterrupt):  # IPython takes seconds to find the sources of its frames
             self._showtraceback(kind, error, [kind.__name__])
@@ -201,7 +201,7 @@ def _failure(kind: type[BaseException], error: Any, lines: list[str]) -> Failure
 
 
 def asking(channel: Channel) -> Callable[..., str]:
-    """Return a replacement of ``input`` that asks the user through the kernel."""
+    """Return a replacement for ``input`` that asks the user through the kernel."""
 
     def ask(prompt: object = "") -> str:
         answer, problem = channel.ask(str(prompt))
