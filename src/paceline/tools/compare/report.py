@@ -59,7 +59,7 @@ def table(rows: Sequence[Row], target: str) -> Table:
 def statistic(rows: Sequence[Row]) -> str:
     """Describe how the times are computed."""
     taken = f"the median of {counted(len(rows[0].turns), 'turn')} of {counted(TURN, 'step')}"
-    return f"Times: {_base(rows)} shows {taken}; the others, that multiplied by the median of their ratios to it."
+    return f"Times: {_base(rows)} shows {taken}; for the others, this is multiplied by their median ratio to it."
 
 
 def _base(rows: Sequence[Row]) -> str:
