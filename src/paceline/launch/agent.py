@@ -70,7 +70,7 @@ class RankProgram:
             "TORCHELASTIC_USE_AGENT_STORE": str(True),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
-        if self.virtual_local_rank:  # each rank sees one GPU only
+        if self.virtual_local_rank:  # each rank sees only one GPU
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             gpus = list(map(str, range(size))) if visible is None else visible.split(",")
             if len(gpus) < size:
@@ -82,7 +82,7 @@ class RankProgram:
 class Agent:
     """Starts the ranks, watches them, and ends them.
 
-    Must run in the thread that created it: the kernel ends ranks when the thread that started them ends.
+    Must run in the thread that created it: the kernel kills ranks when the thread that started them ends.
     """
 
     def __init__(
@@ -214,13 +214,13 @@ class Agent:
         self._report.restarted(self._restarts.change)
 
     def outcome(self) -> list[End]:
-        """Return how each ended rank ended, with its record."""
+        """Return how each finished rank ended, with its record."""
         return self._hangs.with_hangs(self._moments.with_diagnosis(self._ranks.reported_ends()))
 
     # end
 
     def _close(self) -> None:
-        """End the ranks that still run, and release the resources of this start."""
+        """End the ranks that are still running, and release the resources of this start."""
         if self._ranks.running():
             self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         if self._context is not None:

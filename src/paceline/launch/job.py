@@ -160,7 +160,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         printed.end_start()  # print the ranks' last output before the messages below
         if has_succeeded:
             if lost is not None:
-                printed.say(f"error: the job ended, but no step is saved in {lost}; its first warning has the cause")
+                printed.say(f"error: the job ended, but no step is saved in {lost}; see its first warning")
             return 0 if lost is None else 1
         mistake = root_cause.usage(ends)
         printed.say(f"error: {mistake}" if mistake is not None else root_cause.report(ends))

@@ -103,7 +103,7 @@ class Restarts:
         if self._folder is None:
             return
         previous = self._folder / BEFORE
-        # Without the records, the next ranks only lack the progress of the previous start.
+        # If this fails, the next ranks merely do not know the progress of the previous start.
         with suppress(OSError):
             previous.mkdir(exist_ok=True)
             for path in (self._folder / STEPS).iterdir():

@@ -117,7 +117,7 @@ def test_ranks_end_with_the_fork_server_and_the_report_says_so(tmp_path: Path) -
         os.kill(server, signal.SIGKILL)
         gone_after([server, *ranks], 5)
         assert job.wait(20) == 1
-        assert "the process from which ranks are forked ended (signal SIGKILL), and its ranks with it" in job.stderr
+        assert "the process that forks the ranks ended (signal SIGKILL), and so did its ranks" in job.stderr
         assert "failed first (signal SIGKILL" in job.stderr
 
 

@@ -1,7 +1,7 @@
 """The ``"paceline"`` backend of torch.distributed: collectives through shared memory among the ranks of a host.
 
 ``dist.init_process_group("paceline")`` after ``import paceline``. The collectives used in training are native for CPU
-tensors. Gloo runs the others, and NCCL all those of CUDA tensors. ``docs/backend.md`` has the table.
+tensors. Gloo runs the others, and NCCL runs those on CUDA tensors. ``docs/backend.md`` lists them.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ class Segment:
         """Tensors returned by :meth:`operand`; most are used in every step."""
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return `count` elements of `dtype` at `offset` bytes, as a storage of their own, so that copies stay
-        small."""
+        """Return `count` elements of `dtype` at `offset` bytes, in their own storage, so that copies stay small."""
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)

@@ -111,7 +111,7 @@ class Collectives:
         self._stage.stream(tensor.numel(), self._stage.half(tensor.dtype).numel(), begin)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Copy every rank's `tensor` into `outputs`, in the order of ranks."""
+        """Copy every rank's `tensor` into `outputs`, in rank order."""
 
         def begin(turn: int, start: int, count: int) -> Begun:
             staged = self._stage.half(tensor.dtype, turn)[:count]

@@ -23,7 +23,7 @@ class LastMoments:
         """Time of the first failure, on ``time.monotonic``."""
 
     def note_failure(self) -> None:
-        """Read all boxes at the first failure of a start, before the other ranks fail or are ended."""
+        """Read all boxes at the first failure of a start, before other ranks fail or the launcher ends them."""
         if self._boxes is not None and not self._seen:
             self._seen_at = time.monotonic()
             ranks = range(self._boxes.note.nproc)

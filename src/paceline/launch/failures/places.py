@@ -14,7 +14,7 @@ from dataclasses import dataclass
 REJOIN_S = 600.0
 """Seconds until a place is tried again."""
 WELL_S = 600.0
-"""A start that lasts longer than this ends a series of failures."""
+"""A start that lasts longer than this, in seconds, ends a series of failures."""
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def missed(ends: Sequence[End]) -> list[End]:
         return []
     named = {rank for record in complaints for rank in record.blamed or ()}
     left = [end for end in ends if end.has_left and (end.rank in named or not named)]
-    if failed[0].suspicion == MAYBE:  # a rank that aborted before they left is not a consequence
+    if failed[0].suspicion == MAYBE:  # a rank that aborted before the others left did not abort because of them
         left = [end for end in left if end.when < failed[0].when]
     elif not left:
         left = [end for end in ends if end.rank in named and end.stopped and end.record is None]
@@ -140,7 +140,7 @@ def cause(ends: Sequence[End]) -> Cause:
     record = first.record
     step, is_kill = None if first.state is None else first.state.completed, first.code == -signal.SIGKILL
     if record is None or record.blamed is not None:
-        # A rank that lost a peer does not incriminate its place, but an absent rank may.
+        # Losing a peer does not count against the rank's place, but being absent may.
         absent = next(iter(missed(ends)), None if first.suspicion == LOST_A_PEER else first)
         return Cause(is_kill=is_kill, step=step, rank=None if absent is None else absent.rank)
     rank = first.rank if record.may_pass and not record.is_one_of else None
@@ -150,7 +150,7 @@ def cause(ends: Sequence[End]) -> Cause:
 def identity(record: Record) -> str:
     """Return a key built from the error's class, location and message.
 
-    It ignores numbers and word order in the message; word order, because the order of a set differs between processes.
+    It ignores numbers in the message. It also ignores word order, because the order of a set differs between processes.
     """
     lines = record.trace.partition(CUT)[0].splitlines()
     place = [line for line in lines if _FRAME.match(line)]
@@ -209,7 +209,7 @@ def raised(ends: Sequence[End]) -> list[str]:
 
 
 def quoted(rank: int, text: str) -> list[str]:
-    """Return the lines of `text` with the rank in front."""
+    """Return the lines of `text`, each prefixed with the rank."""
     return [f"  rank {rank} | {line}" for line in text.rstrip().splitlines()]
 
 

@@ -21,7 +21,7 @@ from paceline.launch.watching.signals import sheltered
 SLICE_S = 0.05  # interval between checks for signals while the launcher waits for the server
 LATE_S = 1.0  # time for the server to report the end of a rank
 END_S = 2.0  # time for the server to end
-_ENDED = (BrokenPipeError, ConnectionResetError)  # the server has ended; the second, with messages unread
+_ENDED = (BrokenPipeError, ConnectionResetError)  # the server has ended, in the second case with unread messages
 
 
 class ForkServer:
@@ -50,7 +50,7 @@ class ForkServer:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Make torchelastic fork the ranks that it starts in the block, if the server runs. Not thread-safe."""
+        """If the server is running, make torchelastic fork the ranks that it starts in the block. Not thread-safe."""
         if self._socket is None:
             yield
             return
@@ -155,7 +155,7 @@ class ForkServer:
         if self._modules and process.returncode:
             code = process.returncode
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self._say(f"the process from which ranks are forked ended ({how}), and its ranks with it")
+            self._say(f"the process that forks the ranks ended ({how}), and so did its ranks")
 
     def close(self) -> None:
         """End the server, if it runs."""

@@ -57,7 +57,7 @@ def decide(command: Sequence[str]) -> Preloading:
     setting = os.environ.get(SETTING, "1")
     if setting not in ("0", "1"):
         raise UsageError(f"{SETTING}={setting!r} is neither 0 nor 1; with 0 every rank imports torch itself")
-    # Other programs and other options of the interpreter need a new process.
+    # Other programs, and other interpreter options, need a new process.
     if setting == "0" or not can_fork() or list(command[:2]) != [sys.executable, "-u"]:
         return Preloading()
     name, text = source(command[2:])

@@ -169,7 +169,7 @@ class PrintedLines:
         self._prefix_ranks, self._is_stopped = prefix_ranks, is_stopped
         self._streams = _streams()
         self._changed = threading.Condition()
-        """Held while channels are read or changed, and text is added to a stream; notified after a write."""
+        """Held while channels are read or changed and while text is added to a stream; notified after a write."""
         self._channels: list[Channel] = []
         self._is_over = False
         self._woken, self._wake = os.pipe()

@@ -72,7 +72,7 @@ class RankProcesses:
         return {rank: self._processes[rank].pid for rank in self.running()}
 
     def reported_ends(self) -> list[End]:
-        """Return how each ended rank ended, with its report."""
+        """Return how each finished rank ended, with its report."""
         return [self._with_report(end) for end in self.ends.values()]
 
     def ends_of_running(self) -> list[End]:
@@ -97,7 +97,7 @@ class RankProcesses:
             self.poll(0.02)
 
     def show_slow_errors(self, say: Callable[[str], None]) -> None:
-        """Show errors that ranks raised a while ago if those ranks still run and keep the others waiting."""
+        """Show errors that ranks raised a while ago if those ranks are still running and keep the others waiting."""
         for rank in self.running():
             record = read(self._error_files[rank]) if rank not in self._shown else None
             if record is not None and time.time() - record.at > SLOW_S:
