@@ -143,7 +143,7 @@ class ControlBlock:
         return [int(place) - 1 for place in order.tolist()] if order.any() else []
 
     def forget_order(self) -> None:
-        """Leave the order out from now on; on all ranks."""
+        """Leave the order out from now on; called on all ranks."""
         self.vector, self._usual = self.vector[: self._end], self._usual[: self._end]
 
     def is_usual(self) -> bool:
@@ -212,7 +212,8 @@ class ControlBlock:
 
     def check(self, statuses: Sequence[Status]) -> None:
         """Raise, on every rank, if ranks differ in numbers that must be equal or a gradient is not finite."""
-        if statuses[0].inputs and statuses[0].data.source == -1 and self.rank == 0:  # not our loaders, which split data
+        # Source -1: the data does not come from our loaders, which would split it.
+        if statuses[0].inputs and statuses[0].data.source == -1 and self.rank == 0:
             _warn_of_equal([status.inputs for status in statuses])
         if self.is_usual() and _agree(statuses):
             return
@@ -223,7 +224,7 @@ class ControlBlock:
                     f"rank {self.rank}: backward was ended by an exception on {named_ranks(aborted)}, so the gradients "
                     "of this step are incomplete; see that rank's own error, and skip this step on every rank to "
                     "continue training"
-                ).because_of(())  # the launcher names the rank that raised the cause, not this one
+                ).because_of(())  # so that the launcher names the rank that raised, not this one
             return
         for name, (noun, remedy) in _EQUAL.items():
             values = {rank: getattr(status, name) for rank, status in enumerate(statuses) if not status.joined}
@@ -255,7 +256,7 @@ def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFin
 
 
 def _agree(statuses: Sequence[Status]) -> bool:
-    """Return whether all ranks report the same, and no error; true in most steps."""
+    """Return whether all ranks report the same status, without errors; true in most steps."""
     first = statuses[0]
     if first.aborted or (first.weighting & UNWEIGHTED and first.weighting & WEIGHTED):
         return False

@@ -5,7 +5,7 @@ anything else to report leaves its slot at zero. After the bucket is reduced, ev
 digests are present and equal, the step is over; otherwise all ranks exchange their control blocks. So all ranks launch
 the same collectives, although each decides by itself.
 
-    [ slot of rank 0 | slot of rank 1 | … ]     a slot: 1, 8 bytes of digest, 8 bytes of weight, one byte an element
+    [ slot of rank 0 | slot of rank 1 | … ]     a slot: 1, 8 bytes of digest, 8 bytes of weight, one byte per element
 
 Only one rank writes to each slot, so sums are exact in every floating-point type, including bfloat16.
 
