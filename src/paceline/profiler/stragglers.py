@@ -28,7 +28,7 @@ BLOCKS = 40
 """Number of blocks into which steps are divided to estimate the noise. Most noise lasts less than a block."""
 NEAR, FARTHEST, GAP = 1.5, 3.0, 0.75
 """Which differences between ranks are natural, in multiples of the smallest slowdown: those below `NEAR`, and those
-below `FARTHEST` if no gap between ranks up to there reaches `GAP`."""
+below `FARTHEST` if, in order of speed, no two neighboring ranks up to there are `GAP` or more apart."""
 SOMETIMES, MOSTLY = 0.2, 0.7
 """Minimum share of slow steps in a stretch that is slow now and then, and in one that is slow throughout."""
 

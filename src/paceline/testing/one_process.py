@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]
 Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], None]
 RTOL = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 COARSE = 3e-2
-"""Relative tolerance for dtypes that are not in `RTOL`, which have fewer bits."""
+"""Relative tolerance for dtypes of lower precision, which are not in `RTOL`."""
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

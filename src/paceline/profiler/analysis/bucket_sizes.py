@@ -54,7 +54,7 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
     # The step whose backward has the median length.
     arrived = sorted(arrivals, key=lambda one: one[-1][1])[len(arrivals) // 2]
     places = {index: place for place, index in enumerate(sorted(index for index, _ in arrived))}
-    # Marks count all parameters, but the record has only trained ones, so renumber.
+    # Renumber, because marks are numbered among all parameters, but the record lists only trained ones.
     arrived = [(places[index], when) for index, when in arrived]
     sizes = [nbytes for _, nbytes in parameters]
     alpha, beta = fit(times)

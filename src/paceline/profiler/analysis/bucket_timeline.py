@@ -1,4 +1,4 @@
-"""The buckets of detailed steps: when each rank launched and finished them, and how much of them backward hid."""
+"""The buckets of detailed steps: when each rank launched and finished them, and how much of their time backward hid."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def _finished(steps: Steps, count: int) -> list[list[float] | None]:
 
 
 def reduced_and_hidden(steps: Steps, buckets: Sequence[BucketTimes]) -> list[tuple[float, float] | None]:
-    """Return, by rank, how many seconds all-reduces took in one step, and how many of those computing hid.
+    """Return, by rank, how many seconds all-reduces took in one step, and how many were hidden behind computing.
 
-    None for a rank whose all-reduces have unknown ends. Copying into buckets and reducing a share in shared memory
-    count as communication, not as computing.
+    None for a rank if it is unknown when its all-reduces ended. Copying into buckets and reducing a share in shared
+    memory count as communication, not as computing.
     """
     zero = min(step.start for step in steps)
     found: list[tuple[float, float] | None] = []
@@ -116,7 +116,7 @@ def all_reduces(buckets: Sequence[BucketTimes], ends: Sequence[float | None]) ->
 
 
 def gradient_times(step: Step) -> list[tuple[int, float]]:
-    """Return parameters with the arrival times of their gradients, in seconds since the first one, in arrival order."""
+    """Return parameters and arrival times of their gradients, in seconds since the first arrival and in that order."""
     marks = [(span.bucket or 0, span.start) for span in step.spans if span.label == GRADIENT]
     last = dict(marks)  # if a gradient arrived several times, the last one counts
     first = min((when for _, when in marks), default=0.0)

@@ -44,8 +44,8 @@ WAKE_S = 0.001
 def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: int) -> bool:
     """Return whether `rank` was late throughout these steps, not just for a while.
 
-    Compares the rank with the median of the others. It was late throughout if it was far slower in nearly all of the
-    steps, which must fill a stretch, or if a sign test on the total time of each stretch rules out chance.
+    Compares the rank with the median of the others. It was late throughout if it was far slower in nearly all steps
+    (which must last at least one stretch), or if a sign test on the total time of each stretch rules out chance.
 
     Args:
         busy: seconds of computing in each step on each rank; NaN if missing.
@@ -94,8 +94,8 @@ def steps_to_profile(length: float) -> int:
 def late_since(differences: Sequence[float]) -> int | None:
     """Return the index of the step in which a rank became late; None if it did not.
 
-    A share of at least :data:`MOSTLY` of the steps from there on is late, and at least the same share of the steps
-    before is not. Seconds are compared, because ratios of short steps are noisy and would put the change too early.
+    From that step on, a share of at least :data:`MOSTLY` of the steps is late; before it, at least the same share is
+    not. Seconds are compared, because ratios of short steps are noisy and would put the change too early.
 
     Args:
         differences: how many seconds longer than the others the rank took for each step.

@@ -97,7 +97,7 @@ class Facts:
 
     @cached_property
     def reductions(self) -> list[list[tuple[float, float] | None]]:
-        """Seconds that all-reduces took, and how many of them computing hid, by detailed step and rank."""
+        """Seconds that all-reduces took, and how many were hidden behind computing, by detailed step and rank."""
         return [reduced_and_hidden(steps, times) for steps, times in zip(self.detailed, self.buckets, strict=True)]
 
     @cached_property

@@ -18,7 +18,7 @@ MACHINERY = ["/_pytest/", "/pluggy/", "/pytest/__main__", "/pytest_paceline.py",
 MACHINERY += [str(Path(__file__).parents[1])]
 """Parts of file paths. Frames in files with such a path are left out of a stack."""
 LEFT_OUT = ("skipped", "xfailed")
-"""Kinds of outcomes that must be the same on all ranks: of ``pytest.skip`` and ``pytest.xfail``."""
+"""Kinds of outcomes, of ``pytest.skip`` and ``pytest.xfail``, that must be the same on all ranks."""
 
 
 @dataclass
