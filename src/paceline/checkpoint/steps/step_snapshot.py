@@ -173,9 +173,7 @@ class SmallBuffers:
     def load(self, values: Iterable[torch.Tensor]) -> None:
         """Load the result of :meth:`current` at the end of the last step, whatever shapes the buffers have now."""
         if new := sorted(name for _, name in self._everything().keys() - self._known):
-            raise CheckpointError(
-                f"buffer {new[0]!r} was registered after the first step; register it earlier, as None"
-            )
+            raise CheckpointError(f"buffer {new[0]!r} was registered after the first step; register it before, as None")
         for (part, name), value in zip(self._places, values, strict=True):
             is_complex = (buffer := getattr(part, name)) is not None and buffer.is_complex()
             loaded = torch.view_as_complex(value) if is_complex else value  # stored as reals
