@@ -13,7 +13,9 @@ from paceline.errors import UsageError
 from paceline.launch import host_limits
 from paceline.tools.notebook.cell_parser import Start, parsed_start, pulled, ranks_in, routed
 from paceline.tools.notebook.kernel import processes as kernel_processes
+from paceline.tools.notebook.kernel.errors import Shown
 from paceline.tools.notebook.kernel.processes import Process, Processes
+from paceline.tools.notebook.magics import RankMagics
 
 
 def run_all(text: str) -> str:
@@ -41,6 +43,8 @@ def line_magic(name: str, argument: str = "") -> str:
         ("%pip install something", line_magic("pip", "install something")),
         ("%load_ext paceline", line_magic("load_ext", "paceline")),
         ("%synchronous = 1", run_all("%synchronous = 1")),
+        ("%%distributed\nx", run_all("x")),
+        ("%%rank[0,1]\nx = '%%rank['", "%%rank [0,1]\nx = '%%rank['"),
     ],
 )
 def test_a_cell_goes_to_the_ranks_except_what_is_the_kernels(cell: str, expected: str) -> None:
@@ -55,6 +59,24 @@ def test_commands_are_the_kernels_as_long_as_there_are_no_ranks(cell: str) -> No
     lines = cell.splitlines(keepends=True)
     assert routed(lines, has_ranks=False) == lines
     assert "run_cell_magic" in "".join(routed(lines, has_ranks=True))
+
+
+@pytest.mark.parametrize("has_ranks", [False, True])
+@pytest.mark.parametrize(
+    ("line", "name", "remedy"),
+    [
+        ("%load_ext nbdistributed", "load_ext nbdistributed", "use %load_ext paceline"),
+        ("%dist_mode -d", "dist_mode", "use %%local"),
+        ("%dist_reset", "dist_reset", "use %dist_shutdown and %dist_init"),
+    ],
+)
+def test_a_magic_of_nbdistributed_is_refused_with_the_one_to_use(
+    line: str, name: str, remedy: str, has_ranks: bool
+) -> None:
+    assert "".join(routed([line], has_ranks)) == line_magic("dist_instead", name)
+    magics: Any = RankMagics(None)
+    with pytest.raises(Shown, match=rf"^UsageError: %{name} belongs to .*{remedy}"):
+        magics.dist_instead(name)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +106,7 @@ def test_pull_names_variables_and_a_rank() -> None:
 def test_a_start_has_options_with_values() -> None:
     assert parsed_start("--nproc 2") == parsed_start("-n 2") == parsed_start("--nproc=2") == Start(2)
     assert parsed_start("--num-processes 2 --gpu-ids 3,4") == Start(2, gpu_ids=(3, 4))
+    assert parsed_start("-n 2 -g 3,4 -t 60") == Start(2, None, (3, 4), "60")
     assert parsed_start("--gpu-ids 3,4") == Start(2, gpu_ids=(3, 4))
     everything = "--nproc 2 --backend gloo --timeout 60"
     assert parsed_start(everything) == Start(2, "gloo", None, "60")

@@ -14,10 +14,17 @@ from paceline.errors import UsageError
 LINE_MAGICS = ("dist_init", "dist_shutdown", "dist_status", "sync", "pull")
 IN_KERNEL = ("load_ext paceline", "reload_ext paceline", "unload_ext paceline", "pip", "conda", "uv")
 """Other line magics that run in the kernel, because they must run only once."""
+INSTEAD = {
+    "load_ext nbdistributed": "%load_ext paceline, which is already loaded, and %dist_init",
+    "dist_mode": "%%local at the top of a cell that the kernel is to run",
+    "dist_reset": "%dist_shutdown and %dist_init",
+    "dist_debug": "%dist_status",
+}
+"""What to use instead of magics of the nbdistributed extension."""
 ALL = "all"
 """The argument of ``%%rank`` for all ranks."""
 
-_MAGIC = re.compile(rf"%({'|'.join(LINE_MAGICS)})\b(.*)")
+_MAGIC = re.compile(rf"%({'|'.join((*LINE_MAGICS, *INSTEAD))})\b(.*)")
 _KERNEL_MAGIC = re.compile(rf"%({'|'.join(IN_KERNEL)})\b")
 _PULL = re.compile(r"(?P<names>.+?)(?:\s+from\s+(?P<rank>\S+))?\s*")
 
@@ -41,9 +48,11 @@ def routed(lines: Sequence[str], has_ranks: bool) -> list[str]:
     """
     text = [line for line in lines if line.strip()]
     if not text or text[0].startswith("%%rank"):
-        return list(lines)
+        return [line.replace("%%rank[", "%%rank [", 1) if line is text[0] else line for line in lines]
     if text[0].strip() == "%%local":
         return list(lines)[lines.index(text[0]) + 1 :]
+    if text[0].strip() == "%%distributed":  # in nbdistributed, a cell for all ranks
+        lines, text = list(lines)[lines.index(text[0]) + 1 :], text[1:]
     if all(_is_command(line) for line in text) and not has_ranks and not any(map(_MAGIC.match, text)):
         return list(lines)
     calls: list[str] = []
@@ -56,10 +65,10 @@ def routed(lines: Sequence[str], has_ranks: bool) -> list[str]:
         if any(map(_is_code, part)):
             calls.append(_call("run_cell_magic", "rank", ALL, "".join(part)))
         part = []
-        name, _, argument = line.strip()[1:].partition(" ")
-        calls.append(
-            _call("run_line_magic", magic[1] if magic else name, magic[2].strip() if magic else argument.strip())
-        )
+        name, argument = magic.groups() if magic else line.strip()[1:].partition(" ")[::2]
+        if name in INSTEAD:
+            name, argument = "dist_instead", name
+        calls.append(_call("run_line_magic", name, argument.strip()))
     return calls[:-1]
 
 
@@ -114,8 +123,8 @@ class _StartParser(ArgumentParser):
         super().__init__(add_help=False, allow_abbrev=False)
         self.add_argument("--nproc", "-n", "--num-processes", "--num_processes", type=_number)
         self.add_argument("--backend")
-        self.add_argument("--gpu-ids", "--gpu_ids", type=_gpu_ids)
-        self.add_argument("--timeout")
+        self.add_argument("--gpu-ids", "--gpu_ids", "-g", type=_gpu_ids)
+        self.add_argument("--timeout", "-t")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"%dist_init: {message}; it takes --nproc, --backend, --gpu-ids and --timeout")
