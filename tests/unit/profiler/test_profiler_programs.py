@@ -281,7 +281,7 @@ def test_files_of_others_and_too_many_steps_are_refused(tmp_path: Path) -> None:
     """``--out .`` removed a project's own summary.json; with more steps than are kept the program did not end."""
     own = tmp_path / "summary.json"
     own.write_text("mine")
-    with pytest.raises(UsageError, match=r"has a summary.json that no profile wrote and that would be lost"):
+    with pytest.raises(UsageError, match=r"has a summary.json that a profile did not write and would delete"):
         ProfileSettings(str(tmp_path)).check()
     assert own.read_text() == "mine"
     with pytest.raises(UsageError, match=r"--steps must be at most 10000"):

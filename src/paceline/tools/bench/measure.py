@@ -68,7 +68,7 @@ def _measure(op: str, count: int, compared: Sequence[Variant], ranks: int) -> li
 
 
 def _turn(variant: Variant, calls: int) -> float:
-    # Just written, like gradients. Zeros, because repeated sums would overflow.
+    # Written just before use, like gradients. Zeros, because repeated sums would overflow.
     variant.source.zero_()
     return slowest_timed(variant.run, calls)
 

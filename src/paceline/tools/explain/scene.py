@@ -50,7 +50,7 @@ class Scene:
     symbols: Mapping[str, str] = field(default_factory=dict)
     """SVG elements that drawings refer to by their id."""
     legend: Sequence[tuple[str, str]] = ()
-    """Classes of bars with their meanings."""
+    """CSS classes of bars, and their meanings."""
 
 
 def text(x: float, y: float, words: str, kind: str = "label", anchor: str = "start") -> str:

@@ -43,7 +43,7 @@ def prepare(folder: Path) -> None:
         is_profile = any((folder / FOLDER).glob("rank-*.jsonl"))
         if not is_profile and (others := [name for name in RESULTS if (folder / name).exists()]):
             raise UsageError(
-                f"--out {folder} has a {others[0]} that no profile wrote and that would be lost; choose another folder"
+                f"--out {folder} has a {others[0]} that a profile did not write and would delete; choose another folder"
             )
         make_folder(folder)
         # Otherwise, if the new profile failed, these would look like its results.

@@ -96,7 +96,7 @@ def micro_batch(start: Sequence[float], work: Sequence[float], bandwidth: float)
 
 
 def run_case(title: str, work: Sequence[Sequence[float]], every: int = 1, bandwidth: float = buckets.BANDWIDTH) -> Case:
-    """Compute a step with ``work[micro-batch][rank]`` whose gradients are averaged every `every` micro-batches."""
+    """Compute a step of ``work[micro-batch][rank]`` with gradients averaged after every `every` micro-batches."""
     start = [0.0] * len(work[0])
     computed = []
     for number, amounts in enumerate(work, start=1):

@@ -44,7 +44,7 @@ def example(ranks: int) -> tuple[Overlap, Overlap]:
 
 
 def scenes(ranks: int) -> list[Scene]:
-    """Draw a frame for every bucket that becomes full or reduced."""
+    """Draw a frame whenever a bucket is full or has been reduced."""
     late, early = example(ranks)
     ways = {"after backward": late, "as buckets fill": early}
     chart = Chart([_panel(name, way, ranks) for name, way in ways.items()], "time since backward began (ms)")

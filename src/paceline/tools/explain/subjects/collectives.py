@@ -21,7 +21,7 @@ class Collective(NamedTuple):
 
     schedule: Schedule
     call: str
-    """Function of torch.distributed, with its arguments."""
+    """The torch.distributed function, with its arguments."""
     after: str
     """The data that ranks hold at the end."""
 

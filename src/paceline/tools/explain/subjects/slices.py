@@ -1,7 +1,7 @@
 """Virtual ranks: one tree of sums over the slices of a batch, computed on different numbers of ranks.
 
-Each column is a slice, with sums below it. The tree is the same on any number of ranks. Only the colors differ, which
-show the rank that computes each sum.
+Each column is a slice, with sums below it. The tree is the same on any number of ranks. Only the colors, which
+show the rank that computes each sum, differ.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class Conversation:
         for rank in self._running:
             with suppress(ProcessLookupError):
                 os.kill(self._processes.ranks[rank].pid, signal.SIGINT)
-        # The last one first, because its end may unblock the others, which then keep their variables.
+        # The last rank first, because killing it may unblock the others, which then keep their variables.
         for victims in (slice(-1, None), slice(None)):
             deadline = time.monotonic() + HEED_S
             while self._running and time.monotonic() < deadline and len(self._caught.received) == received:

@@ -168,7 +168,7 @@ class Processes:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            # A separate process group, so that kill() includes children and Ctrl-C in the kernel's terminal does not.
+            # A separate process group: kill() also ends children, and Ctrl-C in the kernel's terminal ends neither.
             start_new_session=True,
         )
 
