@@ -168,7 +168,7 @@ import os, sys, time, torch, paceline
 from paceline.data import DataLoader
 
 class Points(torch.utils.data.Dataset):
-    def __len__(self): return 64
+    def __len__(self): return 64_000
     def __getitem__(self, index):
         time.sleep(0.02)
         return torch.tensor([float(index)])
