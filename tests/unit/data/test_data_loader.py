@@ -376,7 +376,7 @@ def test_moving_the_position_inside_the_loop_is_refused() -> None:
         ({"batch_size": 2, "sampler": [0]}, "takes no sampler="),
         ({"batch_size": 2, "generator": None}, "takes no generator="),
         ({"shuffle": True}, "need batch_size"),
-        ({"batch_size": 2, "batch_sampler": GlobalBatchSampler(23, 2, rank=0, world_size=1)}, "it there only"),
+        ({"batch_size": 2, "batch_sampler": GlobalBatchSampler(23, 2, rank=0, world_size=1)}, "give it only there"),
         ({"batch_sampler": GlobalBatchSampler(9, 2, rank=0, world_size=1)}, "for 9 samples but the data set has 23"),
     ],
 )
