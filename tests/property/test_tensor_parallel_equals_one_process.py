@@ -158,7 +158,7 @@ def verify(world: World) -> None:
     if world.rank == 3:  # the second shard of the second replica
         module.weight.to_local().data[0, 0] = 1.0
     if world.rank % 2:
-        with pytest.raises(ReplicaMismatch, match=r"'weight' has other values on rank 1"):
+        with pytest.raises(ReplicaMismatch, match=r"'weight' has different values on rank 1"):
             DistributedDataParallel(module, device_mesh=mesh["data"], init_sync="verify")
     else:
         DistributedDataParallel(module, device_mesh=mesh["data"], init_sync="verify")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 ALIGN = 128
 """Parameters are cut at multiples of this number of elements. If the last elements of a tensor do not fill a vector
-register, CPU kernels use other instructions for them, which may round differently."""
+register, CPU kernels use different instructions for them, which may round differently."""
 
 
 @dataclass(frozen=True)

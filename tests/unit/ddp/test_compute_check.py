@@ -167,7 +167,7 @@ def test_a_flipped_bit_is_named_with_rank_and_step(
     assert f", host {socket.gethostname()})" in message
     assert "\n" not in message
     assert message.startswith(f"in step {step}, ")
-    assert ("ranks hold other bits in '" if place == "weight" else "so the device erred") in message
+    assert ("ranks hold different bits in '" if place == "weight" else "so the device erred") in message
 
 
 def test_of_two_ranks_with_a_lasting_difference_both_are_named(pools: Pools) -> None:
@@ -180,7 +180,7 @@ def test_of_two_ranks_with_other_weights_none_saves_for_the_next_start(pools: Po
     [(message, ranks)] = set(pools.run(2, with_flip, 1, "weight", 3, 22, 5))
     assert ranks == (0, 1)
     assert "rank 0 (" in message
-    assert "ranks hold other bits in '" in message
+    assert "ranks hold different bits in '" in message
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def refused(world: World, kind: str, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("size", "kind"), [(1, "private"), (2, "kernel")])
 def test_a_model_that_does_not_repeat_itself_is_refused_in_the_first_step(pools: Pools, size: int, kind: str) -> None:
     [message] = set(pools.run(size, refused, kind, {"every": 100, "count": 2}))
-    assert message.startswith("in step 1, a slice that is computed again gives other gradients on the same rank")
+    assert message.startswith("in step 1, a slice that is computed again gives different gradients on the same rank")
     assert "torch.use_deterministic_algorithms(True)" in message
     assert "\n" not in message
 

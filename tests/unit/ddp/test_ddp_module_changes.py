@@ -258,7 +258,7 @@ REFUSED = [
     (
         other_values,
         Net,
-        "'head.weight' has other values on rank 1 than on rank 0; make the same change on every rank, or wrap",
+        "'head.weight' has different values on rank 1 than on rank 0; make the same change on every rank, or wrap",
     ),
     (adapter_on_one_rank, Net, "'body.0.down.weight' is in the model of rank 0 but not on rank 1"),
     (dtype_on_one_rank, Net, "torch.float64, on cpu on rank 1 but shape (), torch.float32, on cpu, new on rank 0"),

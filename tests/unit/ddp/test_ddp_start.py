@@ -97,7 +97,7 @@ def test_verify_accepts_equal_replicas_and_refuses_others_by_name_and_rank(pools
     assert {kind for _, _, kind, _ in pools.run(2, made_with, "verify", True)} == {"nothing"}
     for before, after, kind, message in pools.run(3, made_with, "verify", False):
         assert kind == "ReplicaMismatch"
-        assert message.startswith("'first.weight' has other values on rank 1 than on rank 0; ")
+        assert message.startswith("'first.weight' has different values on rank 1 than on rank 0; ")
         assert before == after
     assert issubclass(ReplicaMismatch, ValueError)
 

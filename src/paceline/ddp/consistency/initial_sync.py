@@ -87,7 +87,7 @@ def _first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, 
             return f"{name!r} is in the model of rank 0 but not on rank {rank}; {remedy}"
         if there[name] != form:
             if isinstance(form, _Value):
-                return f"{name!r} has other values on rank {rank} than on rank 0; {remedy}"
+                return f"{name!r} has different values on rank {rank} than on rank 0; {remedy}"
             return f"{name!r} has {there[name]} on rank {rank} but {form} on rank 0; {remedy}"
     for name in there:
         if name not in here:

@@ -54,8 +54,8 @@ def _multiplied(ledger: Ledger, to: weakref.ref[Tensor], gradient: Tensor) -> Te
         return None
     if any(partner.is_under_way for partner in partners):
         raise UsageError(
-            "one backward runs through two DistributedDataParallel that share a parameter; its gradient is one sum, "
-            'and model.weight(…, reduction="mean") would multiply both parts of it; use summed losses instead'
+            "one backward runs through two DistributedDataParallel wrappers that share a parameter; its gradient is "
+            'one sum, and model.weight(…, reduction="mean") would multiply both parts of it; use summed losses instead'
         )
     # A mean over no items is NaN, and would stay NaN when multiplied by a weight of 0.
     return gradient * factor if factor else torch.zeros_like(gradient)

@@ -201,7 +201,7 @@ class Sharing:
         name = next(self._names[index] for index, partner in elsewhere.items() if partner is first)
         if first._ranks != self._ranks:
             raise UsageError(
-                f"one backward runs through two DistributedDataParallel that share {name!r}, and they average "
+                f"one backward runs through two DistributedDataParallel wrappers that share {name!r}, and they average "
                 f"over different ranks, {first._ranks} and {self._ranks}; wrap both over one process "
                 "group, or run a backward for each"
             )
@@ -212,9 +212,9 @@ class Sharing:
         if weight != theirs and not is_inside:
             shown = [f"model.weight({given:g})" if given is not None else "no weight" for given in (theirs, weight)]
             raise UsageError(
-                f"one backward runs through two DistributedDataParallel that share {name!r}, one with {shown[0]} and "
-                f"the other with {shown[1]}, so their shares cannot be separated; give both the same weight, or run "
-                "a backward for each"
+                f"one backward runs through two DistributedDataParallel wrappers that share {name!r}, one with "
+                f"{shown[0]} and the other with {shown[1]}, so their shares cannot be separated; give both the same "
+                "weight, or run a backward for each"
             )
 
     def _weight(self) -> float | None:

@@ -38,7 +38,7 @@ class BucketViews:
     """Address of each gradient in the bucket."""
 
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        # A second storage over the same memory: works, futures and hooks refer to that of `flat`, so they do not count.
+        # A second storage over the same memory. Works, futures and hooks hold `flat`'s own one, so they do not count.
         self._memory = torch.utils.dlpack.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
         # torch returns this same object to any Python code that asks a tensor over this memory for its storage.
         self.storage = self._memory.untyped_storage()

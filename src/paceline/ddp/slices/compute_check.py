@@ -51,7 +51,7 @@ _REFUSED = -1
 class Fault(Enum):
     """Why several computations of a slice gave different bits."""
 
-    DEVICE = "most computations agree, so the ranks with other bits have computed wrong"
+    DEVICE = "most computations agree, so the ranks with different bits have computed wrong"
     UNDECIDED = "ranks differ, each with the same bits each time, and no value has a majority"
     MODEL = "ranks do not repeat their own bits, so the computation is nondeterministic"
 
@@ -243,7 +243,7 @@ class ComputeCheck:
         step, members = self._ledger.steps_of_job + 1, self._channel.members
         if fault is Fault.MODEL:
             raise UsageError(
-                f"in step {step}, a slice that is computed again gives other gradients on the same rank "
+                f"in step {step}, a slice that is computed again gives different gradients on the same rank "
                 f"({named_ranks([members[rank] for rank in ranks])}), so neither virtual_ranks nor check_compute_every "
                 "can hold; call torch.use_deterministic_algorithms(True), which names the kernels that differ, and "
                 "look for a forward that draws from a private generator, or uses a clock or values of an earlier "
@@ -273,9 +273,9 @@ def describe(fault: Fault, changed: Sequence[str]) -> str:
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         return (
-            f"computed other gradients for a slice, and ranks hold other bits in {changed[0]!r}{more}; {remedy}, and "
-            "look for a forward, a hook or a backward past the wrapper that changes weights by the samples of one "
-            "rank, or for faulty memory"
+            f"computed different gradients for a slice, and ranks hold different bits in {changed[0]!r}{more}; "
+            f"{remedy}, and look for a forward, a hook or a backward past the wrapper that changes weights "
+            "by the samples of one rank, or for faulty memory"
         )
     if fault is Fault.UNDECIDED:
         return (
@@ -283,7 +283,7 @@ def describe(fault: Fault, changed: Sequence[str]) -> str:
             f"{remedy}, with a third rank to tell, or with devices of one kind"
         )
     return (
-        f"computed other gradients for a slice than most of its {REPEATS} repetitions on each rank, from the same "
+        f"computed different gradients for a slice than most of its {REPEATS} repetitions on each rank, from the same "
         f"weights, so the device erred; {remedy}, without that device if it errs again, or with devices of one kind"
     )
 

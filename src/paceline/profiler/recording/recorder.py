@@ -154,7 +154,7 @@ class Session:
                 self._end_step()
 
     def batch_came(self, iterator: Any, seconds: float) -> None:
-        """Note that a DataLoader returned a batch, which took the loop `seconds` of core time."""
+        """Record that a DataLoader returned a batch, which cost the loop `seconds` of core time."""
         self._loading += seconds
         if not self._has_loader:
             self._has_loader = True

@@ -48,7 +48,7 @@ class StepEvents(Protocol):
     ranks."""
 
     def batch_came(self, iterator: Any, seconds: float) -> None:
-        """Note that a DataLoader returned a batch, which took the loop `seconds` of core time."""
+        """Record that a DataLoader returned a batch, which cost the loop `seconds` of core time."""
 
     def forward_begins(self, model: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a forward begins."""

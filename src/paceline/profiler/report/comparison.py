@@ -103,7 +103,7 @@ def compare(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> Compar
 
 
 def _figures(run: Report, parts: Mapping[str, float], basis: str) -> Iterator[tuple[str, float | None, str, str]]:
-    """Yield the name, value, unit and better direction of each figure."""
+    """Yield each figure's name, value and unit, and whether higher or lower is better."""
     peak = max((one.peak_memory for one in run.ranks if one.peak_memory is not None), default=None)
     yield "ranks", len(run.ranks), "", ""
     yield "samples per step", run.samples_per_step, "", ""
