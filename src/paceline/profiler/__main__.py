@@ -26,6 +26,7 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
     # installed.
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.argv = program[1:] if program[0] == "-m" else program  # the profile's title
     session = Session(Path(settings.pop("folder")), on_enough=_enough, **settings)
     leave = os._exit
 

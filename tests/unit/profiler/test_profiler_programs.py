@@ -315,7 +315,7 @@ def test_a_script_runs_as_python_runs_it_and_may_leave_by_os_exit(tmp_path: Path
     (real / "beside.py").write_text("")
     (tmp_path / "link").mkdir()
     (tmp_path / "link.py").symlink_to(real / "train.py")
-    arguments = ["--nproc", "1", "--out", "an out", "link/../link.py", "--a", "b c"]
-    result = paceline(tmp_path, "profile", *arguments, fork="all")
+    result = paceline(tmp_path, "profile", "--nproc=1", "--out=an out", "link/../link.py", "--a", "b c", fork="all")
     assert result.returncode == bool(code), result.stderr
-    assert json.loads((tmp_path / "an out" / "summary.json").read_text())["steps"] == 5
+    summary = json.loads((tmp_path / "an out" / "summary.json").read_text())
+    assert (summary["title"], summary["steps"]) == ("link.py --a b c", 5)

@@ -83,9 +83,7 @@ def timeline_chart(report: Report) -> dict[str, Any] | None:
         "ranks": [info.rank for info in report.ranks],
         "notable": notable_ranks(report, NOTABLE),
         "stragglers": [slow.rank for slow in report.stragglers],
-        "slices": [
-            [[span.label, short(span.start), short(span.end), span.bucket] for span in row] for row in step.spans
-        ],
+        "slices": [[slice_of(span) for span in row] for row in step.spans],
         "buckets": [
             {
                 "bucket": bucket.bucket,

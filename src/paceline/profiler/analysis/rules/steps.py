@@ -45,7 +45,7 @@ def host_bound(facts: Facts) -> Advice | None:
     """Detect a GPU that waits for the host to launch kernels."""
     figures = facts.operators.device_figures
     used, host = figures.get("utilization", 1.0), figures.get("host", 0.0)
-    if used > IDLE or host < NOTABLE:
+    if used > IDLE or host < (1 - used) / 2:  # otherwise the GPU mostly waits for something else
         return None
     return Advice(
         "host-bound",
