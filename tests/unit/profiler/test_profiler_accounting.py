@@ -99,9 +99,9 @@ def test_a_rank_that_ends_early_has_no_value_and_spoils_none() -> None:
 
 def test_ranks_that_do_not_meet_equally_often_are_not_matched() -> None:
     made = records(2, steps=5)
-    step = made[0].steps[4]
+    step, made[0].groups = made[0].steps[4], {made[0].steps[4].meetings[0].group: [0, 1]}
     odd = replace(step, meetings=[*step.meetings, *step.meetings])
-    assert find_bubbles([odd, made[1].steps[4]], made) == [{}, {}]
+    assert find_bubbles([odd, made[1].steps[4]], made) + find_bubbles([step], made[:1]) == [{}, {}, {}]
 
 
 def test_meetings_of_a_part_of_the_ranks_are_matched_among_them() -> None:

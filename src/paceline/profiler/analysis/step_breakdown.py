@@ -122,7 +122,7 @@ def find_bubbles(steps: Sequence[Step | None], records: Sequence[RankRecord]) ->
     for name in dict.fromkeys(meeting.group for step in steps if step for meeting in step.meetings):
         # Groups are written at the end, so killed ranks lack them.
         ranks = next((record.groups[name] for record in records if record.groups.get(name)), range(len(records)))
-        taken = [step for rank in ranks if (step := steps[rank]) is not None]
+        taken = [step for rank in ranks if rank < len(steps) and (step := steps[rank]) is not None]
         meetings = [[meeting for meeting in step.meetings if meeting.group == name] for step in taken]
         if len(taken) < max(2, len(ranks)) or len(set(map(len, meetings))) > 1:
             continue
