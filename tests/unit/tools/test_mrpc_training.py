@@ -257,7 +257,7 @@ def damaged(folder: Path, into: Path, damage: str) -> None:
 DAMAGE = {
     "weights of another model": "of the model's tensors, such as 'bert.encoder.layer.1",
     "half the weights": "no classifier can be made from",
-    "a tokenizer of nothing": "of the text; give all its files",
+    "a tokenizer of nothing": "of the text; give all of its files",
 }
 
 
