@@ -226,7 +226,7 @@ def test_parameters_that_change_without_an_optimizer_are_no_state_to_go_back_to(
     assert [each.name for each in boundary.states()] == ["optimizer"]
     with torch.no_grad():
         weight += 1
-    with pytest.raises(CheckpointError, match="a parameter was changed"):
+    with pytest.raises(CheckpointError, match="a parameter has changed since the end of the last step"):
         list(boundary.states())
 
 
