@@ -398,7 +398,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 REFUSED = {
-    "no ranks": (["zoo.py:Small", "--nproc", "2,0"], "--nproc=2,0 is not a list of numbers from 1"),
+    "no ranks": (["zoo.py:Small", "--nproc", "2,0"], "--nproc=2,0 is not a comma-separated list of positive numbers"),
     "no length": (["zoo.py:Small", "--batch-size", "2"], "a batch needs either --sequence-length"),
     "both inputs": (["zoo.py:Small", "--sequence-length", "2", "--input-shape", "16"], "give one of them"),
     "wrong shape": (["zoo.py:Small", "--input-shape", "3,x"], "--input-shape=3,x"),
