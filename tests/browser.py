@@ -28,7 +28,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-PATIENCE_S = 60.0
+PATIENCE_S = 300
 CONTRAST = """
 const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((one) => one / 255)
   .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
