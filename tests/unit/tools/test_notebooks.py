@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -52,4 +53,5 @@ def test_a_notebook_is_kept_with_its_output(path: Path) -> None:
         assert ("image/png" in str(cell.outputs)) == ("plt.show()" in cell.source), cell.source
         assert any(output.output_type == "error" for output in cell.outputs) == (MEANT in tags(cell)), cell.source
     text = path.read_text("utf-8")
+    assert all((path.parent / link).exists() for link in re.findall(r"\]\((\.\./[^)#]+)", text))
     assert "/home/" not in text
