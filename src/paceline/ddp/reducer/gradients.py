@@ -125,9 +125,9 @@ _ABSENT = 0x6E6F6E65
 
 def check_equal_gradients(names: Sequence[str], parameters: Sequence[nn.Parameter], channel: Channel) -> None:
     """Compare 64-bit digests of the gradients between the ranks of `channel`, in one small collective."""
-    table = torch.zeros(channel.size, len(parameters), dtype=torch.int64)
-    table[channel.rank] = torch.tensor([digest_of(parameter.grad) for parameter in parameters], dtype=torch.int64)
-    channel.meet(channel.host.all_reduce(table), "comparison of gradients")
+    digests = torch.tensor([digest_of(parameter.grad) for parameter in parameters], dtype=torch.int64)
+    table, launched = channel.gather_rows(digests)
+    channel.meet(launched, "comparison of gradients")
     if (difference := unequal(names, table.tolist())) is not None:
         raise UsageError(
             f"model.gradients_are_averaged() found gradients that differ between ranks: {difference}; average them "
