@@ -284,7 +284,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 random generators and the number of steps do not change. By default, all are loaded.
 
         Raises:
-            NoCheckpoint: on every rank, if there is no whole checkpoint.
+            NoCheckpoint: on every rank, if no valid checkpoint is found.
             CheckpointMismatch: if the checkpoint does not fit the registered objects.
             CheckpointError: if the checkpoint cannot be read.
         """

@@ -1,1 +1,1 @@
-"""Encodes, decodes and verifies the files of a checkpoint. Imports nothing else from the package."""
+"""Encodes, decodes and verifies checkpoint files, independently of the rest of ``paceline.checkpoint``."""

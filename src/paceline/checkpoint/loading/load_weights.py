@@ -44,7 +44,7 @@ def load_weights(
         The ``state_dict`` of the model inside its wrappers, without ``module.`` and ``_orig_mod.``.
 
     Raises:
-        NoCheckpoint: if there is no whole checkpoint at `path`.
+        NoCheckpoint: if no valid checkpoint is found at `path`.
         CheckpointError: if the checkpoint at `path` is damaged.
         CheckpointMismatch: if the weights do not fit `model`.
         UsageError: if no module is saved as `name`.
@@ -66,7 +66,7 @@ def load_weights(
     if not isinstance(state, dict):
         raise UsageError(f"{name!r} in {place} is not a module; give the name of the registered model")
     weights: dict[str, torch.Tensor] = state
-    if node["metadata"] is not None:  # module versions, which tell modules how to convert older states
+    if node["metadata"] is not None:  # versions that modules use to convert older states
         state._metadata = state_codec.decode(node["metadata"], tensors)  # type: ignore[attr-defined]
     if model is not None:
         entry = Registered(name, model)

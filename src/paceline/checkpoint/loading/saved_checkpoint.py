@@ -126,7 +126,7 @@ class Saved:
         return {} if file is None else captures.broadcast_tensors(world, file.tensors, self._read(world, file))
 
     def rank_tensors(self, world: World, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Return the tensors of this rank's own states on the CPU, except those of the objects in `without`."""
+        """Return the tensors of this rank's own states on the CPU, skipping the objects in `without`."""
         own_tensors: dict[str, torch.Tensor] = {}
         # Every rank loops over all files, because all ranks take part in each read.
         for rank in range(world.size):

@@ -1,8 +1,7 @@
 """States of modules: compares them with saved states, and converts saved states to the form of the module.
 
-Checkpoints of plain, compiled and tensor-parallel models are alike, and each kind of model can restore all of them:
-keys are saved without the prefix of ``torch.compile``, and DTensors are saved whole and distributed again when they are
-loaded.
+Plain, compiled and tensor-parallel models share one checkpoint format, so each can load the checkpoints of the others:
+keys are saved without the ``torch.compile`` prefix, and DTensors are saved whole and distributed again on load.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def without_compile(state: Any) -> Any:
 
 
 def as_in(own_state: Any, state: Any) -> Any:
-    """Return `state` with its keys renamed to those of `own_state`, where other modules may be compiled."""
+    """Return `state` with its keys renamed to match `own_state`, which may have other compiled modules."""
     plain = without_compile(state)
     if (
         not isinstance(own_state, dict)

@@ -23,7 +23,7 @@ class Interrupts:
         self._installed = False  # this object handles SIGINT
 
     def check(self) -> None:
-        """Raise ``KeyboardInterrupt`` after a Ctrl-C. Call it where the work can be resumed."""
+        """Raise ``KeyboardInterrupt`` if Ctrl-C was pressed. Call this at points from which work can be resumed."""
         if self._pending:
             raise KeyboardInterrupt
 
@@ -45,7 +45,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._installed = False
         if self._pending and not isinstance(error, KeyboardInterrupt):
-            # The Ctrl-C may also have caused the error, because a terminal sends it to the DataLoader's workers, too.
+            # Ctrl-C may also have caused this error, because the terminal interrupts the DataLoader's workers as well.
             raise KeyboardInterrupt from error
 
 

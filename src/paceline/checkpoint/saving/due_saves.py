@@ -71,10 +71,10 @@ class Saver(Protocol):
 
 
 class DueSaves:
-    """Makes the saves that are due, and keeps track of their outcomes, which are the same on every rank.
+    """Makes due saves and tracks their outcomes, which are the same on every rank.
 
     Args:
-        record: this rank's record, which tells the launcher whether anything was saved.
+        record: this rank's record; the launcher reads it to find out whether anything was saved.
         warns: whether this rank warns about failures.
     """
 

@@ -117,7 +117,7 @@ class Writer:
             raise self._failed.pop()
 
     def close(self) -> None:
-        """Wait for a background save, warn about its error if nobody has collected it, and release the memory."""
+        """Wait for a background save, warn about its error if :meth:`join` did not raise it, and release the memory."""
         self.join()
         self._staging = Staging()
         _warn_about(self._failed)

@@ -48,7 +48,7 @@ def _objects_at_end(lost: Capture, before: Capture, after: Capture, unknown: lis
 
 
 def _tensors_of(name: str, capture: Capture) -> dict[str, torch.Tensor]:
-    """Return one object's tensors: those for which its name is the longest matching prefix."""
+    """Return one object's tensors; each tensor belongs to the object whose name is its key's longest prefix."""
     owners = {key: max((each for each in capture.nodes if key.startswith(each)), key=len) for key in capture.tensors}
     return {key: tensor for key, tensor in capture.tensors.items() if owners[key] == name}
 

@@ -78,7 +78,7 @@ class StepBarrier:
 
     def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
         """Store this rank's own states at the end of `step`."""
-        # The record tells the other ranks that the states are stored, so it is updated after them.
+        # Update the record last, because it announces to the other ranks that the states are stored.
         self._states.write(step, objects, buffers)
         now = time.monotonic()
         self.record.complete(step, 0.0 if self._completed_at is None else now - self._completed_at)

@@ -71,10 +71,10 @@ class Boundary:
         self.wishes = 0
         """Stop requests of all ranks as of the last step."""
         self.barrier = barrier
-        """The barrier; None if it is not used, or no longer used."""
+        """The barrier; None if this run does not use one or has left it."""
         self._entries = entries
         self._record = record
-        """Counts completed steps if there is no barrier, so that recomputed steps are known."""
+        """Counts completed steps without a barrier, so that a restart knows which steps it recomputes."""
         self._is_armed = False
         """Whether :meth:`mark` has been called; from then on, optimizers wait for the other ranks."""
         self._rollback = OptimizerRollback()
@@ -95,7 +95,7 @@ class Boundary:
 
     @property
     def joins(self) -> bool:
-        """Whether ranks are inside ``join``, where they take different numbers of steps."""
+        """Whether a model is inside ``join``, which lets ranks take different numbers of steps."""
         return any(map(joins, self._refresh_watched().modules))
 
     def watch(self, entry: Registered) -> None:
@@ -237,10 +237,10 @@ class Boundary:
         self.leave_barrier()
 
     def _can_rescue(self, watched: Watched) -> bool:
-        """Whether the other ranks could save the states of a lost rank.
+        """Return whether the other ranks could save the states of a lost rank.
 
-        They cannot inside ``join``, where ranks take different numbers of steps; without a registered optimizer,
-        because it is unknown when parameters change; on a GPU, because the host runs ahead of it; or with a sharded
-        optimizer, because a shard has no copy.
+        Rescue requires a registered optimizer, because parameters could otherwise change at any time. It does not
+        support ``join`` (ranks take different numbers of steps), GPUs (the host runs ahead of the device) or sharded
+        optimizers (no other rank has a copy of a shard).
         """
         return bool(self._hooks) and watched.is_on_cpu and not self.joins and not watched.holds_shards

@@ -150,7 +150,7 @@ def _with_extra_state(module: nn.Module) -> list[nn.Module]:
 
 
 class SmallBuffers:
-    """The small buffers of all modules, collected once, including those that are None."""
+    """The small buffers of all modules, None included, collected once."""
 
     def __init__(self, entries: Iterable[Registered]) -> None:
         self._modules = [unwrap(entry.object) for entry in entries if isinstance(entry.object, nn.Module)]
