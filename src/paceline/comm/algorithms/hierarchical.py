@@ -45,9 +45,9 @@ def all_reduce(hosts: Sequence[Hashable]) -> Schedule:
 
 
 def _fold(rows: Sequence[Sequence[int]], places: int, chunks: int) -> list[Step]:
-    """Build the rounds of messages in which a host's other ranks send to its first `places` ranks."""
+    """Build the rounds of messages from each host's other ranks to its first `places` ranks."""
     rounds: list[Step] = []
-    # In rounds, because a rank receives at most one message per step.
+    # A rank receives at most one message per step, so several rounds may be needed.
     for start in range(places, max(map(len, rows)), places):
         rounds.append(
             tuple(

@@ -84,7 +84,7 @@ class Members:
         return device.type == "cpu" or not isinstance(backend, dist.ProcessGroupGloo)
 
     def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> tuple[Any, Any]:
-        """Begin these messages, each to or from a place; return the works of the receives and those of the sends."""
+        """Start these messages, each to or from a place; return the receive works and the send works."""
         if any(not tensor.is_cpu for tensor, _ in (*sends, *receives)):
             # One batch, because with NCCL two ranks that each send first would wait for each other.
             batch = [self._operation(dist.irecv, tensor, place) for tensor, place in receives]

@@ -3,7 +3,7 @@
 Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009). In any
 all-reduce each rank sends at least 2 (p−1)/p · n bytes, and in the ring it sends no more. The price is 2 (p−1) steps.
 
-Reduce-scatter with 3 ranks, chunks A B C. The columns show the chunks of each rank (a: its own, A₁₂: the sum so far) ::
+Reduce-scatter with 3 ranks, chunks A B C. The columns show the chunks of each rank (a: its own, A₁₂: a partial sum) ::
 
               rank 0        rank 1        rank 2
     start     a  b  c       a  b  c       a  b  c

@@ -162,7 +162,7 @@ class Delegating(dist.ProcessGroup):
         return self._backend_for(tensors[0])
 
     def shutdown(self) -> None:
-        """Close the group. Does nothing in a forked child, which released it at the fork."""
+        """Close the group. This has no effect in a forked child, which released it at the fork."""
         if self._close():
             super().shutdown()
 

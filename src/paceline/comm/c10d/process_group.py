@@ -1,7 +1,8 @@
 """The ``"paceline"`` backend of torch.distributed: collectives through shared memory among the ranks of a host.
 
-``dist.init_process_group("paceline")`` after ``import paceline``. The collectives used in training are native for CPU
-tensors. Gloo runs the others, and NCCL runs those on CUDA tensors. ``docs/backend.md`` lists them.
+Call ``dist.init_process_group("paceline")`` after ``import paceline``. The backend implements the collectives used in
+training for CPU tensors. It leaves the other CPU collectives to Gloo, and CUDA tensors to NCCL. ``docs/backend.md``
+lists the collectives.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Collectives:
         return self._post_own(Kind.all_reduce, tensor, op, self._scale_of(op))
 
     def _post_own(self, kind: Kind, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None = None) -> Operation:
-        """Post an operation in which each rank shows a copy of its flat `tensor` and computes its own result."""
+        """Copy the flat `tensor` to shared memory, and post an operation that every rank computes for itself."""
         engine, count, dtype = self.engine, tensor.numel(), tensor.dtype
         place = self._places.take(tensor.nbytes)
         offset = place.data_ptr() - engine.arena.address
@@ -212,9 +212,9 @@ class Collectives:
         shown: list[Shown],
         chunk: Tensor | None = None,
     ) -> None:
-        """Reduce this rank's share for all ranks: read it from every rank's memory, and write the result there.
+        """Reduce this rank's share of all ranks' operands, and overwrite the share in every operand with the result.
 
-        If `chunk` is given, this rank's part is read from and written to `chunk`, not the memory that it shows.
+        If `chunk` is given, it takes the place of this rank's own operand.
         """
         count = min(view.length for view in shown)
         ours = share(count, self.place, self.size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from paceline.comm.shm.introduction import Peer
 
 _DONE = 32
-"""In a ring's value, the bit at which the count of done operations starts. Lower bits count posted operations."""
+"""Lowest bit of the count of done operations in a ring's value; the bits below it count posted operations."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Signals:
         return self._untold >> _DONE
 
     def ring(self) -> None:
-        """Ring every peer, unless this rank has posted and done nothing since the last ring."""
+        """Ring every peer if this rank has posted or done an operation since the last ring."""
         if self._untold:
             value, self._untold = self._untold, 0
             for peer in self._peers:
@@ -89,8 +89,7 @@ class Signals:
     def _poll_with(self, others: Sequence[Signals]) -> select.poll:
         """Return a poll that also wakes this rank for `others`, which have operations under way.
 
-        If two ranks wait for two groups in different orders, each must do its part in the group for which it is not
-        waiting.
+        If two ranks wait for two groups in opposite orders, each must keep computing for the other group meanwhile.
         """
         if not others:
             return self._poll

@@ -42,7 +42,7 @@ Compute = Callable[[list[Shown]], None]
 """Computes this rank's part of an operation from the memory that each rank shows, in rank order."""
 _FEWEST_SPINS, _MOST_SPINS = 8, 256
 _UNTOLD = 16
-"""Maximum number of operations done without telling the peers."""
+"""Maximum number of done operations before the peers are notified."""
 _NAP_S = 1.0
 """Longest single sleep. If this process is stopped, no more than this counts toward the timeout."""
 
@@ -126,7 +126,7 @@ class Engine:
         self._posted = 0
         """Number of operations that this rank has posted, and the number of the next one."""
         self._done = 0
-        """Number of operations in which this rank has done its part, always in the order of their numbers."""
+        """Number of operations whose local part is done; a rank works through operations in order."""
         self._ready = 0
         """Number of operations that all peers had posted at the last poll. They do not ring again for these."""
         self._under_way: deque[Operation] = deque()
@@ -140,7 +140,7 @@ class Engine:
         self._most_spins = _MOST_SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
         """Maximum number of polls before a wait sleeps; 1 if ranks share cores, so that a peer gets this core."""
         self._spins = self._most_spins
-        """Number of polls in the next wait; doubled after a wait in which polling was enough, halved otherwise."""
+        """Number of polls before the next wait sleeps; doubled if the last wait did not sleep, halved otherwise."""
         self._close_descriptors = weakref.finalize(self, self.signals.close)
         self._close_descriptors.atexit = False
         _register(self)
@@ -238,14 +238,14 @@ class Engine:
         return False
 
     def _look(self) -> bool:
-        """Advance operations if a peer has rung or there are no peers; return whether that was the case."""
+        """Advance operations if a peer has rung, or always without peers; return whether operations were advanced."""
         if self.signals.listen() or not self.peers:
             self._advance()
             return True
         return False
 
     def _advance(self) -> None:
-        """Compute the operations that every rank has posted, and finish those that every rank has done, in order."""
+        """In order, compute operations posted by every rank and finish operations done by every rank."""
         self._ready = ready = self.signals.posted(self._posted)
         is_waited_for = False
         for operation in self._under_way:

@@ -46,7 +46,7 @@ def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: ti
 def _connect(
     store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta, connected: dict[int, Peer]
 ) -> None:
-    """Connect to lower ranks and accept higher ones. Other processes may also connect, but nobody waits for them."""
+    """Connect to lower ranks and accept higher ones. Unrelated processes can also connect, but never hold up a rank."""
     deadline = time.monotonic() + timeout.total_seconds()
     address, secret = f"\0paceline/{secrets.token_hex(16)}", secrets.token_bytes(_SECRET_BYTES)
     missing = set(peers)

@@ -44,9 +44,9 @@ class Peer:
     """pidfd: readable once the process has ended."""
     memory: Segment
     ringing: int
-    """eventfd with which the peer rings us."""
+    """eventfd that the peer writes to ring us."""
     bell: int
-    """eventfd with which we ring the peer."""
+    """eventfd that we write to ring the peer."""
 
     def descriptors(self) -> tuple[int, ...]:
         """Return all descriptors held for this peer."""

@@ -19,12 +19,12 @@ A place has this size, or a multiple of it for a larger tensor.
 
 
 class Places:
-    """The places of one rank in one group, reused once no rank reads them any longer."""
+    """The places of one rank in one group, reused once no rank is reading them."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._used: deque[tuple[Tensor, Operation]] = deque()
-        """Each place with its operation, in the order of the operations, in which they also finish."""
+        """Each used place with its operation, oldest first; operations finish in the same order."""
         self._lock = threading.Lock()
         """Held while taking a place."""
 
