@@ -36,7 +36,7 @@ class Compressor(ABC):
     of a parameter that all ranks of a replica hold must not depend on the shards next to it.
 
     Args:
-        model: the model with which the state will be registered, wrapped or not.
+        model: the model that will use this state in a communication hook, wrapped or not.
         process_group: the ranks to average over; by default the wrapper's, or all. Models whose backwards may run in
             different orders on different ranks need separate groups.
 
@@ -74,7 +74,7 @@ class Compressor(ABC):
 
     @property
     def ratio(self) -> float:
-        """Bytes sent, as a fraction of those without compression; 1.0 before the first step."""
+        """Ratio of the bytes sent to the uncompressed bytes; 1.0 before the first step."""
         return self.bytes_on_wire / self.bytes_uncompressed if self.bytes_uncompressed else 1.0
 
     @abstractmethod

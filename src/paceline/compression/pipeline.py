@@ -45,7 +45,7 @@ class Reduction:
     Args:
         stages: the bucket's stages, none of them started.
         collectives: the number of collectives that the stages launch.
-        side: the stream on which they run.
+        side: the stream that runs the stages.
         device: the bucket's device.
         finish: function that completes a reduction.
     """

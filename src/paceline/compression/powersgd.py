@@ -27,18 +27,18 @@ CACHED = 2**17
 
 
 class PowerSGD(Compressor):
-    """Sends a matrix M (n × m) as P = M Q and, with P made orthonormal, Q = Mᵀ P: (n + m) r numbers instead of n m.
+    """Compresses an n × m gradient M to P = M Q and, after orthonormalizing P, Q = Mᵀ P: (n + m) r numbers, not n m.
 
-    Each training step is one step of power iteration. Q is kept for the next step (warm start), as is M − P Qᵀ on each
-    rank (error feedback). A tensor with more than two dimensions is treated as a matrix of shape[0] rows. Vectors,
-    complex parameters and matrices with (n + m) r >= n m are averaged uncompressed.
+    Each training step performs one power iteration, starting from the previous step's Q (warm start). Each rank adds
+    the residual M − P Qᵀ to its next gradient (error feedback). Tensors with more than two dimensions are reshaped to
+    shape[0] rows. Vectors, complex parameters and matrices with (n + m) r >= n m are averaged uncompressed.
 
     Args:
-        rank: r, >= 1; 1 to 4 are usual.
+        rank: r, at least 1; usually 1 to 4.
         seed: the seed of the first Q; the same on every rank.
 
     Raises:
-        UsageError: for a rank below 1.
+        UsageError: if `rank` is less than 1.
     """
 
     collectives = 2

@@ -24,8 +24,8 @@ class TopK(Compressor):
 
     In a model with tensor-parallel parameters, the largest elements are chosen per parameter instead of per bucket.
 
-    The mean is the sum of the ranks' parts, in rank order, divided by N. An element costs its value plus 4 bytes, sent
-    to each of the other ranks. So with float32 the bytes sent are ``fraction`` × N of those of an all-reduce.
+    Every rank sums the ranks' elements in rank order and divides by N. Each element goes to each of the other ranks as
+    its value and a 4-byte index, so a float32 bucket sends ``fraction`` × N times the bytes of an all-reduce.
 
     Args:
         fraction: the fraction of a bucket's elements to send, > 0 and <= 1; at least one element is sent.
