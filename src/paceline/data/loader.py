@@ -47,8 +47,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     - The position advances when a step consumes batches. After a ``break`` or :meth:`load_state_dict`, iteration
       continues after the last batch that was followed by an optimizer step or a synchronized backward. So
-      ``next(iter(loader))`` consumes nothing, and a pass that is left before any step starts over. To go elsewhere,
-      call the sampler's ``set_epoch`` or ``restart``. After the last batch, the next pass is the next epoch.
+      ``next(iter(loader))`` does not move the position, and if you leave a pass before its first step, it starts over.
+      To move elsewhere, call the sampler's ``set_epoch`` or ``restart``. After the last batch, the next pass is the
+      next epoch.
     - If ranks disagree on size, data, seed or order, every rank raises a :class:`paceline.errors.DesyncError` in the
       first synchronized backward of an epoch.
     - For every fetch, the CPU generators of Python, NumPy and torch are seeded from (seed, epoch, batch, rank); the

@@ -60,7 +60,7 @@ class Position:
         self._origin = data_position.Origin()
         self._origin_of = -1  # the pass that `_origin` describes
         self._data = -1  # digest of the data set
-        self._stream_digest = -1  # digest of a stream's samples so far in this epoch; -1 if they are not compared
+        self._stream_digest = -1  # running digest of a stream's samples in this epoch; -1 if ranks do not compare it
 
     @property
     def length(self) -> int | None:
@@ -144,7 +144,7 @@ class Position:
 
         A different epoch starts from its beginning. The current epoch keeps its position, so a script that calls this
         at the top of its loop over epochs can resume in the middle of an epoch. If all batches of the current epoch
-        were consumed, the next pass yields nothing.
+        were consumed, the next pass is empty.
         """
         if at_least("epoch", epoch, 0) != self.epoch:
             self._move(epoch, 0)

@@ -39,9 +39,9 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         dataset: the data set, or its number of samples.
         batch_size: samples in a *global* batch, all ranks together. The last batch may be short.
         order: the order of indices, instead of a shuffled one: a sequence, or a function of the epoch that returns one.
-            It may repeat, omit and group indices, and must be the same on every rank. A function is called with
-            Python's, NumPy's and torch's CPU generators seeded from (seed, epoch), as in
-            ``lambda epoch: list(WeightedRandomSampler(weights, n))``.
+            It may repeat, omit and group indices, and must be the same on every rank. A function may draw random
+            numbers, for example ``lambda epoch: list(WeightedRandomSampler(weights, n))``: before each call, the CPU
+            generators of Python, NumPy and torch are seeded from (seed, epoch).
         shuffle: whether the order is a permutation determined by (seed, epoch), or 0, 1, 2, …; ignored with `order`.
         seed: determines the permutations, and the random streams for samples that the DataLoader fetches.
         drop_last: whether to drop a short last batch.

@@ -44,7 +44,7 @@ _CRASH = "see its message above, or run with num_workers=0 to find the cause"
 _REAP_S = 1.0
 """Seconds to wait for the kernel to report a worker's exit after its connection has broken."""
 _LOCKED_IN = {module.__file__ for module in (threading, queue, multiprocessing.queues, multiprocessing.synchronize)}
-"""Standard library files with lock code, in which a signal handler must not raise."""
+"""Standard library files that use locks; a signal handler must not raise while their code is running."""
 _AGAIN_S = 0.005
 """Seconds before a signal is sent again."""
 _watched: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
@@ -106,7 +106,7 @@ def begin(loader: Iterable[Any], progress: Position) -> Any:
     if workers_of(iterator):
         _watched[iterator] = progress
         # If the iterator is in a reference cycle, the garbage collector may close the pipes before the iterator asks
-        # its workers to exit. A finalizer's arguments stay alive, and so do the pipes.
+        # its workers to exit. The finalizer's reference keeps the pipes open until the iterator is gone.
         weakref.finalize(iterator, _hold, pipes_of(iterator))
         _end_with_process(os.getpid())
         if threading.current_thread() is threading.main_thread():  # handlers can be installed only there
@@ -155,7 +155,7 @@ def lost_worker(iterator: Any, progress: Position, batch: int, error: BaseExcept
 
 
 def _ended(iterator: Any) -> list[tuple[int, Any]]:
-    """Return the workers that have exited, with their numbers; those with exit code 0 only if there are no others."""
+    """Return the number and process of each failed worker or, if none failed, of each worker that exited."""
     ended = [(number, worker) for number, worker in enumerate(workers_of(iterator)) if worker.exitcode is not None]
     return [(number, worker) for number, worker in ended if worker.exitcode] or ended
 

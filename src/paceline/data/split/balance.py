@@ -69,10 +69,10 @@ def split_by_padded_cost(
 
     The samples are sorted by descending cost and cut into one contiguous group per rank. No other split is better,
     because exchanging samples until groups are contiguous increases no group's cost. Bisection over the largest load
-    finds the cuts: each rank takes as many of the remaining samples as fit under it. From empty loads and with equal
-    speeds the largest load is the smallest possible. If ranks already have loads, they take their groups in ascending
-    order of load, and there is no such bound. With `speeds`, loads are in units of time. Every rank gets a sample if
-    there are enough.
+    finds the cuts: each rank takes as many of the remaining samples as fit under it. This minimizes the largest load if
+    ranks start empty and have equal speeds. Ranks that already have loads take their groups in ascending order of load,
+    and the result may not be optimal. With `speeds`, loads are in units of time. Every rank gets a sample if there are
+    enough.
 
     Arguments and result are the same as for :func:`split_by_cost`, with padded loads.
     """

@@ -31,7 +31,7 @@ class EpochOrder:
         self._cached: tuple[int, int, torch.Tensor] | None = None  # epoch, size and indices of the latest order
 
     def of(self, epoch: int) -> torch.Tensor:
-        """Return the indices of an epoch, shape (samples,), int64; those of the latest epoch are cached."""
+        """Return the indices of an epoch, shape (samples,), int64. The result for the latest epoch is cached."""
         if self._cached is None or self._cached[:2] != (epoch, self.size):
             self._cached = (epoch, self.size, self._make(epoch))
         return self._cached[2]
@@ -45,7 +45,7 @@ class EpochOrder:
         return None if self.users is None else hashlib.sha256(self.of(epoch).numpy().tobytes()).hexdigest()[:16]
 
     def digest(self, epoch: int) -> int:
-        """Return a digest of whatever the seed does not determine about the order, to compare ranks."""
+        """Return a digest of the user's order or, without one, of `shuffle`; ranks compare it along with the seed."""
         return int(self._shuffle) if self.users is None else short(int(quick_digest(self.of(epoch))))
 
     def _make(self, epoch: int) -> torch.Tensor:
