@@ -9,7 +9,7 @@
     │   ├── MissingExtra   ImportError  an optional dependency is not installed; shows the pip command
     │   └── CheckpointMismatch          the checkpoint belongs to a different model, data set or configuration
     ├── CheckpointError    RuntimeError a checkpoint cannot be written, read or trusted
-    │   └── NoCheckpoint   UsageError   there is no valid checkpoint to resume from
+    │   └── NoCheckpoint   UsageError   no valid checkpoint was found
     ├── DataError          RuntimeError a sample or batch could not be loaded; names rank, worker and sample
     ├── DesyncError        RuntimeError ranks differ in something that must be equal everywhere
     ├── CommunicationError RuntimeError a collective failed: a peer ended, or did not arrive in time
@@ -38,10 +38,10 @@ class PacelineError(Exception):
     """Base of every error that Paceline raises on purpose."""
 
     blamed: tuple[int, ...] | None = None
-    """World ranks whose failure led to this error, empty if unknown; None if it has another cause."""
+    """World ranks whose failure caused this error, empty if unknown; None if the cause is not a rank's failure."""
 
     def because_of(self: _Error, ranks: Iterable[int]) -> _Error:
-        """Mark this error, for the launcher, as a consequence of the failure of these world ranks; return the error."""
+        """Record for the launcher that the failure of these world ranks caused this error; return the error."""
         self.blamed = tuple(ranks)
         return self
 
@@ -103,7 +103,7 @@ class CheckpointError(PacelineError, RuntimeError):
 
 
 class NoCheckpoint(CheckpointError, UsageError):
-    """There is no valid checkpoint to resume from."""
+    """No valid checkpoint was found."""
 
 
 class DataError(PacelineError, RuntimeError):
@@ -128,12 +128,12 @@ class WrongComputation(PacelineError, ArithmeticError):
     """A rank computed different gradients for a slice than other ranks; its device or memory is faulty."""
 
     may_save = False
-    """Whether this rank's state can be trusted as much as any other's, so that it may be saved for the next start."""
+    """Whether this rank's state is as trustworthy as the others' and may be saved for the next start."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
-        """World ranks that may be wrong: usually one; several if there is no majority."""
+        """World ranks that may have computed wrong gradients: usually one, or several without a majority."""
 
 
 class CallbackError(PacelineError, RuntimeError):
