@@ -56,7 +56,7 @@ class Report:
     ``ray.train.report`` waits for all workers.
 
     Args:
-        checkpoint_dir: the Trainer's checkpoint folder, as an absolute path. Each complete checkpoint in it is
+        checkpoint_dir: the absolute path of the Trainer's checkpoint folder. Each complete checkpoint in it is
             reported, and Ray copies it to its own storage. None reports only metrics. A restarted worker resumes from
             this folder and not from Ray's copy, so all hosts must share it.
     """
