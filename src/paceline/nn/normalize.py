@@ -72,9 +72,9 @@ def _gradients(
     input_needs: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     if x.numel():
-        # In the backward of normalization with given statistics, the gradients of weight and bias are the needed sums.
-        # The CUDA kernel requires tensors for all arguments: `mean` stands in for the weight, on which the sums do not
-        # depend, and empty tensors for the values saved by forward, which saves none with given statistics.
+        # The needed sums are the weight and bias gradients of a normalization with given statistics. The CUDA kernel
+        # requires tensors for all arguments: `mean` stands in for the weight, which does not affect the sums. Empty
+        # tensors stand in for the values saved by forward, which saves none with given statistics.
         saved = mean.new_empty(0)
         _, dw, db = torch.ops.aten.native_batch_norm_backward(
             dy, x, mean, mean, variance, saved, saved, False, layer.eps, [False, True, True]

@@ -1,7 +1,7 @@
 """``SyncBatchNorm``: batch normalization over the whole global batch, on CPUs and GPUs.
 
 Ioffe and Szegedy, "Batch Normalization", ICML 2015, with joint statistics of all ranks. Outputs, gradients and running
-statistics equal those of one process with the whole batch.
+statistics match a single process that has the whole batch.
 """
 
 from __future__ import annotations
