@@ -36,7 +36,7 @@ class Owned:
     def __post_init__(self) -> None:
         self._view = self._current_view()
         values = self._view if self.master_dtype is None else self._view.to(self.master_dtype, copy=True)
-        # Groups may also contain integer parameters, for which torch refuses requires_grad.
+        # Groups may also contain integer parameters, and torch refuses requires_grad for integers.
         self.trained = nn.Parameter(values, requires_grad=self.parameter.is_floating_point() or self._view.is_complex())
         """What the inner optimizer trains: the piece itself, or its master copy."""
         vars(self.trained).update(vars(self.parameter))  # attributes that optimizers read, such as p.lr_scale
@@ -57,11 +57,11 @@ class Owned:
             self.trained.data = self._view
 
     def take_changes(self) -> None:
-        """Copy into the master copy the values that the user has written to the parameter since the last step."""
+        """Update the master copy with the values that the user has written to the parameter since the last step."""
         if self.master_dtype is not None:
             master = self.trained.detach()
-            # Compare values, because writes through p.data and NumPy do not raise a version counter. Where the values
-            # are equal, the master keeps its precision.
+            # Compare values, because writes through p.data and NumPy do not increment a version counter. Elements that
+            # have not changed keep the master's precision.
             is_same = master.to(self._view.dtype) == self._view
             torch.where(is_same, master, self._view.to(master.dtype), out=master)
 

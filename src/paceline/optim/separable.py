@@ -73,7 +73,7 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
 
 
 def template_parameters(optimizer_class: type[Optimizer], shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:
-    """Return placeholder parameters with which the class raises the same errors on every rank.
+    """Return placeholder parameters that make the class raise the same errors on every rank.
 
     They use almost no memory, but have the real `shapes`, because classes such as Muon check the number of dimensions.
     """

@@ -1,9 +1,9 @@
-"""The sharded optimizer: every rank holds the state of its pieces of the parameters, and updates only these.
+"""The sharded optimizer: every rank updates its own pieces of the parameters, and holds only their state.
 
     p.grad, equal on all ranks ──► pieces' gradients ──► the inner optimizer's step ──► parameters are gathered
                                    (of this rank)        (state of this rank's pieces)   (whole on all ranks)
 
-With elementwise optimizers, the results are bitwise equal to those of the unsharded optimizer. This is stage 1 of
+Elementwise optimizers compute the same bits with and without sharding. This is stage 1 of
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020. Decision 0035
 explains the design.
 """
@@ -57,8 +57,8 @@ class ShardedOptimizer(Optimizer):
         by: ``"element"`` cuts parameters into pieces, so that all ranks have equal shares. It is available for torch's
             elementwise optimizers. ``"tensor"`` gives each rank whole parameters, and is for all other optimizers
             (Muon, Adafactor, Shampoo).
-        master_dtype: dtype, such as ``torch.float32``, in which each rank keeps and trains copies of its pieces of bf16
-            and fp16 parameters.
+        master_dtype: the dtype of master copies, such as ``torch.float32``. Each rank then keeps and trains copies of
+            its pieces of bf16 and fp16 parameters in this dtype.
         defaults: settings of the optimizer, such as ``lr=1e-3, fused=True``.
 
     Raises:

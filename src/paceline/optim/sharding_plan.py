@@ -42,7 +42,7 @@ def cut_evenly(sizes: Sequence[int], members: Sequence[int], ranks: int, align: 
         start, size = 0, sizes[index]
         while start < size:
             end = size
-            # Find the first rank whose shard extends beyond `start`. Because of rounding, some ranks may get nothing.
+            # Find the first rank whose shard extends beyond `start`. Rounding may leave a rank's shard empty.
             while owner < ranks - 1:
                 cut = _rounded(total * (owner + 1) // ranks - offset, size, align)
                 if cut > start:

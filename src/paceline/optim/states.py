@@ -51,7 +51,7 @@ def local_state(
 
 
 def packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with numbers in place of parameters, as in the state dicts of torch's optimizers."""
+    """Return the groups with parameters replaced by numbers, as in the state dicts of torch's optimizers."""
     packed, first = [], 0
     for group in groups:
         count = len(group["params"])
