@@ -170,7 +170,7 @@ def validate_evaluated(config: TrainConfig, evaluation: Any, wanted: Mapping[str
 
 
 def validate_metrics(wanted: Mapping[str, str], metrics: Iterable[str]) -> None:
-    """Check that an evaluation's `metrics` contain those in `wanted`."""
+    """Check that an evaluation's `metrics` include every metric in `wanted`."""
     known = sorted(metrics)
     for owner, metric in wanted.items():
         if metric not in known:

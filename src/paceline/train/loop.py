@@ -71,7 +71,7 @@ class Loop:
         self._counted = 0
         """Samples of the epoch that the result already includes."""
         self._clock = 0.0
-        """Time up to which the result's seconds have been counted."""
+        """Time from which the next training seconds are counted."""
 
     def train(self, loggers: Sequence[Logger]) -> None:
         """Train from the current position to the end."""

@@ -44,7 +44,7 @@ def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: i
         return lr
     if base_batch_size is None or base_batch_size < 1:
         raise UsageError(
-            f"lr_scaling={scaling!r} needs base_batch_size; give the global batch size for which lr was chosen"
+            f"lr_scaling={scaling!r} needs base_batch_size; give the global batch size that lr was tuned for"
         )
     ratio = batch_size / base_batch_size
     return lr * (ratio if scaling == "linear" else math.sqrt(ratio))

@@ -58,9 +58,9 @@ class Trainer:
         loggers: receive the metrics on rank 0; see :class:`~paceline.train.Logger`.
         callbacks: called in this order at the moments of a run; see :class:`~paceline.train.Callback`. Checkpoints
             contain their state.
-        checkpointer: saves the run and everything else that is registered with it, as often as its ``every`` says. By
-            default it saves at the end of every epoch. It also saves the last step and, with ``keep_best``, every
-            evaluation that is the best so far. It is closed when the training ends.
+        checkpointer: saves the run and everything else that is registered with it, at the interval ``every``. By
+            default it saves at the end of every epoch. It also saves the last step and, with ``keep_best``, every new
+            best evaluation. It is closed when the training ends.
 
     Raises:
         UsageError: for a checkpoint folder in use without ``resume``, and for settings that cannot work.

@@ -13,7 +13,7 @@ from paceline.train.run.run_state import is_better
 
 
 class EarlyStopping:
-    """Ends the training after `patience` evaluations in a row in which a metric has not improved.
+    """Ends the training when a metric has not improved for `patience` evaluations in a row.
 
     Args:
         monitor: the evaluation's metric.

@@ -20,8 +20,7 @@ class ThroughputMonitor:
     """Logs ``samples_per_second`` over all ranks since the last line, excluding evaluations.
 
     Args:
-        counts_tokens: whether the weights that the loss function returns are numbers of tokens; if so,
-            ``tokens_per_second`` is logged, too.
+        counts_tokens: whether to log ``tokens_per_second`` as well; the loss function must return the number of tokens.
     """
 
     def __init__(self, *, counts_tokens: bool = False) -> None:

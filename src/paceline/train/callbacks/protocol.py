@@ -8,7 +8,7 @@ from typing import Protocol
 from paceline.train.run.run import Run
 
 MOMENTS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
-"""The methods of callbacks, in the order in which they are called."""
+"""The methods of a callback, in call order."""
 
 
 class Callback(Protocol):

@@ -219,9 +219,9 @@ class JsonLines:
 
 
 def lines_to_keep(lines: Sequence[bytes], step: int, evaluates_first: bool) -> int:
-    """Return the number of `lines` before those that a run resumed at `step` repeats.
+    """Return how many `lines` to keep if a run resumes at `step`; the run writes the remaining lines again.
 
-    If the run starts with the evaluation of `step`, that line is repeated, too.
+    A run that starts with the evaluation of `step` also writes that evaluation's line again.
     """
     end, following = len(lines), math.inf
     while end:

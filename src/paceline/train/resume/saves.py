@@ -49,7 +49,7 @@ class Saves:
         self._result.failed_saves = checkpointer.due.failed
 
     def is_best(self) -> bool:
-        """Return whether the current step's evaluation is the best so far; if so, record it."""
+        """Return whether the current step's evaluation is a new best; if so, record it."""
         best = self._state.best
         # If the best step could not be saved, compare with the best value before it.
         if self._best_saved_at in self._result.failed_saves:

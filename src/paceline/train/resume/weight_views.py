@@ -25,7 +25,7 @@ class WeightViews:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
         self.are_two = all(callable(getattr(optimizer, view, None)) for view in ("train", "eval"))
-        """Whether the optimizer has both methods; otherwise this class does nothing."""
+        """Whether the optimizer has both methods; without them, this class has no effect."""
         self._is_training = False
         self._kept: list[Tensor] = []
         """The training weights while the model has the evaluation weights."""
