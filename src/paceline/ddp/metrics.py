@@ -134,7 +134,7 @@ def _packed(own: Any) -> bytes:
 
 
 def _unpacked(part: bytes) -> Any:
-    # From another rank of this job, which is trusted, as in all_gather_object().
+    # Like all_gather_object(), trust the other ranks of this job.
     return torch.load(io.BytesIO(part), weights_only=False)
 
 

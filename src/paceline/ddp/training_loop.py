@@ -42,9 +42,9 @@ def accumulate(
     ``tqdm(accumulate(model, loader, every=4))``, or pass `total`.
 
     For a model with ``virtual_ranks`` it iterates over this rank's slices of each global batch, and the last slice
-    synchronizes. Omit `every` and `total`; `batches` must be a :class:`paceline.data.DataLoader`, which is told the
-    number of slices. Each slice has separate random streams. Empty slices of a short last batch are skipped; if all of
-    a rank's slices are empty, ``None`` is yielded once: call ``model.sync_gradients()`` for it. With
+    synchronizes. Omit `every` and `total`; `batches` must be a :class:`paceline.data.DataLoader`, and this function
+    sets its number of slices. Each slice has separate random streams. Empty slices of a short last batch are skipped;
+    if all of a rank's slices are empty, ``None`` is yielded once: call ``model.sync_gradients()`` for it. With
     ``check_compute_every`` a slice may be yielded again; then ``model.is_repeat`` is true, so that loops can leave its
     loss out of their sums.
 
@@ -56,7 +56,7 @@ def accumulate(
 
     Raises:
         UsageError: if `every` is less than 1 or `total` less than 0; at the end, if the last window was not
-            synchronized because there were more or fewer batches than `total`, or the length, said.
+            synchronized because the number of batches did not match `total` or the length.
     """
     if (count := model.virtual_ranks) is not None:
         if every is not None or total is not None:

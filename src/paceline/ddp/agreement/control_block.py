@@ -1,13 +1,13 @@
-"""The control block: what ranks report to each other alongside the gradients when digests do not suffice.
+"""The control block: a report that ranks exchange alongside the gradients when digests do not suffice.
 
 One float64 vector, summed over the ranks in a separate collective:
 
     [ presence × P | non-finite × P | late × P | sparse × P | status of rank 0 | status of rank 1 | … | order × P ]
 
-The first four sections hold a count of ranks for each parameter. A status holds the fields of :class:`Status`, filled
-in by its own rank. The order is the one in which rank 0's gradients arrived, counted from 1; it is left out once it is
-known. Float64 represents whole numbers exactly up to 2**53. Nothing here communicates; all functions work on plain
-values.
+The first four sections count ranks for each parameter. Each rank fills in its own status, with the fields of
+:class:`Status`. The order section numbers rank 0's gradients from 1 as they arrive, and is omitted once the order is
+known. Float64 represents integers exactly up to 2**53. The functions in this module do not communicate; they work on
+plain values.
 
 Decision 0002 says why.
 """

@@ -1,9 +1,9 @@
-"""The digest: a few bytes that tell ranks, without another collective, that they need no control blocks.
+"""The digest: a few bytes that show, without another collective, that ranks do not need control blocks.
 
-Each rank has a slot in the tail of the last bucket, where it writes a digest of its status, and its weight. A rank with
-anything else to report leaves its slot at zero. After the bucket is reduced, every rank reads the same tail: if all
-digests are present and equal, the step is over; otherwise all ranks exchange their control blocks. So all ranks launch
-the same collectives, although each decides by itself.
+Each rank writes its weight and a digest of its status to its slot in the tail of the last bucket. A rank with anything
+else to report leaves its slot at zero. After the bucket is reduced, every rank reads the same tail: if all digests are
+present and equal, the step is over; otherwise all ranks exchange their control blocks. Each rank decides by itself, but
+all ranks launch the same collectives.
 
     [ slot of rank 0 | slot of rank 1 | … ]     a slot: 1, 8 bytes of digest, 8 bytes of weight, one byte per element
 

@@ -37,7 +37,7 @@ class Ledger:
     has_peers = False
     """Whether gradients are averaged over several ranks."""
     compare_at: float = inf
-    """Number of synchronizations after which this rank requests the next comparison of the replicas."""
+    """This rank requests the next comparison of the replicas after this many synchronizations."""
     compares_out_of_turn = False
     """Whether this rank requests that comparison earlier than the other ranks expect."""
     gradients_are_set_aside = False
@@ -65,7 +65,7 @@ class Ledger:
 
     @property
     def steps_of_job(self) -> int:
-        """Optimizer steps of the job, including those of earlier starts if its black box recorded them."""
+        """Optimizer steps of the job, including steps before a restart if the black box recorded them."""
         box = black_box()
         return self.status.optimizer_steps if box is None or box.completed < 0 else box.completed
 
@@ -277,7 +277,7 @@ class Ledger:
 
         Args:
             parameter: the parameter of the gradient.
-            is_common: whether another wrapper also has the parameter, in which case the backward may be its own.
+            is_common: whether another wrapper also has the parameter, so the backward may belong to that wrapper.
         """
         if self._is_multiplied():
             assert self.current is not None
@@ -314,4 +314,4 @@ class Ledger:
 
 
 def _ended(_task: GraphTask) -> None:
-    """Do nothing: as a callback it only keeps the object alive until the graph task ends."""
+    """A no-op; queued as a callback, it keeps the object alive until the graph task ends."""

@@ -27,9 +27,9 @@ _params = itemgetter("params")
 class StepGuard:
     """Watches every optimizer that trains one of `parameters`.
 
-    ``local_gradient()`` returns the name of a parameter whose gradient the wrapper has not averaged, or None. Either
-    ranks have different gradients, or the training loop has made them equal. Only ``model.gradients_are_averaged()``
-    can tell, because the comparison is a collective that the script has to call on every rank.
+    ``local_gradient()`` returns the name of a parameter whose gradient the wrapper has not averaged, or None. Such
+    a gradient may differ between ranks, or the training loop may have made it equal. The guard cannot compare ranks by
+    itself, because that takes a collective: the script must call ``model.gradients_are_averaged()`` on every rank.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ def total_weight(notes: Sequence[tuple[float, float]]) -> float:
 
 
 def compute_correction(notes: Sequence[tuple[float, float]]) -> float:
-    """Return the factor that turns means over all ranks into those of :func:`compute_scale`; 1.0 if they are equal."""
+    """Return the factor that converts a mean over all ranks to the mean of :func:`compute_scale`; 1.0 if equal."""
     if any(int(weighting) & (WEIGHTED | UNCOUNTED) for _, weighting in notes):
         return compute_scale(notes) * len(notes)
     return 1.0
@@ -139,7 +139,7 @@ class Blocks:
         return next((block for block in blocks if _waits(block)), None)
 
     def without_forward(self) -> list[Block]:
-        """Return the blocks in which the wrapper ran no forward; their backward may have bypassed it."""
+        """Return the blocks without a forward of the wrapper; their backward may have bypassed it."""
         return [*self.unused, *(block for block in self.open if not block.has_forward)]
 
 

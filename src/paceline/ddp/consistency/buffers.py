@@ -26,11 +26,11 @@ class Buffers:
         self.renew(module)
 
     def renew(self, module: nn.Module) -> None:
-        """Add the buffers of new submodules of `module`, and drop those of removed ones.
+        """Add the buffers of new submodules of `module`, and drop the buffers of removed ones.
 
-        A persistent buffer that is None, such as a codebook that the first batch fills, is added too, and is
-        synchronized once it is a tensor. A buffer that is registered later, or that is None and not saved, stays local:
-        usually it is a cache, whose size may differ between ranks.
+        A persistent buffer that is still None, such as a codebook filled by the first batch, is also added, and is
+        synchronized once it is a tensor. A buffer that is registered later, or that is None and not persistent, stays
+        local: it is usually a cache, and its size may differ between ranks.
         """
         before = {(id(part), name) for _, part, name in self.places}
         known, self.places = self._parts, []

@@ -67,8 +67,8 @@ class BuffersAtRest:
         if self._is_new_layout:
             for flat in self._flats:
                 flat[self._channel.rank] = self._digest()
-        # As a sum of whole numbers, zero on all ranks but rank 0: exact for every dtype, including NaN. Over shared
-        # memory there is no broadcast that can be launched here and waited for later.
+        # Sum integers that are zero on all ranks except rank 0, which is exact for every dtype and for NaN. A broadcast
+        # over shared memory cannot be launched here and waited for later.
         self._launched = [self._channel.all_reduce(flat) for flat in self._flats]
         self.is_under_way = True
 

@@ -41,7 +41,7 @@ _requires_grad, _look = attrgetter("requires_grad"), attrgetter("shape", "dtype"
 
 @dataclass(frozen=True)
 class Change:
-    """The difference between the module's parameters and those that are averaged."""
+    """The difference between the module's parameters and the averaged parameters."""
 
     named: Named
     """All parameters to average from now on, in the module's order."""
@@ -50,7 +50,7 @@ class Change:
 
 
 class ModuleWatch:
-    """Detects that a wrapper's module has different parameters from those that are averaged.
+    """Detects when the parameters of a wrapper's module differ from the averaged parameters.
 
     Args:
         modules: the wrapper's ``_modules``, so that a new ``model.module`` is noticed too.
@@ -90,7 +90,7 @@ class ModuleWatch:
         self._remember()
 
     def detect(self) -> Change | None:
-        """Return how the module has changed, or None if there are no new parameters to average."""
+        """Return how the module has changed, or None if it has no new parameters to average."""
         task = current_task()
         # Once per graph task: the module does not change during one, and the hook of every output may ask.
         if task == self._looked_in != -1:
@@ -103,7 +103,7 @@ class ModuleWatch:
         return self.change
 
     def unchanged(self) -> Change:
-        """Return the averaged parameters, for a rank without a change of its own to compare with other ranks."""
+        """Return a change without new parameters, for comparison with ranks whose module has changed."""
         return Change([pair for pair in self.named_parameters() if id(pair[1]) in self._forms], [])
 
     def sparse(self, parameters: Sequence[nn.Parameter]) -> frozenset[int]:

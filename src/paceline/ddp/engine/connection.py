@@ -68,7 +68,7 @@ class Connection:
         virtual_ranks = VirtualRanks(self.reducer, count)
         self.buffers.statistics = virtual_ranks.statistics
         # After the two extensions that may refuse a backward, because SharedParameters notes that parameters are
-        # shared; before those that look at the gradients of all slices.
+        # shared, and before the extensions that look at the gradients of all slices.
         self.reducer.use_virtual_ranks(count, virtual_ranks, before=self.joined_steps)
         check = ComputeCheck(every, self.reducer, virtual_ranks) if every else None
         return replace(self, virtual_ranks=virtual_ranks, compute_check=check)
@@ -153,7 +153,7 @@ def _extensions_of(
     joined_steps: JoinedSteps,
     replica_check: ReplicaCheck,
 ) -> list[Extension]:
-    """Return the extensions for the rare cases of a step, in the order in which they are called."""
+    """Return the extensions for the rare cases of a step, in call order."""
     channel, trained = reducer.channel, reducer.trained
     cannot_be_captured = {
         CHECK_FINITE: lambda: reducer.checks_finite,
@@ -176,7 +176,7 @@ def _extensions_of(
         # These two may refuse a backward. GraphCapture first, because the other looks at gradients and sets some aside.
         GraphCapture(reducer.exposed_time.device, channel.rank, cannot_be_captured),
         SharedParameters(reducer),
-        # Then this one, because ranks without data must not be told about a backward that is refused.
+        # JoinedSteps next, because it must not announce a refused backward to ranks without data.
         joined_steps,
         # Before all extensions that look at averages, because late and sparse gradients complete them.
         OutOfBucket(trained, reducer.buckets, channel),

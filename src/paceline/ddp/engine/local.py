@@ -119,7 +119,7 @@ class LocalEngine:
             return
         self._ledger.backward_began(block)
         self._ledger.forget_dropped(parameters, in_backward=True)
-        if self._is_end_needed():  # so an ordinary backward of one rank costs nothing
+        if self._is_end_needed():  # skipped in an ordinary backward of one rank, to save time
             check_eager_backward(0)
             self._share = self._sharing.begin()
             # Only the callback holds the task: if it is freed before the callback runs, backward raised.

@@ -72,7 +72,7 @@ class JoinedSteps(Extension):
 
     def begin(self, backward: Backward) -> None:
         """Announce a synchronized backward with an exchange of control blocks."""
-        # A rank without data cannot tell from its gradients whether blocks are exchanged or read later.
+        # A rank without data has no gradients to decide from, so blocks are always exchanged, and read in backward.
         backward.sends_block = backward.reads_in_backward = True
         backward.launches_at_end = self.launches_at_end(self.announce(Event.BACKWARD))
 

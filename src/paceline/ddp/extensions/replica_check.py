@@ -9,8 +9,8 @@ synchronized backward, when all ranks are at the same step. Only if they differ 
 tensor.
 
 It compares every parameter. With ``check_replicas_every`` it also compares the optimizer state that all ranks hold
-(sharded state is not held by all). Buffers are not compared: a broadcast makes them equal in every step, and those that
-are not broadcast, such as BatchNorm's running statistics, may differ.
+(sharded state is not held by all). Buffers are not compared: a broadcast makes them equal in every step, and buffers
+that are not broadcast, such as BatchNorm's running statistics, may differ.
 
 Decision 0058 says why.
 """

@@ -59,7 +59,7 @@ class UnusedParameters(Extension):
 
 
 def unused_message(names: Sequence[str], without: Sequence[Sequence[int]]) -> str | None:
-    """Describe in one sentence which of the parameters `names` lacked a gradient on which ranks; None if none did.
+    """Return a sentence that lists the parameters without a gradient and the affected ranks; None if all had one.
 
     ``without[i][rank]`` is 1 if that rank had no gradient for parameter i.
     """

@@ -37,7 +37,7 @@ def assign(
             closed by the parameter that fills it, so it may exceed its capacity by one parameter.
 
     Returns:
-        Parameter indices of each bucket, in the order in which buckets are completed and launched.
+        Parameter indices of each bucket. Buckets are in the order they fill up and are launched.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[Hashable, list[int]] = {}
@@ -48,7 +48,7 @@ def assign(
         bucket = open_buckets.setdefault(kind, [])
         bucket.append(index)
         filled[kind] = filled.get(kind, 0) + sizes[index]
-        # Indexed by the number of closed buckets, because buckets are launched in the order in which they are closed.
+        # The number of closed buckets is this bucket's place in the launch order, because closed buckets launch first.
         if filled[kind] >= capacities[min(len(buckets), len(capacities) - 1)]:
             buckets.append(open_buckets.pop(kind))
             del filled[kind]

@@ -204,7 +204,7 @@ def check_nccl(options: object) -> NcclOptions:
 
 
 def check_nccl_group(options: NcclOptions, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Refuse NCCL settings if there is no NCCL communicator or it does not support them."""
+    """Refuse NCCL settings if the group has no NCCL communicator or the communicator does not support them."""
     if not options.chosen:
         return
     backend = str(dist.get_backend_config(group))

@@ -19,7 +19,7 @@ from paceline.core.torch_internals.tensors import content_of
 from paceline.ddp.reducer.gradients import gradient_of, is_none
 
 PATIENCE = 3
-"""Number of backwards in a row without a gradient after which this rank stops waiting for a parameter. If it waited
+"""This rank stops waiting for a parameter after this many backwards in a row without its gradient. If it waited
 forever, a bucket with an unused parameter would always be launched at the end."""
 _requires_grad = attrgetter("requires_grad")
 
@@ -33,9 +33,9 @@ class Arrivals:
     """
 
     observed: list[int]
-    """Parameters in the order in which their gradients arrived, in a backward with a hook for every parameter."""
+    """Parameters in the arrival order of their gradients, from a backward with a hook for every parameter."""
     order_known: bool
-    """Whether buckets are in arrival order, in which case a few hooks are enough."""
+    """Whether buckets follow the arrival order, so that a few hooks are enough."""
     counts_each: bool
     """Whether :meth:`arrived` must be called for each gradient in this backward."""
 
@@ -159,4 +159,4 @@ class ArrivalHook(partial[None]):
 
 
 def _nothing(_index: int, _parameter: Tensor) -> None:
-    """Do nothing; replaces the hook of closed arrivals."""
+    """A no-op that replaces the hook after :meth:`Arrivals.close`."""

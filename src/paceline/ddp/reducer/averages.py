@@ -1,8 +1,8 @@
 """The averages that a wrapper has put in ``p.grad``: which gradients are averages, and whether they are final.
 
-With GPUs, a backward publishes averages before it has read the other ranks' control blocks. In the usual step the
-blocks change nothing. If a rank reports a gradient that is in no bucket, the average becomes complete only when the
-blocks are read. If it was used before that, the step would continue with a value that is not the average.
+With GPUs, a backward publishes averages before it has read the other ranks' control blocks. Usually the blocks do
+not affect the averages. If a rank reports a gradient outside the buckets, however, the average is complete only after
+the blocks are read. Code that used it earlier has computed with a wrong value.
 """
 
 from __future__ import annotations

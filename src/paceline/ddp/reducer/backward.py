@@ -43,7 +43,7 @@ class Backward:
     An attribute that matters only in rare cases has its usual value on the class, so that a step creates few objects.
 
     Args:
-        sends_block: whether all ranks launch control blocks at the end of backward, whatever the digests say.
+        sends_block: whether all ranks launch control blocks at the end of backward, regardless of the digests.
         launches_at_end: whether buckets are launched when backward has ended rather than as they fill.
     """
 

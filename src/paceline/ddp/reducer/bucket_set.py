@@ -163,7 +163,7 @@ class BucketSet:
         self._left_to_users.append((memory, views))
 
     def _free_unused(self) -> None:
-        """Free memory that was left to users and to which no reference is left."""
+        """Free memory that was left to users and that they no longer reference."""
         for memory, views in self._left_to_users:
             if not views.is_in_use():
                 self._channel.free(memory)

@@ -229,7 +229,7 @@ class Exchange:
             self._refuse_change(backward)
             return
         sparse, late = self.control.second_pass()
-        # Errors are raised after the collectives below, because this rank must take part in those in any case.
+        # Raise errors only after the collectives below, because the other ranks wait for this rank in them.
         backward.defer(partial(self.control.check, statuses))
         if early is not None and (used := early.find_used([*sparse, *late])) is not None:
             backward.defer_error(used)

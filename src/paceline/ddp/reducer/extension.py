@@ -41,11 +41,11 @@ class Exchanged:
     statuses: list[Status]
     """Each rank's status."""
     scale: float
-    """The factor by which sums over the ranks are multiplied."""
+    """The factor that turns sums over the ranks into averages."""
 
 
 class Extension:
-    """One rare case. A subclass overrides the methods it needs; the others do nothing."""
+    """Handles a rare case of a step. A subclass overrides only the methods it needs; the defaults have no effect."""
 
     mark_stale: Callable[[], None] = staticmethod(lambda: None)
     """Function to call when the result of :meth:`is_active` changes; set by :class:`Extensions`."""
@@ -98,7 +98,7 @@ class Extensions:
     """The extensions of one wrapper, by moment.
 
     Args:
-        extensions: in the order in which to call them.
+        extensions: the extensions, in call order.
     """
 
     begin: Sequence[Callable[[Backward], None]]
@@ -130,7 +130,7 @@ class Extensions:
         self.is_stale = True
 
     def abort(self, backward: Backward) -> None:
-        """Undo what the extensions did at the start of `backward`."""
+        """Undo every extension's preparations for `backward`."""
         for extension in self.all:
             extension.abort(backward)
 

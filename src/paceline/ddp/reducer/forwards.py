@@ -19,7 +19,7 @@ class Forward:
     """One forward. It lives as long as the forward's graph, because only that graph's hooks refer to it.
 
     Args:
-        block: the ``model.weight()`` block in which the forward ran.
+        block: the ``model.weight()`` block around the forward.
         counts_if_averaged: whether it was counted, but must not count if its backward stays local under ``no_sync``.
     """
 
@@ -114,11 +114,11 @@ class PendingForwards:
 
 
 def _nothing(_forward: Forward | None, _gradient: Tensor) -> None:
-    """Do nothing; replaces the function of a closed reducer."""
+    """A no-op that replaces the function of a closed reducer."""
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """Return all tensors in a forward's output, including those in nested containers, dataclasses and plain objects."""
+    """Return all tensors in a forward's output; searches nested containers, dataclasses and plain objects."""
     found: list[Tensor] = []
     # `seen` is needed because an object may contain itself.
     stack, seen = [output], set()

@@ -252,8 +252,8 @@ class Reducer(Step):
         """Run the collectives that other ranks are still waiting for after an exception; in all wrappers."""
         if self.backward is not None and self.backward.phase is Phase.BROKEN:
             raise CommunicationError(
-                f"rank {self.channel.rank}: an earlier step of this model failed partway, so ranks no longer agree on "
-                "where they are; start again from the last checkpoint"
+                f"rank {self.channel.rank}: an earlier step of this model failed partway, so the ranks are out of "
+                "step; start again from the last checkpoint"
             )
         if abort.unfinished:
             abort.resync_all()

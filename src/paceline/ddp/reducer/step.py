@@ -68,7 +68,7 @@ class Step(Exchange, Member):
     common: Collection[int] = frozenset()
     """Parameters that other live wrappers also have; kept up to date by :class:`.SharedParameters`."""
     _accumulators: Accumulators
-    """The averaged parameters' nodes in autograd graphs, which tell whether a backward reaches the parameters."""
+    """The averaged parameters' nodes in autograd graphs; used to check whether a backward reaches the parameters."""
     _on_change: OnChange
     """Function to call with all parameters to average when the module has new ones."""
 

@@ -116,7 +116,7 @@ class SliceStatistics:
                 layer.parts.clear()
 
     def begin_repeat(self) -> None:
-        """Begin a repeated slice, whose additions are kept apart, as the part of :data:`REPEAT`."""
+        """Begin a repeated slice; its additions go to the separate part :data:`REPEAT`."""
         self._slice = REPEAT
         for layer in self._layers:
             layer.parts.pop(REPEAT, None)

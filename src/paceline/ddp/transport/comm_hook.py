@@ -168,8 +168,8 @@ class HookFinisher(Finisher):
         where = f"rank {self._rank}: communication hook {name_of(self._hook)!r}, called for bucket {number}"
         if self._failure is not None:
             raise HookError(
-                f"rank {self._rank}: communication hook {name_of(self._hook)!r} has failed before "
-                f"({self._failure!r}), so ranks no longer agree on where they are; start again from the last checkpoint"
+                f"rank {self._rank}: communication hook {name_of(self._hook)!r} failed earlier "
+                f"({self._failure!r}), so the ranks are out of step; start again from the last checkpoint"
             )
         shown = GradBucket.of(bucket, self._parameters, number, last=bucket.is_last)
         try:

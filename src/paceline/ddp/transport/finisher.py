@@ -32,7 +32,7 @@ from paceline.ddp.transport.channel import Channel, Launched
 CONTROL_EXCHANGE = "exchange of control blocks"
 BUCKET_REDUCTION = "all-reduce of gradient bucket"
 _LARGE_BYTES = 64 * 1024
-"""Smallest bucket for which a pass over it costs more than an operation."""
+"""Bucket size in bytes above which a pass over the bucket takes longer than one more operation."""
 NOT_RECORDED = nullcontext()
 
 

@@ -60,7 +60,7 @@ def _none() -> None:
 
 
 class Leaving(JoinHook):
-    """Ends ``join`` for a wrapper; nothing else is needed in a world of one."""
+    """Ends ``join`` for a wrapper; a world of one needs no other hook."""
 
     def __init__(self, wrapper: Joinable) -> None:
         self._wrapper = wrapper

@@ -135,10 +135,10 @@ class SyncControl(Joinable):
     def gradients_are_averaged(self) -> None:
         """Allow an optimizer step over gradients that were averaged by hand or are the same on all ranks anyway.
 
-        For example, gradients computed with ``autograd.grad`` and ``all_reduce``, or from random numbers that are the
+        Examples are gradients computed with ``autograd.grad`` and ``all_reduce``, or from random numbers that are the
         same on all ranks. Call this on all ranks, after setting ``p.grad`` and before the step. It compares a 64-bit
-        digest of each gradient, which costs one read of the gradients and a small collective. The weights and local
-        backwards counted so far by :meth:`weight` and :meth:`no_sync` are discarded.
+        digest of each gradient, which costs one read of the gradients and a small collective. It also discards the
+        weights from :meth:`weight` and the local backwards under :meth:`no_sync` since the last synchronization.
 
         Raises:
             UsageError: if a gradient is not the same on every rank; names it.
@@ -185,7 +185,7 @@ class SyncControl(Joinable):
         """
         if reduction not in ("sum", "mean"):
             raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')
-        # Before this weight is counted, because the resync uses up all weights counted so far.
+        # Resync before counting this weight, because the resync consumes all counted weights.
         self._engine.resync_aborted()
         if reduction == "mean":
             self._replica.mean_losses.hook_parameters()

@@ -56,9 +56,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     ``gradient_as_bucket_view``, ``static_graph``, ``batched_grad_copy``, ``check_reduction``. docs/drop-in.md explains
     each of them.
 
-    Gradients equal those of one process on the whole global batch: for a mean loss and equal slices, as in torch, and
-    for slices of any size with :meth:`weight` around a summed loss. A parameter without a gradient on any rank keeps
-    ``grad is None``.
+    Gradients are the same as in one process on the whole global batch: for equal slices with a mean loss, as in torch,
+    and for slices of any size with a summed loss inside :meth:`weight`. A parameter without a gradient on any rank
+    keeps ``grad is None``.
 
     Call the wrapper, not ``model.module``: only backwards through a forward of the wrapper are synchronized. An
     optimizer step over gradients that were not averaged is refused. Several wrappers may share parameters; a shared
@@ -83,8 +83,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             combined with activation checkpointing; ``torch.autocast`` needs no argument.
         check_finite: raise :class:`~paceline.errors.NonFiniteGradient` on every rank if any rank's gradient contains
             NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
-        reduce_dtype: dtype in which buckets send and sum gradients, by default each parameter's own dtype:
-            ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes. Gradients keep the
+        reduce_dtype: dtype for sending and summing gradients, by default each parameter's own dtype. Use
+            ``torch.float32`` for exact means of bf16 gradients, and bf16 or fp16 for half the bytes. Gradients keep the
             parameters' dtype, in separate memory. In fp16 the gradient of a rank's summed loss may overflow.
         check_replicas_every: compare fingerprints of parameters and optimizer state between ranks every this many
             steps; a difference raises :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of both,

@@ -39,7 +39,7 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 
 class InertMember:
-    """Replaces ``model.reducer`` or ``model.logger``; the methods named in `calls` do nothing."""
+    """Replaces ``model.reducer`` or ``model.logger``; the methods named in `calls` are no-ops."""
 
     def __init__(self, name: str, *calls: str) -> None:
         self._name, self._calls = name, calls
@@ -55,7 +55,7 @@ class InertMember:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Accept the call and do nothing: a backward needs no preparation."""
+    """Ignore the call, because a backward needs no preparation."""
 
 
 class TorchMembers:
@@ -254,7 +254,7 @@ class TorchMembers:
         self._engine.close()
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:
-        """Accept the call and do nothing: each step finds the touched rows itself."""
+        """Ignore the call, because each step finds the touched rows itself."""
 
     def _sync_buffers(self) -> None:
         self.sync_buffers()
@@ -290,7 +290,7 @@ class TorchMembers:
 
 
 def accept_bare_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Add ``module.`` to state dict keys that lack it, such as those from checkpoints and ``unwrap(model)``."""
+    """Add ``module.`` to state dict keys that lack it, such as keys from a checkpoint or ``unwrap(model)``."""
     for name in model.state_dict():
         bare, wanted = prefix + plain_name(name.removeprefix("module.")), prefix + name
         if bare in state_dict and wanted not in state_dict:
@@ -324,5 +324,5 @@ def check_default_group(group: dist.ProcessGroup) -> None:
     if group is not get_default_group():
         raise UsageError(
             "only a DistributedDataParallel over the default process group can be pickled, because other groups "
-            "cannot be identified where it is loaded; pickle paceline.unwrap(model) and wrap it again"
+            "cannot be identified on loading; pickle paceline.unwrap(model) and wrap it again"
         )
