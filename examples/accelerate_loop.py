@@ -5,10 +5,10 @@ torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py        the 
 
 ``accelerator.prepare(net)`` would wrap in torch's DDP. ``prepare_model(net, evaluation_mode=True)`` does all but that:
 device, mixed precision, and the place in ``save_state``. Accelerate can use Paceline's wrapper like torch's, because it
-is a subclass of that. ``paceline.init()`` comes first: Accelerate takes the process group that is there, which on CPUs
-is Paceline's own.
+is a subclass of that. Call ``paceline.init()`` first: Accelerate uses the existing process group, which on CPUs is
+Paceline's own.
 
-Tried with accelerate 1.15 on two ranks on CPUs, also with mixed_precision="bf16". Elsewhere: docs/gpu-status.md.
+Tested with accelerate 1.15 on two ranks on CPUs, also with mixed_precision="bf16". Tests on GPUs: docs/gpu-status.md.
 """
 
 import torch
@@ -21,7 +21,7 @@ import paceline
 
 
 def main() -> None:
-    """Train on a circle in a square, and print how many points are told right."""
+    """Learn which points of a square are inside a circle, and print the accuracy."""
     world = paceline.init()  # before the Accelerator
     accelerator = Accelerator(cpu=world.device.type == "cpu", gradient_accumulation_steps=2)
     with paceline.set_seed(0):

@@ -3,7 +3,7 @@
 python examples/autoencoder.py                              one process
 paceline run --nproc 2 examples/autoencoder.py              two ranks, with the loss of one
 
-docs/trainer.md has both side by side. Elsewhere: docs/gpu-status.md.
+docs/trainer.md has both side by side. Tests on GPUs: docs/gpu-status.md.
 """
 
 import torch

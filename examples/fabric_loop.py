@@ -4,12 +4,12 @@ paceline run --nproc 2 examples/fabric_loop.py                          two rank
 torchrun --standalone --nproc-per-node 2 examples/fabric_loop.py        the same
 srun -K -N 2 python examples/fabric_loop.py                             a rank on each of two nodes of Slurm
 
-``DDPStrategy.setup_module`` is where Fabric wraps a model. Everything else of the strategy works on Paceline's wrapper,
-as it is a subclass of torch's. ``paceline.init()`` comes first: Fabric takes the process group that is there, which on
-CPUs is Paceline's own, and reads the place of each rank from torchrun's variables, which ``init()`` sets where srun or
+``DDPStrategy.setup_module`` is where Fabric wraps a model. The rest of the strategy works with Paceline's wrapper,
+because it is a subclass of torch's. Call ``paceline.init()`` first: Fabric uses the existing process group, which on
+CPUs is Paceline's own, and reads the place of each rank from torchrun's variables, which ``init()`` sets if srun or
 mpirun started the ranks.
 
-Tried with lightning-fabric 2.6 on CPUs (docs/clusters.md). Not tried: precision="bf16-mixed". Elsewhere:
+Tested with lightning-fabric 2.6 on CPUs (docs/clusters.md). Not tested: precision="bf16-mixed". Tests on GPUs:
 docs/gpu-status.md.
 """
 
@@ -37,7 +37,7 @@ class PacelineStrategy(DDPStrategy):
 
 
 def main() -> None:
-    """Train on a circle in a square, and print how many points are told right."""
+    """Learn which points of a square are inside a circle, and print the accuracy."""
     world = paceline.init()  # before launch()
     several = world.size > 1
     fabric = Fabric(

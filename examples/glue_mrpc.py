@@ -4,7 +4,7 @@ paceline run --nproc 2 examples/glue_mrpc.py                            BERT and
 paceline run --nproc 2 examples/glue_mrpc.py --model DIR --data DIR     from folders, without network
 
 DIR has a model that save_pretrained() wrote with its tokenizer, and MRPC's train.tsv and dev.tsv. docs/trainer.md has
-both side by side. Not tried: BERT's own weights, which are on the hub alone. Elsewhere: docs/gpu-status.md.
+both side by side. Not tested: BERT's own weights, which are only on the hub. Tests on GPUs: docs/gpu-status.md.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     with paceline.init() as world:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
-        with world.main_first():  # what is on the hub is fetched once
+        with world.main_first():  # so that one rank downloads from the hub and the others use its cache
             data = load(options.data)
         data = data.map(
             lambda rows: tokenizer(rows["sentence1"], rows["sentence2"], truncation=True, max_length=128),

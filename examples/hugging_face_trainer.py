@@ -1,16 +1,16 @@
-"""The Hugging Face Trainer with Paceline's wrapper: one of its methods is overridden.
+"""The Hugging Face Trainer with Paceline's wrapper, by overriding one method.
 
 paceline run --nproc 2 examples/hugging_face_trainer.py                     two ranks on this machine
 torchrun --standalone --nproc-per-node 2 examples/hugging_face_trainer.py   the same
 
-When ``_wrap_model`` returns a wrapped model, nothing wraps it again. The Trainer has no public name for that place.
-``paceline.init()`` comes first: the Trainer takes the process group that is there, which on CPUs is Paceline's own.
+If ``_wrap_model`` returns a wrapped model, the Trainer does not wrap it again. There is no public method for this.
+Call ``paceline.init()`` first: the Trainer uses the existing process group, which on CPUs is Paceline's own.
 
-A small BERT with random weights learns whether most numbers of a sequence are large; nothing is downloaded. It ends
-with the very weights of the Trainer with torch's wrapper.
+A small BERT with random weights learns whether most numbers of a sequence are large, without downloading anything. Its
+final weights are bit-identical to those from the Trainer with torch's wrapper.
 
-Tried with transformers 5.23 on two ranks on CPUs, also with bf16=True. Not tried: FSDP and DeepSpeed, which bring
-wrappers of their own. Elsewhere: docs/gpu-status.md.
+Tested with transformers 5.23 on two ranks on CPUs, also with bf16=True. Not tested: FSDP and DeepSpeed, which have
+their own wrappers. Tests on GPUs: docs/gpu-status.md.
 """
 
 import tempfile

@@ -3,11 +3,11 @@
 python examples/mixture_of_experts.py                               one process
 paceline run --nproc 4 examples/mixture_of_experts.py --top 2       four ranks, two experts for each token
 
-The text is of eight made-up languages, each with an order of its own: which token comes next depends on the token and
-on the language. Two things differ from an ordinary model. Experts that no token of a rank chose have no gradient there,
-which costs a flag against the warning alone. And the loss that balances the experts (Fedus et al. 2021, Switch
-Transformers, eq. 4-6) multiplies two means over the batch, so the shares of the *global* batch have to be in it: with
-its own shares every rank would train for another loss. Elsewhere: docs/gpu-status.md.
+The text is in eight made-up languages. The next token depends on the current token and on the language. Two things
+differ from an ordinary model. First, an expert that no token of a rank chose has no gradient on this rank; a flag
+silences the warning. Second, the load-balancing loss (Fedus et al. 2021, Switch Transformers, eq. 4-6) multiplies two
+means over the batch, so it needs the shares of the *global* batch: with its own shares, every rank would minimize a
+different loss. Tests on GPUs: docs/gpu-status.md.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def make_texts(count: int) -> TensorDataset:
 
 
 class Experts(nn.Module):
-    """A layer of networks, of which each token goes through `top`; the sum of their outputs, weighted by the router."""
+    """A layer that sends each token through `top` experts and sums their outputs, weighted by the router."""
 
     def __init__(self, top: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def flat(batch: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor, Ten
 
 
 def main() -> None:
-    """Train, and print the losses and which language went to which experts."""
+    """Train, and print the losses and the experts of each language."""
     parser = argparse.ArgumentParser(description="A mixture of experts, trained data-parallel.")
     parser.add_argument("--top", type=int, default=1, help="experts for each token, 1 or 2 (default: 1)")
     parser.add_argument("--balance", type=float, default=0.01, help="weight of the balancing loss (default: 0.01)")

@@ -1,12 +1,12 @@
-"""An asynchronous parameter server over send and receive, beside synchronous training: a lesson, and no feature.
+"""Asynchronous training with a parameter server (send and receive), compared with synchronous training. For teaching.
 
 paceline run --nproc 3 examples/parameter_server.py             rank 0 keeps the weights, the others compute gradients
 paceline run --nproc 3 examples/parameter_server.py --slow 4    the last rank takes four times as long for a gradient
 
-Asynchronous: a worker sends its gradient and gets the weights as they are then. Nobody waits for another worker, so
-others may have changed the weights since the gradient's own were sent: by so many updates it is stale. Synchronous: all
-ranks, also rank 0, average their gradients in every step. Both train for the same seconds with the same optimizer; a
-picture shows the staleness and both losses. It needs Matplotlib. Elsewhere: docs/gpu-status.md.
+Asynchronous: a worker sends its gradient, receives the current weights and continues, without waiting for other
+workers. The staleness of a gradient is the number of updates by other workers since its weights were sent.
+Synchronous: all ranks, including rank 0, average their gradients in every step. Both train for the same time with the
+same optimizer. A Matplotlib picture shows the staleness and both losses. Tests on GPUs: docs/gpu-status.md.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def serve(learner: Learner, workers: int) -> list[int]:
 
 
 def work(learner: Learner) -> list[int]:
-    """Send gradients to rank 0, and get its weights for each, until it says that time is over; return nothing."""
+    """Send gradients to rank 0, which returns its weights, until it ends the training; return an empty list."""
     version = torch.zeros(1)
     answer = torch.empty(1 + len(learner.weights))
     while version >= 0:
@@ -98,7 +98,7 @@ def work(learner: Learner) -> list[int]:
 
 
 def train_synchronously(learner: Learner, rank: int, size: int) -> None:
-    """Average the gradients of all ranks in every step, until rank 0 says that time is over."""
+    """Average the gradients of all ranks in every step, until rank 0 ends the training."""
     while True:
         is_over = torch.tensor([float(rank == 0 and learner.elapsed() >= learner.seconds)])
         message = torch.cat([is_over, learner.gradient()])
@@ -128,7 +128,7 @@ def draw(staleness: list[int], curves: dict[str, list[tuple[float, float]]], out
 
 
 def main() -> None:
-    """Train both ways, and print and draw what came of it."""
+    """Train both ways, and print and draw the results."""
     parser = argparse.ArgumentParser(description="An asynchronous parameter server beside synchronous training.")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each training (default: 5)")
     parser.add_argument("--lr", type=float, default=0.1, help="of SGD with momentum 0.9 (default: 0.1)")
@@ -143,7 +143,7 @@ def main() -> None:
     if options.seconds <= 0 or options.slow < 1:
         raise paceline.UsageError("--seconds has to be above 0, and --slow 1 or more")
     if importlib.util.find_spec("matplotlib") is None:
-        raise paceline.UsageError("there is no Matplotlib to draw with; pip install matplotlib")
+        raise paceline.UsageError("Matplotlib is not installed; pip install matplotlib")
     delay = options.slow if world.rank == world.size - 1 else 1.0
     world.barrier()
     learner = Learner(world.rank, options, delay)

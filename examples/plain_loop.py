@@ -15,7 +15,7 @@ from paceline.data import DataLoader  ## instead of torch.utils.data's; batch_si
 
 
 def make() -> tuple[TensorDataset, nn.Module]:
-    """Points in a square, whether they are inside a circle, and a network to tell."""
+    """Return points in a square, labeled by whether they are inside a circle, and a network that learns the labels."""
     x = torch.rand(1024, 2) * 2 - 1
     y = (x.norm(dim=1) < 0.8).long()
     net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
@@ -23,7 +23,7 @@ def make() -> tuple[TensorDataset, nn.Module]:
 
 
 def main() -> None:
-    """Train and print how many points are told right."""
+    """Train, and print the accuracy."""
     world = paceline.init()  ##
     device = world.device  ## instead of one chosen by hand
     with paceline.set_seed(0):  ## instead of torch.manual_seed(0); every rank draws the same in here
