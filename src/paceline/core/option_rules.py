@@ -1,6 +1,6 @@
 """Checks of option values. Errors name the option as an argument (``clip_norm``) or as a flag (``--clip-norm``).
 
-Each function returns the value, converted to the type in which it is used.
+Each function returns the checked value, converted to its final type.
 """
 
 from __future__ import annotations

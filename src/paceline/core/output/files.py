@@ -21,7 +21,7 @@ def check_file(option: str, file: str | None) -> None:
 
 
 def write_file(option: str, file: str | None, content: str | bytes) -> None:
-    """Write `content` to `file`; does nothing if `file` is None."""
+    """Write `content` to `file`, unless `file` is None."""
     if file is None:
         return
     try:

@@ -17,7 +17,7 @@ _PIECE = 1024
 def _write(text: str) -> None:
     """Write the text to stderr and flush, if possible. Never raises, and never blocks for long.
 
-    A job must not fail or hang if stderr is closed, on a full disk, or a pipe that nobody reads.
+    A closed stderr, a full disk or a pipe without a reader must not make a job fail or hang.
     """
     stream = sys.stderr
     with suppress(OSError, ValueError, AttributeError):  # ValueError: stderr is closed; AttributeError: it is None

@@ -58,7 +58,7 @@ def print_table(table: Table, keys: int = 1) -> None:
     if they may. A table that is still too wide is printed in parts, one below the other.
 
     Args:
-        table: its columns may wrap, except those with ``no_wrap``.
+        table: the table to print. Columns may wrap unless they have ``no_wrap``.
         keys: number of leading columns that identify a row; they are repeated in each part.
     """
     console = Console()
@@ -89,7 +89,7 @@ def _parts(console: Console, table: Table, keys: int) -> Iterator[Table]:
 
 
 def _whole(console: Console, column: Column) -> Column:
-    """Return `column` with the smallest width at which rich does not cut its cells."""
+    """Return `column` with the minimum width that keeps rich from cutting its cells."""
     options = console.options.update(max_width=UNBOUNDED)
     widths = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
     least = max(width.maximum if column.no_wrap else width.minimum for width in widths)

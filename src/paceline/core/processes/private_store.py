@@ -51,7 +51,7 @@ def make_file(port: str) -> int:
 
 
 def path_of(descriptor: int) -> str:
-    """Return the path at which other processes of this user can open this process's `descriptor`."""
+    """Return a path that lets other processes of this user open this process's `descriptor`."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
@@ -59,8 +59,8 @@ def path_of(descriptor: int) -> str:
 def open_file(path: str, port: str) -> int:
     """Open the memory file at `path`, made for the job with `port`. Its descriptor stays open until the process ends.
 
-    A FileStore reopens its path for every operation and when it is freed. If the descriptor were closed, its number
-    could refer to another file by then.
+    A FileStore reopens its path for every operation and when it is freed. If the descriptor had been closed by then,
+    its number could refer to another file.
     """
     try:
         _check_own(os.stat(path))  # before opening it, because opening a device or FIFO has side effects

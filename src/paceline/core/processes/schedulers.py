@@ -1,4 +1,4 @@
-"""Ranks started by a batch system or MPI: torchrun's variables, derived from those of ``srun`` or ``mpirun``.
+"""Sets torchrun's variables for ranks that ``srun`` or ``mpirun`` started.
 
 An existing ``RANK`` takes precedence. A single process needs no variables.
 """
@@ -58,7 +58,7 @@ ENGINES = (*MPI, SRUN)
 """In order of precedence. mpirun and mpiexec start helpers on other nodes through srun, so a rank there also has the
 variables of that srun step, which count helpers."""
 UNKNOWN = ("PMIX_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE")
-"""Variables in which unsupported engines pass the rank."""
+"""Rank variables of unsupported engines."""
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:

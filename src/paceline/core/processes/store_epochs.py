@@ -8,8 +8,8 @@ differ between ranks.
     asked/r += 1                     ──►            wait until every rank has an unanswered question
     wait for the answer              ◄──            answer each rank's latest question with a new number
 
-A question that was not answered in time is harmless, because the next one is answered instead. If ranks are missing,
-rank 0 tells the others which.
+A question that was not answered in time is harmless, because rank 0 answers the next one instead. If ranks are missing,
+rank 0 sends their numbers to the others.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class World:
         return str(box[0])
 
     def close(self) -> None:
-        """Leave the process group; the counterpart of :func:`init`. Does nothing if it has been left already.
+        """Leave the process group; the counterpart of :func:`init`. A second call has no effect.
 
         With NCCL all ranks must call it, because they destroy their communicators together.
         """
@@ -157,9 +157,9 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     Args:
         backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``
             takes. By default NCCL, with Gloo for CPU tensors, if CUDA is available; otherwise Paceline's own backend.
-        timeout: how long collectives and the creation of a process group wait for a rank, as a ``timedelta`` or in
-            seconds. By default the seconds in ``PACELINE_TIMEOUT``, which ``paceline run --timeout`` sets, else
-            torch's.
+        timeout: how long to wait for a rank in collectives and when a process group is created: a ``timedelta`` or a
+            number of seconds. Defaults to the seconds in ``PACELINE_TIMEOUT``, which ``paceline run --timeout`` sets,
+            or else to torch's default.
 
     Raises:
         CommunicationError: if a rank does not arrive in time; the message names it.

@@ -131,7 +131,7 @@ class _Taken:
 
     def __init__(self) -> None:
         self.sources: dict[int, Source] = {}
-        """Sources by key, in the order in which they handed over batches."""
+        """Sources by key, in the order they handed over batches."""
         self.synchronizations = 0
         """Number of synchronized backwards of all wrappers."""
         self.optimizer_steps = 0

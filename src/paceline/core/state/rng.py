@@ -40,14 +40,14 @@ def seed_all(seed: int) -> None:
 class set_seed:
     """Seed this rank's generators so that dropout and augmentation differ by rank.
 
-    As a context manager, it seeds all ranks alike for the block and differently after it. Build the model inside::
+    As a context manager, it seeds all ranks identically in the block and differently after it. Build the model inside::
 
         with paceline.set_seed(7):
             model = Net()
 
-    Nested blocks and calls inside a block also seed all ranks alike. At the end of an inner block, the streams of the
-    outer block continue. A checkpoint includes the streams (:func:`rng_state`). Before :func:`paceline.init`, the rank
-    is read from the environment variable ``RANK``.
+    Nested blocks and calls inside a block also seed all ranks identically. At the end of an inner block, the streams of
+    the outer block continue. A checkpoint includes the streams (:func:`rng_state`). Before :func:`paceline.init`, the
+    rank is read from the environment variable ``RANK``.
 
     Args:
         seed: a whole number >= 0, which may be a NumPy integer.
@@ -108,7 +108,7 @@ def rng_state() -> dict[str, Any]:
 def rng_state_of(
     in_torch: torch.Tensor, in_python: tuple[Any, ...], in_numpy: tuple[Any, ...] | None, in_cuda: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return the state of :func:`rng_state` from the states of the generators, some of which may be None."""
+    """Assemble the result of :func:`rng_state`; the state of an unavailable generator is None."""
     version, words, gauss = in_python
     state: dict[str, Any] = {"torch": in_torch, "python": {"version": version, "words": list(words), "gauss": gauss}}
     if in_numpy is not None:

@@ -1,4 +1,4 @@
-"""Failpoints: moments at which a test can make a rank fail. For tests only.
+"""Failpoints: named moments when a test can make a rank fail. For tests only.
 
 The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semicolons. Each is a moment with
 conditions::
@@ -7,7 +7,7 @@ conditions::
 
 =========  ===========================================================================================================
 ``rank``   the rank to strike; every rank by default
-``at``     the occurrence of the moment within one start at which to strike; 1 by default. For moments of a training
+``at``     which occurrence of the moment to strike, counted within one start; 1 by default. For moments of a training
            step, this is the number of the step, counted from the first step of this start
 ``start``  number of restarts before this start: 0, the default, is the first start; ``any`` is every start
 ``do``     ``kill`` (SIGKILL, the default), ``abort`` (SIGABRT), ``raise`` (an exception), ``exit`` (as
@@ -114,7 +114,7 @@ def _act(action: str, reason: str) -> None:
 
 
 def pass_by(moment: str) -> None:
-    """Do nothing, because the variable holds no orders."""
+    """Replaces :meth:`Striker.strike` if the variable holds no orders."""
 
 
 _orders = [Order.of(text) for text in os.environ.get(VARIABLE, "").split(";") if text.strip()]

@@ -113,7 +113,7 @@ BEHIND_S = 10
 def _tell_torchrun(text: str) -> None:
     """Make torchrun report `text` for this rank, but not as the root cause.
 
-    torchrun reports the earliest failure as the cause. For a killed rank, it uses the time at which it noticed, in
+    torchrun reports the earliest failure as the cause. A killed rank gets the time when torchrun noticed its death, in
     whole seconds.
     """
     path = os.environ.get(ERROR_FILE)

@@ -37,7 +37,7 @@ _ROOM = 2**20
 """Free bytes per rank that a place should have, for records, per-rank states and a small rescued checkpoint."""
 _NOTE, _LOCK = "job.json", "lock"
 _UNFINISHED_S = 60.0
-"""Seconds after which an unfinished folder counts as abandoned."""
+"""Seconds until an unfinished folder counts as abandoned."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class StepRecord:
     Args:
         path: path of the file, which need not exist if `make` is true.
         make: whether to create the record; if memory is full, it uses the page that the launcher has reserved.
-        folder: the checkpoint folder to which a new record belongs.
+        folder: checkpoint folder of a new record.
     """
 
     _magic = _Number(0)
@@ -87,7 +87,7 @@ class StepRecord:
     """The rank's process."""
     _source = _Number(2)
     restored = _Number(3)
-    """The step from which this start resumed; 0 for the beginning."""
+    """The step that this start resumed from; 0 for the beginning."""
     redone = _Number(4)
     """Number of completed steps of earlier starts that had to be computed again."""
     prepared_part = _Number(5)
@@ -142,7 +142,7 @@ class StepRecord:
 
     @property
     def source(self) -> str | None:
-        """The source from which this start of the rank resumed, one of :data:`SOURCES`."""
+        """What this start of the rank loaded to resume: one of :data:`SOURCES`."""
         return SOURCES[self._source]
 
     @property

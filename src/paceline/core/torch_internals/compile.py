@@ -50,7 +50,7 @@ def leaves_graph(function: AnyFunction) -> AnyFunction:
 
 
 def original_of(module: nn.Module) -> nn.Module | None:
-    """Return the module from which ``torch.compile`` made `module`; None if `module` is not compiled."""
+    """Return the original of a `module` that ``torch.compile`` returned; None if `module` is not compiled."""
     evaluation = sys.modules.get("torch._dynamo.eval_frame")  # None if no module was compiled
     if evaluation is None or not isinstance(module, evaluation.OptimizedModule):
         return None

@@ -12,7 +12,7 @@ import torch.utils.data.dataloader
 
 @contextmanager
 def hide_worker_info() -> Iterator[None]:
-    """Make ``get_worker_info()`` return None in the block, as in the main process."""
+    """Make ``get_worker_info()`` return None in the block, like in the main process."""
     worker: Any = torch.utils.data._utils.worker
     info, worker._worker_info = worker._worker_info, None
     try:

@@ -1,4 +1,4 @@
-"""Questions about a tensor's memory, and operations on lists of tensors, for which torch has no public API."""
+"""Functions without a public API in torch: queries about a tensor's memory, and operations on lists of tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ zero_each: Callable[[Tensors], object] = torch._foreach_zero_
 count_each: Callable[[int], int] = torch._C._storage_Use_Count
 """Counts the tensors and storages that refer to the memory of the storage with this :func:`address_of`."""
 LARGE = 2**20
-"""Number of elements from which a separate operation is cheaper on a GPU than another pass over the tensor."""
+"""Minimum size of a tensor for which a separate operation on a GPU costs less than another pass over the tensor."""
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
@@ -42,7 +42,7 @@ def count_uses(storage: torch.UntypedStorage) -> int:
 
 
 def has_overlap(tensor: Tensor) -> bool:
-    """Return whether elements of `tensor` certainly share memory, as in an expanded tensor."""
+    """Return whether elements of `tensor` certainly share memory, for example after ``expand``."""
     return torch._debug_has_internal_overlap(tensor) == 1
 
 
@@ -76,7 +76,7 @@ def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
 
 
 def norm_each(tensors: Tensors) -> Tensors:
-    """Return the largest absolute value in each of `tensors`, none of which is empty; NaN if a tensor contains NaN."""
+    """Return the largest absolute value in each of the nonempty `tensors`; NaN if a tensor contains NaN."""
     return torch._foreach_norm(tensors, math.inf)
 
 

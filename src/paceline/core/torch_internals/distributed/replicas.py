@@ -1,4 +1,4 @@
-"""Replicas of modules, like those of ``torch.nn.parallel.replicate``: without parameters."""
+"""Replicas of modules without parameters, similar to ``torch.nn.parallel.replicate``."""
 
 from __future__ import annotations
 
