@@ -58,7 +58,7 @@ class Restarts:
         self._virtual_ranks: int | None = None
         """Number of virtual ranks, as last reported by the ranks; None before the first report."""
         self.change: Change | None = None
-        """Change in the number or places of ranks from the last start to the next; None if there is no change."""
+        """Change in the number or places of ranks from the last start to the next; None if both stay the same."""
         self.count = 0
         """Number of restarts of all ranks."""
         self._began = time.monotonic()

@@ -2,7 +2,7 @@
 
     ok          true or false; null while the job runs, and permanently if the launcher was killed
     exit_code   of the launcher; null like ``ok``
-    restarts    how often all ranks have been restarted so far
+    restarts    number of times that all ranks have been restarted
     steps_redone
                 completed optimizer steps that had to be computed again after failures, as Checkpointers count them
     rescued_from
@@ -11,7 +11,7 @@
     changes     changes to the ranks, in order:
         time        time of the decision, in seconds since the epoch
         from, to    numbers of ranks; equal if ranks moved to other places
-        why         the reason, as the launcher prints it
+        why         the reason that the launcher prints
         steps_redone
                     completed steps that the next start computed again; null until that start has ended
     failures    failed starts of the ranks, in order:

@@ -43,7 +43,7 @@ class Places:
         self._failures = Counter[int]()
         """Number of early failures that each place caused."""
         self._until: dict[int, float] = {}
-        """The time at which each left-out place is tried again."""
+        """When to try each left-out place again."""
 
     @property
     def lacks_some(self) -> bool:
@@ -71,7 +71,7 @@ class Places:
 
         Args:
             virtual_ranks: number of virtual ranks, which must be divisible by the number of ranks; 0 for none; None if
-                unknown, in which case only powers of two are sure to divide it.
+                unknown. Only powers of two are sure to divide an unknown number.
         """
         available = [place for place in range(self._count) if self._until.get(place, now) <= now]
         sizes = [size for size in range(self._least, len(available) + 1) if self._divides(size, virtual_ranks)]
@@ -84,7 +84,7 @@ class Places:
         return _is_power_of_two(size) if virtual_ranks is None else virtual_ranks % size == 0
 
     def move(self, virtual_ranks: int | None, now: float) -> Change | None:
-        """Switch to the places of the next start; return the change, or None if nothing changes."""
+        """Switch to the places of the next start; return the change, or None if they stay the same."""
         previous, self.used = self.used, self.next(virtual_ranks, now)
         if previous == self.used:
             return None

@@ -1,6 +1,6 @@
-"""Decides whether to fork ranks from a process that has imported torch, and which modules to import there.
+"""Decides whether to fork ranks from a process that has imported torch, and which other modules it imports first.
 
-It depends on the script's text, so it is the same for every start.
+The decision depends on the script's text, so it is the same for every start.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SETTERS = {"setdefault", "putenv", "update"}
 class Preloading:
     """Modules to import before ranks are forked; empty if every rank is a new interpreter.
 
-    ``note`` tells the user why it is empty.
+    ``note`` is a message for the user about why it is empty.
     """
 
     modules: tuple[str, ...] = ()

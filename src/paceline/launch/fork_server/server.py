@@ -130,7 +130,7 @@ def unfit() -> str:
 
 
 def threads() -> "list[str]":
-    """Return the name of the main thread, followed by those of the threads that a fork would lack."""
+    """Return the name of the main thread, followed by the names of the threads that a fork would lack."""
     names = []
     for thread in sorted(os.listdir("/proc/self/task"), key=int):
         with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:

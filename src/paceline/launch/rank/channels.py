@@ -73,7 +73,7 @@ class RankFiles(LogsSpecs):
         return str(self._root_log_dir or "")
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Create the files of one start, and close those of the previous start."""
+        """Close the files of the previous start, and create the files of the next one."""
         self.close()
         if self._named is not None:
             dest = self._named.reify(envs)
@@ -106,7 +106,7 @@ class RankFiles(LogsSpecs):
         return dest
 
     def _slot(self, memory: bool) -> str:
-        """Return the path of a new empty file, on disk or in memory, where a full disk does not matter."""
+        """Return the path of a new empty file. With `memory`, writes succeed even if the disk is full."""
         file: IO[Any]
         if sys.platform == "linux":
             file = os.fdopen(os.memfd_create("paceline"), "w") if memory else tempfile.TemporaryFile()  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""The record of a rank's failure: the error and the time at which it was raised.
+"""The record of a rank's failure: the error and when it was raised.
 
 The file has the format of torchelastic's error file, with additional keys, so torchrun and ``@record`` can read it.
 Standard library only, because ranks load this module by path (``hook/sitecustomize.py``).
@@ -50,11 +50,11 @@ class Record:
     """The error of a rank: ``ValueError: …``, the traceback, and the time in seconds since the epoch.
 
     Args:
-        usage: whether it is a UsageError, for which only the message is shown.
-        blamed: if the error is a consequence of other ranks' failure, those of them that are known; otherwise None.
+        usage: whether it is a UsageError, which is shown without its traceback.
+        blamed: known ranks whose failure caused this error; None if the error is not a consequence.
         may_pass: see :func:`may_pass`.
         has_optimizer: whether the rank may have held an optimizer; without one it has not trained.
-        is_one_of: whether the error names several ranks, one of which is at fault.
+        is_one_of: whether the error names several ranks although only one is at fault.
     """
 
     message: str
@@ -212,7 +212,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def blamed_by(message: str) -> tuple[int, ...] | None:
-    """Return :func:`consequence` for an error of which only the message is known."""
+    """Like :func:`consequence`, for callers that have only the error's message."""
     if message.startswith(FROM_CALLBACK):
         return ()
     return () if PEER_LOST.search(message) and TRANSPORT.search(message) else None
@@ -233,7 +233,7 @@ def is_shown_by_launcher() -> bool:
 
 
 def install() -> None:
-    """Record uncaught exceptions of this process, and the time at which the process exits without one.
+    """Record an uncaught exception of this process, or the time of an exit without one.
 
     A peer loses its connection to this rank only after the interpreter begins to shut down, so the record of the cause
     precedes the record of its consequence.
@@ -264,7 +264,7 @@ def install() -> None:
 def _leave_gloo() -> None:
     """Destroy the process group before the interpreter shuts down; otherwise Gloo's threads may abort the shutdown.
 
-    Does nothing with NCCL, whose threads may wait for peers.
+    Leaves NCCL groups alone, because their threads may wait for peers.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized() and "nccl" not in str(dist.get_backend_config()):

@@ -155,7 +155,7 @@ class Channel:
 
 
 class PrintedLines:
-    """The output of one job's ranks. A context manager: on exit, it writes whatever is still pending.
+    """The output of one job's ranks. As a context manager, it writes the pending output on exit.
 
     A thread reads the channels and writes to the streams.
 
@@ -176,7 +176,7 @@ class PrintedLines:
         self._thread: threading.Thread | None = None
 
     def open(self, rank: int, numbers: Iterable[int]) -> dict[int, Channel]:
-        """Return the channels for those of a rank's streams (1 and 2) that the launcher has open."""
+        """Return a channel for each of a rank's streams (1 and 2), unless the launcher's own is closed."""
         channels: dict[Stream, Channel] = {}
         prefix = b"rank %d | " % rank if self._prefix_ranks else b""
         by_number = {}
@@ -194,7 +194,7 @@ class PrintedLines:
         return by_number
 
     def say(self, text: str) -> None:
-        """Print a message from the launcher on stderr, after everything that the ranks have printed so far."""
+        """Print a message from the launcher on stderr, after all earlier output of the ranks."""
         if self._thread is None or 2 not in self._streams:
             messages.say(text)
             return

@@ -1,9 +1,8 @@
 """Python stacks of a rank's threads, which the rank writes on request.
 
-There are two signals. On the first one, the interpreter writes the stacks between two instructions; a rank in a
-blocking call never gets there. On the second one, ``faulthandler`` writes them from C, at any point. A few times in ten
-thousand, this crashes a busy rank in a frame under construction, so only ranks that do not answer the first signal get
-it.
+There are two signals. On the first, the interpreter writes the stacks between two instructions, but only once a
+blocking call returns. On the second, ``faulthandler`` writes them from C, at any point. A few times in ten thousand,
+this crashes a busy rank in a frame under construction, so only ranks that do not answer the first signal get it.
 
 Standard library only, because ranks load this module by path (``hook/sitecustomize.py``).
 """

@@ -41,7 +41,7 @@ class Sight:
     rank: int
     box: Snapshot | None = None
     process: str = ""
-    """State of its process, as the letter in /proc; empty if unknown."""
+    """Letter in /proc for the state of its process; empty if unknown."""
     still: float = 0.0
     """Seconds since its box last changed."""
     stopped: float = 0.0
@@ -125,8 +125,8 @@ class HangWatch:
     """Watches the ranks of one start.
 
     Args:
-        folder: the job's folder; without it, hangs are not detected.
-        timeout: seconds without progress after which a rank counts as hanging; None to disable the watch.
+        folder: the job's folder; None disables the watch.
+        timeout: seconds that a rank may go without progress before it counts as hanging; None disables the watch.
     """
 
     def __init__(self, folder: Path | None, timeout: float | None) -> None:
@@ -218,7 +218,7 @@ class HangWatch:
 def _stacks_of_stopped(folder: Path, stopped: Sequence[int], processes: Mapping[int, int]) -> dict[int, str]:
     """Continue the `stopped` ranks for a moment to get their stacks, while the other ranks are stopped.
 
-    A rank cannot complete a step alone, so continuing it changes nothing for the others before it is killed.
+    A rank cannot complete a step alone, so continuing it does not affect the others before it is killed.
     """
     others = [pid for rank, pid in processes.items() if rank not in stopped]
     try:

@@ -22,12 +22,12 @@ class Preemption:
         self._folder = folder
 
     def would_save(self, pids: Collection[int]) -> bool:
-        """Return whether each of these ranks would save a step and end after a signal, or already has."""
+        """Return whether every rank responds to a signal by saving a step and exiting, or already has."""
         states = self._states()
         return bool(pids) and all(states.get(pid) in (Stopping.READY, Stopping.ASKED, Stopping.SAVED) for pid in pids)
 
     def are_ready(self, pids: Collection[int]) -> bool:
-        """Return whether each of these ranks would save a step and end after a signal, and has received none so far."""
+        """Return whether every rank would respond to a signal by saving a step and exiting, but has received none."""
         states = self._states()
         return bool(pids) and all(states.get(pid) is Stopping.READY for pid in pids)
 

@@ -64,7 +64,7 @@ class Supervision:
 
     Args:
         requeue_exit_code: exit code of a job that a signal ended after a saved step; None for 128 + the signal.
-        hang_timeout: seconds without progress after which a rank counts as hanging; None to disable the watch.
+        hang_timeout: seconds that a rank may go without progress before it counts as hanging; None disables the watch.
         min_nproc: minimum number of ranks; None for all.
     """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
-# The only signal for which torchelastic installs its handler, which may raise at any point. It is never sent.
+# torchelastic's signal handler may raise at any point, so install it only for this signal, which is never sent.
 SPARE = signal.SIGURG
 
 # timeout(1) signals the process and then its group. Both signals count as one request to end.

@@ -20,7 +20,7 @@ from paceline.launch.rank.stack_dump import number, path_of, polite_number
 POLITE_S, ANSWER_S = 0.5, 1.0
 """Seconds for a rank to write its stacks, after the first signal and after the second."""
 BACKWARD = "Tensor.backward"
-"""The function in which torch's wrapper waits."""
+"""The script's call when torch's wrapper waits."""
 _FOLDER = re.escape(f"{Path(errors.__file__).parent}/")
 # Without a virtual environment, the folder of installed packages is inside that of the standard library.
 _STDLIB = re.escape(f"{sysconfig.get_path('stdlib')}/") + "(?!(?:site|dist)-packages/)"
@@ -30,7 +30,7 @@ _WAITS = re.compile(
 )
 """Code that waits for other ranks."""
 ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
-"""torch's autograd engine, at the end of which torch's wrapper waits."""
+"""A frame of torch's autograd engine. torch's wrapper waits when the engine has finished."""
 _LIBRARY = re.compile(rf'{_FOLDER}|{_STDLIB}|/(site|dist)-packages/|"<')
 _SAVING = re.compile(f"{_FOLDER}checkpoint/saving/")
 _HANDLER = re.compile(r"  File .*/stack_dump\.py\", line \d+ in write_stacks\n")
@@ -103,7 +103,7 @@ def main_thread(stacks: str) -> list[str]:
 
 
 def waiting_frames(stacks: str, also: str | None = None) -> list[str]:
-    """Return the frame that waits for other ranks and those that called it; an empty list if no frame waits.
+    """Return the frame that waits for other ranks, followed by its callers; an empty list if no frame waits.
 
     Args:
         stacks: the rank's stacks.
@@ -118,7 +118,7 @@ def waiting_frames(stacks: str, also: str | None = None) -> list[str]:
 
 
 def waiting_call(stacks: str) -> str:
-    """Return the function that waits for other ranks, as the script calls it; an empty string if none waits."""
+    """Return the name of the script's call that waits for other ranks; an empty string if no call waits."""
     frames = waiting_frames(stacks)
     if not frames:
         return ""

@@ -40,7 +40,7 @@ class Ending:
         """Wait for the signalled ranks; kill them after `grace` seconds, or when the launcher gets another signal.
 
         Args:
-            received: number of signals that the launcher had received before; by default all so far.
+            received: number of signals to the launcher that are older and do not count; all by default.
         """
         ranks, received = self._ranks, len(self._caught.received) if received is None else received
         running, failed = ranks.running(), ranks.failed()
@@ -48,7 +48,7 @@ class Ending:
         while ranks.running() and time.monotonic() < deadline and len(self._caught.received) == received:
             ranks.poll(0.05)
         stubborn = ranks.running()
-        # This also kills child processes, even those of ranks that had failed before.
+        # This also kills child processes, including the children of ranks that failed earlier.
         for rank in {*running, *failed}:
             ranks.send(rank, signal.SIGKILL)
         deadline = time.monotonic() + KILLED_S
