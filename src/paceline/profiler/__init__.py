@@ -1,4 +1,4 @@
-"""The profiler: what each rank spends its steps on, which ranks wait for which, and advice.
+"""The profiler: how each rank spends its steps, how long ranks wait for each other, and advice.
 
     paceline profile --nproc 2 train.py         # an unchanged script
     with paceline.profiler.profile("profile"):  # part of a script; every rank runs it

@@ -188,9 +188,9 @@ def _median_of_others(times: Tensor, peers: Tensor) -> Tensor:
 
 
 def _usual_differences(times: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """Return each rank's natural difference from the fastest quarter, as a logarithm, and which ranks are usual.
+    """Return each rank's natural difference (of logarithms) from the fastest quarter, and which ranks are usual.
 
-    A rank's usual time is that of its fast parts, so a rank that becomes slow is compared with its own past. A rank
+    A rank's usual time comes from its fast parts, so a rank that becomes slow is compared with its own past. A rank
     that is slow from the start has no such past, so whether it is usual depends on its distance from the other ranks.
     If it is not, its natural difference is 0.
     """

@@ -46,7 +46,7 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
     parameters = facts.records[0].parameters
     if not times or not facts.detailed:
         return None
-    # The wrapper lays out its buckets in the order in which gradients arrive on rank 0.
+    # The wrapper lays out its buckets in the arrival order of gradients on rank 0.
     arrivals = [gradient_times(steps[0]) for steps in facts.detailed]
     # A parameter without a gradient in a step has no arrival time.
     if {len(arrived) for arrived in arrivals} != {len(parameters)}:

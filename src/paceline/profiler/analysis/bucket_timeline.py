@@ -101,7 +101,7 @@ def reduced_and_hidden(steps: Steps, buckets: Sequence[BucketTimes]) -> list[tup
 
 
 def all_reduces(buckets: Sequence[BucketTimes], ends: Sequence[float | None]) -> list[Interval]:
-    """Return the interval in which each bucket's all-reduce ran, given its end; empty if any end is unknown.
+    """Return the interval of each bucket's all-reduce, given its end; empty if any end is unknown.
 
     An all-reduce begins once all ranks have launched it and the previous one has finished.
     """

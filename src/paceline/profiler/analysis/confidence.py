@@ -17,14 +17,14 @@ from statistics import fmean, median
 from paceline.profiler.report.report import ENOUGH
 
 NOTABLE, WORTH = 0.1, 0.05
-"""Smallest share of the time at which a cause is named, and smallest saving at which advice is given."""
+"""Minimum share of the time to name a cause, and minimum saving to give advice."""
 ONE_CAUSE, OTHER_TRAINING = 2.0, 0.5
 """Weights for ordering advice: of a change that removes a cause, and of one that changes the training."""
 SLOWDOWN = 1.15
-"""Smallest ratio at which a rank counts as slower than the others. Healthy ranks on one host differ by less: a rank
-that sleeps in a collective wakes late, and cores and caches differ."""
+"""Minimum ratio for a rank to count as slower than the others. Healthy ranks on one host differ by less: a rank that
+sleeps in a collective wakes late, and cores and caches differ."""
 LATE, STEADY = 1.075, 1.4
-"""Smallest ratio at which a stretch is late, and the ratio that is beyond doubt if nine in ten steps reach it."""
+"""Minimum ratio for a stretch to count as late, and the ratio that proves lateness if nine in ten steps reach it."""
 MOSTLY = 0.9
 """Share of steps that counts as all steps."""
 STRETCH_S, STRETCHES = 1.0, 13
@@ -92,7 +92,7 @@ def steps_to_profile(length: float) -> int:
 
 
 def late_since(differences: Sequence[float]) -> int | None:
-    """Return the index of the step in which a rank became late; None if it did not.
+    """Return the index of the step that made a rank late; None if the rank did not become late.
 
     From that step on, a share of at least :data:`MOSTLY` of the steps is late; before it, at least the same share is
     not. Seconds are compared, because ratios of short steps are noisy and would put the change too early.

@@ -1,4 +1,4 @@
-"""The figures of a run on which advice is based, computed from the records of all ranks."""
+"""Figures of a run, computed from the records of all ranks. The rules use them to give advice."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from paceline.profiler.report.report import Report
 
 DEVIATIONS, LEAST_RATIO, ALWAYS = 6.0, 1.1, 2.0
 """A step is an outlier if it is this many scaled median absolute deviations above the rank's median and at least this
-multiple of it (which matters if there is no noise). Twice the median is always an outlier, however noisy the run."""
+multiple of it (which matters in runs without noise). Twice the median is always an outlier, however noisy the run."""
 MOST_OUTLIERS = 400
 """Maximum number of marked outliers, to limit the size of the page."""
 MOST_POINTS = 60_000

@@ -12,7 +12,7 @@ SHADES = 8
 GUTTER = 44.0
 """Space for the rank numbers, at the left and at the top."""
 SPELLED_OUT = 10
-"""Maximum number of ranks at which a cell has room for its figure."""
+"""Maximum number of ranks for cells that are large enough to show their figures."""
 FIRST = 6
 """Maximum number of ranks in the table of the costliest ranks."""
 

@@ -1,4 +1,4 @@
-"""The times at which a GPU reached the start and end of each span. The host runs ahead of the GPU."""
+"""Records when a GPU reaches the start and end of each span, because the host runs ahead of the GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from paceline.core.telemetry.spans import Span
 from paceline.profiler.records.steps import Step
 
 LAG = 8
-"""Number of steps after which a step's events are read. By then the device has passed them, so reading does not
-wait."""
+"""Delay in steps before a step's events are read. By then the device has passed them, so reading does not wait."""
 
 
 class DeviceTimes:
@@ -31,7 +30,7 @@ class DeviceTimes:
         torch.accelerator.synchronize(device)
         self._begin = self.event()
         self._now = time.perf_counter()
-        """Time on the host's clock at which the device reached the event ``_before``."""
+        """Host time when the device reached the event ``_before``."""
         self._before = self._begin
 
     def event(self) -> Any:

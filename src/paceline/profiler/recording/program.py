@@ -19,7 +19,7 @@ def run_program(program: list[str]) -> None:
         return
     sys.argv = program
     script = os.path.abspath(program[0])
-    # For a script, Python puts the script's folder first; ``python -m`` puts the current folder there.
+    # Replace the current folder, which ``python -m`` puts first in sys.path, with the script's folder.
     if sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
     # Like Python, resolve links: modules are next to the link's target.

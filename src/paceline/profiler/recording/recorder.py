@@ -81,7 +81,7 @@ class Session:
         self._device_times: DeviceTimes | None = None
         """Created by the first forward on a GPU."""
         self._number = self._measured = 0
-        """Number of steps so far, and number of measured steps."""
+        """Number of all steps, and number of measured steps."""
         self._kind = ""
         """Kind of the current step."""
         self._forwards = Forwards()
@@ -177,7 +177,7 @@ class Session:
         return len(self._forwards) > 0 or any(span.label == WAIT for span in recorder.spans)
 
     def _thin_out(self) -> None:
-        """Drop the spans of a step that does not end, as in a long evaluation or in training without a wrapper."""
+        """Drop the spans of a step that does not end, for example in a long evaluation or without a wrapper."""
         if len(recorder.spans) > CROWD:
             recorder.spans.clear()
             self._is_crowded = True

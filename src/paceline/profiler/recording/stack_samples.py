@@ -87,7 +87,7 @@ class StackSampler:
 
 
 def function_of(frame: FrameType | None) -> str:
-    """Return the program's innermost function on a stack, and what it called: ``save() (train.py:8, in …)``.
+    """Return the program's innermost function on a stack, and its callee: ``save() (train.py:8, in …)``.
 
     Empty for a stack without a function of the program.
     """

@@ -182,7 +182,7 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
 
 
 def _name_of(recorder: Recorder, group: Any) -> str | None:
-    """Return the name of `group`, and note its ranks in the recorder. None if there is no group."""
+    """Return the name of `group`, and add its ranks to the recorder. None before a process group is initialized."""
     if not dist.is_initialized():
         return None
     group = dist.group.WORLD if group is None else group

@@ -19,7 +19,7 @@ EXCHANGES = 12
 
 
 def are_apart() -> bool:
-    """Return whether ranks may run on several hosts, and so have different clocks. All ranks get the same answer."""
+    """Return whether ranks may run on several hosts with different clocks. All ranks get the same answer."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     local = os.environ.get("LOCAL_WORLD_SIZE")

@@ -1,6 +1,6 @@
 """The file with a rank's record: a line of JSON about the rank, one for each step, and one at its end.
 
-The file grows while the rank runs, so a rank that is killed leaves the steps written so far. Times are seconds of the
+The file grows while the rank runs, so a killed rank leaves all steps that it had written. Times are seconds of the
 rank's ``time.perf_counter``. Within a step they are integer ticks since the step's start, which are fast to write.
 """
 
@@ -27,7 +27,7 @@ TICKS = 10_000_000
 """Ticks per second; a tick is the smallest time in the file."""
 AS_THEY_ARE = ("number", "kind", "start", "end", "rows", "batches", "cells", "averages", "norms")
 IN_TICKS = ("delayed", "loading", "collecting")
-"""Fields of a step that its line stores unchanged, and those that it stores in ticks."""
+"""Fields of a step that its line stores unchanged, and fields that it stores in ticks."""
 KILLED = "killed"
 """Value of ``ended`` in a record that was never closed."""
 STOPPED = ("SystemExit: 143", "KeyboardInterrupt")
@@ -86,9 +86,9 @@ class RankRecord:
     ended: str = ""
     """Error that ended the rank, :data:`KILLED` or :data:`MISSING`; empty after success."""
     began_ns: int = 0
-    """Time of day at which recording began, in nanoseconds."""
+    """Start of the recording as nanoseconds since the epoch."""
     ended_ns: int = 0
-    """Time of day at which recording ended, in nanoseconds; 0 if it was not closed."""
+    """End of the recording as nanoseconds since the epoch; 0 if it was not closed."""
     profiles_itself: bool = False
     """Whether the program itself used torch's profiler."""
 
@@ -168,7 +168,7 @@ def write_steps(file: TextIO, steps: Iterable[Step]) -> None:
 
 
 def write_facts(file: TextIO, record: RankRecord) -> None:
-    """Write a line with what is known about the rank. The file begins with such a line; the last one counts."""
+    """Write a line with facts about the rank. The file begins with such a line; the last one counts."""
     kind = "open" if record.ended == KILLED else "closed"
     file.write(json.dumps({"version": VERSION, kind: asdict(replace(record, steps=[]))}) + "\n")
     file.flush()
@@ -183,8 +183,8 @@ def is_open(path: Path) -> bool:
 def read_ranks(folder: Path) -> list[RankRecord]:
     """Return the records of all ranks of the profile in `folder`, by rank.
 
-    Skips files of an earlier run: those that ended before the newest record began, or whose rank is outside the world.
-    A rank without a file gets a record without steps.
+    Skips files of an earlier run, which ended before the newest record began or belong to a rank outside the world. A
+    rank without a file gets a record without steps.
     """
     paths = sorted((folder / FOLDER).glob("rank-*.jsonl"))
     if not paths:

@@ -46,7 +46,7 @@ _WHOLE = (MEETING, step_parts.CHECKPOINT)
 
 
 class Meeting(NamedTuple):
-    """A collective in which this rank waited, from `came` to `left`."""
+    """A collective that this rank entered at `came` and left at `left`."""
 
     group: str
     came: float
@@ -124,7 +124,7 @@ def cut_into_stretches(
     stretches: list[tuple[str, float, float]] = []
     meetings: list[Meeting] = []
     stack: list[tuple[float, str]] = []  # end and part of the open spans, outermost first
-    # The time up to which stretches are cut, and the innermost span there.
+    # The end of the last stretch, and the part and end of the innermost open span.
     now, outer, outer_end = start, step_parts.OTHER, end
     # If spans start at the same time, the longest one contains the others.
     for label, begin, stop, _, group, _ in sorted(spans, key=lambda span: (span.start, -span.end)):

@@ -17,7 +17,7 @@ _PLAIN: dict[Any, Any] = {str: str, int: int, bool: bool, float: int | float, ty
 
 
 class WrongValue(ValueError):
-    """An invalid value. The message says where it is and what is wrong with it."""
+    """An invalid value. The message describes its location and the problem."""
 
 
 def new_file(path: Path) -> TextIO:

@@ -18,9 +18,9 @@ from paceline.profiler.report.formatting import (
 from paceline.profiler.report.report import ENOUGH, Report
 
 EQUAL = 0.02
-"""Maximum relative difference at which times count as equal."""
+"""Maximum relative difference between times that count as equal."""
 SAMPLES = 1000
-"""Number of samples to which times refer if the runs have different numbers of samples per step."""
+"""Times are per this number of samples if the runs have different numbers of samples per step."""
 
 
 @dataclass(frozen=True)

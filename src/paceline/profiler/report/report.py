@@ -11,9 +11,9 @@ from paceline.core.telemetry.spans import Span
 from paceline.profiler.report import step_parts
 
 ENOUGH = 20
-"""Minimum number of measured steps for a verdict, advice and shares of the time. In excerpts of healthy runs, a cause
-was named that the whole run did not have: in 13% of the excerpts of 3 steps, in 4% of those of 10 steps, and in none of
-15 or more."""
+"""Minimum number of measured steps for a verdict, advice and shares of the time. In excerpts of healthy runs, the
+profiler named a cause that the whole run did not have: in 13% of the 3-step excerpts, in 4% of the 10-step excerpts,
+and never in 15 or more steps."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Advice:
     headline: str = ""
     """Verdict to give if this is the largest cost."""
     weight: float = 1.0
-    """Factor by which the gain is multiplied to order advice."""
+    """Weight of the gain when advice is ordered."""
     predictions: Mapping[str, float] = field(default_factory=dict)
     """Predicted share of all-reduce, by accumulation factor."""
 
@@ -114,7 +114,7 @@ class NoiseScale:
     value: float | None = None
     """Critical batch size; None if noise hides the gradient."""
     curve: Sequence[tuple[float, float]] = ()
-    """Pairs of batch size and predicted progress per step, as a share of the best possible progress."""
+    """Pairs of batch size and predicted progress per step, relative to the best possible progress."""
 
 
 @dataclass(frozen=True)

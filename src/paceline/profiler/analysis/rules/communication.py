@@ -10,7 +10,7 @@ from paceline.profiler.report.report import Advice
 from paceline.profiler.report.step_parts import COMMUNICATION, OPTIMIZER
 
 ACCUMULATED, TIMES = (2, 4, 8), 4
-"""Accumulation factors for which all-reduce's share is predicted, and the factor that the advice names."""
+"""Accumulation factors for the predictions of all-reduce's share, and the factor to recommend."""
 
 
 def accumulation(facts: Facts) -> Advice | None:

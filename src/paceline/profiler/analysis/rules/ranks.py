@@ -89,7 +89,7 @@ def own_code(facts: Facts) -> Advice | None:
 
 
 def late_by_own_code(facts: Facts) -> LateRank | None:
-    """Return the rank whose own code makes the others wait, in all steps or only in some, such as those with a save."""
+    """Return the rank whose own code makes the others wait, in all steps or only in some, such as steps with a save."""
     accounts = facts.accounts
     if facts.stragglers or len(facts.records) < 2 or not facts.is_firm:
         return None
@@ -161,7 +161,7 @@ def balance(facts: Facts) -> Advice | None:
 
 
 def _sizes_explain_times(facts: Facts) -> bool:
-    """Return whether a rank computes longer in steps in which its batch is larger than those of the other ranks."""
+    """Return whether ranks compute longer when their batches are larger than the other ranks' batches."""
     accounts, sizes, times = facts.accounts, list[float](), list[float]()
     for at, cells in enumerate(accounts.figures("cells")):
         # Delays caused by other programs are random, and would hide the effect of the sizes.

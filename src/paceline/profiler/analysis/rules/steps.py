@@ -13,7 +13,7 @@ from paceline.profiler.report.report import Advice
 from paceline.profiler.report.step_parts import CHECKPOINT, COMMUNICATION, COMPUTE, DATA, OPTIMIZER, OTHER
 
 RARER = 10
-"""Factor by which the advice makes saves rarer."""
+"""Recommended factor for less frequent saves."""
 IDLE = 0.5
 """A GPU that computes for less than this share of the time counts as idle."""
 COMPUTING = 0.7
