@@ -23,7 +23,7 @@ from paceline.testing.faults import tensors_of
 from paceline.testing.ranks.recorded_collectives import GroupCalls, Recorder, place_of, unmatched
 
 _turns = itertools.count()
-"""Numbers the calls of :func:`assert_no_desync`, each of which needs its own keys in the store. Forks inherit the
+"""Numbers the calls of :func:`assert_no_desync`, because each call needs its own keys in the store. Forks inherit the
 count, so it is the same on all ranks of a test."""
 
 

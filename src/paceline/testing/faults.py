@@ -47,8 +47,7 @@ class Faults:
     _depth: int = 0
     """Number of nested forwards; only the outermost counts as a moment."""
     _stepping: int | None = None
-    """Id of the optimizer whose step is running; if steps are nested, as in ZeroRedundancyOptimizer, the outermost
-    one."""
+    """Id of the optimizer whose step is running; the outermost one if steps are nested (ZeroRedundancyOptimizer)."""
     _hooked: bool = False
 
     def kill(self, rank: int, at: str = "now", step: int = 1) -> None:
@@ -61,7 +60,7 @@ class Faults:
             rank: the rank to kill.
             at: ``"forward"`` of the outermost module, ``"backward"`` through its output, ``"optimizer"`` before its
                 step, or ``"now"``.
-            step: at which occurrence of the moment to kill, counted from 1 and from this call on.
+            step: which occurrence of the moment kills the rank, counted from 1 and from this call on.
         """
         self._order(rank, at, step, signal.SIGKILL)
 

@@ -110,7 +110,7 @@ def weight_difference(module: nn.Module, twin: nn.Module, rtol: float | None = N
 
 
 def tensor_difference(mine: Tensor, other: Tensor, rtol: float | None = None) -> str:
-    """Return how a tensor differs from the twin's, as the end of a sentence; an empty string without a difference."""
+    """Return the end of a sentence about how a tensor differs from the twin's; an empty string if it does not."""
     kinds = [f"{tensor.dtype} of shape {tuple(tensor.shape)}, {tensor.layout}" for tensor in (mine, other)]
     if kinds[0] != kinds[1]:
         return f"is {kinds[0]}, but that of one process is {kinds[1]}"

@@ -1,4 +1,4 @@
-"""Ranks that call functions, possibly many in a row, as in property tests.
+"""Ranks that call functions, possibly many in a row (for example, in property tests).
 
     run_ranks(2, function, argument)        the result of each rank, or the first rank's error with its traceback
     with Ranks(2) as ranks:                 the same processes for many calls
@@ -68,7 +68,7 @@ class Ranks:
         self.timeout = timeout
         self._store = loopback_store()
         self._folder = tempfile.TemporaryDirectory()
-        """Folder in which ranks write their stacks."""
+        """Folder for the stacks that ranks write."""
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(size):

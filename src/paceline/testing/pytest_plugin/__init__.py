@@ -1,1 +1,1 @@
-"""The pytest plug-in: the parts that run in the test process, and those that run on the ranks."""
+"""The pytest plug-in, with parts for the test process and parts for the ranks."""

@@ -43,7 +43,7 @@ def measured(folder: Path, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _where_paths_begin() -> Iterator[None]:
-    """Change to the folder to which relative source paths refer, because the test may have changed to another."""
+    """Change to the base folder of relative source paths, because the test may have changed to another folder."""
     from coverage.files import relative_directory
 
     here = os.open(".", os.O_RDONLY)  # not a path, because the test may have deleted the folder
@@ -56,7 +56,7 @@ def _where_paths_begin() -> Iterator[None]:
 
 
 def harvest(folder: Path) -> None:
-    """Add the measurements that ranks wrote to `folder` to those of the test process."""
+    """Merge the measurements that ranks wrote to `folder` into the test process's own."""
     current = _current()
     if current is None:
         return

@@ -71,7 +71,7 @@ def _run(
     __tracebackhide__ = True
     faults = Faults(connected.rank, connected.size, lambda why: connected.send("doomed", why))
     recorder = None
-    # Fixtures that the test process has set up are torn down there.
+    # The test process tears down the fixtures that it has set up.
     undo = run_new_finalizers(item)
     error: BaseException | None = None
     try:
@@ -151,7 +151,7 @@ def _warn_of_unhandled(config: pytest.Config) -> None:
 
 
 class Listener:
-    """On a rank, collects the reports of subtests, and tells the test process when a debugger is in use.
+    """On a rank, collects the reports of subtests, and notifies the test process when a debugger is in use.
 
     Registered only once, in the test process, because registering takes milliseconds.
     """
@@ -181,7 +181,7 @@ class Listener:
 
 
 def _listen(config: pytest.Config, connected: Connected) -> list[pytest.TestReport]:
-    """Return a list to which all further reports of this rank will be added."""
+    """Return a list that will collect all further reports of this rank."""
     ours: Any = config.pluginmanager.getplugin(Listener.NAME)
     ours.connected = connected
     listeners = config.hook.pytest_runtest_logreport

@@ -58,9 +58,9 @@ class Ending:
     code: int | None = None
     """Exit code (negative for a signal) of a rank that died without being killed by the test process."""
     ordered: str = ""
-    """Description of the fault by which the test ended the rank; empty if there was none."""
+    """Description of the fault that the test used to end the rank; empty if there was none."""
     doing: str = ""
-    """Where the rank was when waiting ended, in one line."""
+    """One line about the rank's position when waiting ended."""
     stack: str = ""
     when: float = 0.0
     """When the rank ended, in seconds after the start."""
@@ -113,7 +113,7 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
 def _disagreement(endings: Sequence[Ending]) -> str:
     """Return a line that says which ranks skipped the test, if others did not; otherwise an empty string.
 
-    The other ranks may be waiting for those that skipped, or may have failed because of them.
+    Ranks that skip may make the other ranks wait or fail.
     """
     kinds = [(e.rank, e.outcome.kind if e.outcome is not None else "silent") for e in endings if not e.ordered]
     by_kind = ranks_by_value(kinds)
@@ -172,7 +172,7 @@ def own_frames(stack: str) -> str:
 
 
 def position(note: Mapping[str, Any], stack: str, has_begun: bool) -> str:
-    """Return one line that says where a rank is, based on its latest recorded call and its Python stack."""
+    """Describe a rank's position in one line, based on its latest recorded call and its Python stack."""
     if note.get("inside"):
         number = f", its collective {note['number']}" if note["call"] not in ONE_TO_ONE else ""
         return f"is in {note['call']}{number}, called at {note['place']}"

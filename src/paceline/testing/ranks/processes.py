@@ -67,7 +67,7 @@ class RankProcess:
     ending: Ending
     """How it ended, as far as is known."""
     begun: float | None = None
-    """Time at which the test's body began; None before that."""
+    """When the test body started on this rank; None until it does."""
     reports_until: float = 0.0
     """Time until which to wait for the rank to report an exception."""
     is_debugged: bool = False

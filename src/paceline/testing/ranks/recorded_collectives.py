@@ -1,8 +1,8 @@
-"""Records a rank's collectives that go through ``torch.distributed``, where the test process can read them.
+"""Records a rank's ``torch.distributed`` collectives for the test process.
 
 In a rank, :class:`Recorder` wraps torch's functions. It keeps each call for the comparison at the end of the test, and
-writes the latest one to memory shared with the test process. The test process therefore knows where the rank is even
-while it waits in C++, and after it has ended. Messages that a wrapper itself sends are not recorded.
+writes the latest one to memory shared with the test process. The test process can therefore locate a rank that
+waits in C++ or has ended. Messages that a wrapper itself sends are not recorded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GroupCalls:
     calls: list[tuple[str, str]] = field(default_factory=list)
     """Name and place of each call."""
     has_failed: bool = False
-    """Whether a call raised. If so, the calls may legitimately differ from those of other ranks."""
+    """Whether a call raised. If so, the calls may legitimately differ from other ranks' calls."""
 
 
 Calls = dict[str, GroupCalls]
