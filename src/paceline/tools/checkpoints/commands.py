@@ -59,7 +59,7 @@ def list_checkpoints(
 ) -> None:
     """List the checkpoints with step, size, age, state and metadata.
 
-    The newest complete checkpoint, from which a run resumes, is marked latest. The best one according to the run's
+    A run resumes from the newest complete checkpoint, which is marked latest. The best one according to the run's
     keep_best is marked best.
     """
     from paceline.tools.checkpoints import inspection

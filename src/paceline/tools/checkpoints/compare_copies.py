@@ -1,4 +1,4 @@
-"""Bitwise comparison of copies of a checkpoint, such as those of an uninterrupted and a resumed run."""
+"""Bitwise comparison of copies of a checkpoint, for example from an uninterrupted and a resumed run."""
 
 from __future__ import annotations
 

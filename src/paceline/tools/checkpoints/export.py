@@ -23,7 +23,7 @@ TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def check_target(file: str) -> Path:
-    """Return the path of the new file, after checking that it can be written and overwrites nothing."""
+    """Check that `file` can be written and does not exist yet, and return its path."""
     if not file:
         raise UsageError("--out is empty; name a file")
     check_file("--out", file)
@@ -45,7 +45,7 @@ def export(checkpoint: Path, found: Manifest, name: str, target: Path) -> tuple[
     state = state_codec.decode(node["state"], tensors)
     is_torch = target.suffix in TORCH_ENDINGS
     if is_torch:
-        # The versions of the submodules, as in the result of Module.state_dict().
+        # Like Module.state_dict(), store the versions of the submodules.
         metadata = state_codec.decode(node["metadata"], tensors)
         if metadata is not None and isinstance(state, OrderedDict):
             state._metadata = metadata  # type: ignore[attr-defined]

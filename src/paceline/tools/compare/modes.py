@@ -43,7 +43,7 @@ class Run(ProgramConfig):
     steps: int
     """Optimizer steps to time."""
     record: str
-    """File to which rank 0 writes the measurements."""
+    """File for the measurements, written by rank 0."""
     program: list[str]
     """A script or ``-m MODULE``, followed by its arguments."""
     turns: tuple[str, int, int]

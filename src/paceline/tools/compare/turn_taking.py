@@ -1,7 +1,7 @@
 """Turns of the compared ways: each trains two steps while the others wait, so load on the machine affects all equally.
 
 The length of a file says which way is next. Every rank appends a byte after its warm-up and after each of its turns, so
-the length at which a turn begins is known in advance. With three ways:
+each rank can compute the length that starts its next turn. With three ways:
 
     |  all ranks, warmed up  |  single  |  ddp    |  ddp-torch  |  single  |  ddp    |  …
                              └ turn 0 of each way, in order     └ turn 1

@@ -43,7 +43,7 @@ class Panel:
     results: Sequence[str] = ()
     """Text beside the panel, shown once its last bar has ended."""
     marks: Sequence[tuple[float, str, str]] = ()
-    """Where all ranks synchronize: time, letter and class of the line, ``way`` or ``elsewhere`` (dashed)."""
+    """Synchronizations of all ranks: time, letter and class of the line, ``way`` or ``elsewhere`` (dashed)."""
 
 
 class Chart:
@@ -71,7 +71,7 @@ class Chart:
         return LEFT + WIDE * value / self.end
 
     def frames(self, events: Iterable[tuple[float, str]]) -> list[Frame]:
-        """Draw a frame for each time, in seconds, at which events occur."""
+        """Draw one frame for each distinct time of `events`, in seconds."""
         moments: dict[float, list[str]] = {}
         for moment, event in sorted(events, key=lambda event: event[0]):
             moments.setdefault(moment, []).append(event)

@@ -106,5 +106,5 @@ def _pair_cells(pair: Pair) -> list[str | Text]:
 def _print(console: Console, text: Text) -> None:
     # Records are untrusted, so keep control characters and megabytes of text out of the terminal.
     text.plain = "".join(letter if letter.isprintable() else "�" for letter in text.plain[:2000])
-    # Do not wrap lines in a pipe, for which rich assumes an arbitrary width.
+    # rich assumes an arbitrary width for a pipe, so do not wrap lines in one.
     console.print(text, soft_wrap=not console.is_terminal, highlight=False)

@@ -67,7 +67,7 @@ def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: 
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """``torch.optim.Muon`` for `matrices` and ``AdamW`` for `others`, as one optimizer."""
+    """Combines ``torch.optim.Muon`` for `matrices` and ``AdamW`` for `others` in one optimizer."""
 
     def __init__(self, matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], lr: float) -> None:
         # A small epsilon, because gradients of rare tokens are small.

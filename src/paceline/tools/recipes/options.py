@@ -47,7 +47,7 @@ class TrainingOptions(ProgramConfig):
     summary: ClassVar[str] = ""
     """One sentence for ``--help``."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Modules that are slow to import, and so are imported once, before ranks are forked."""
+    """Slow modules, which are imported only once, before ranks are forked."""
     passes: ClassVar[int] = 3
     """Number of epochs if neither ``--epochs`` nor ``--max-steps`` is given."""
     epochs: int | None = option(None, "Passes over the training data. Default: digits 20, lm 2, mrpc 3.")

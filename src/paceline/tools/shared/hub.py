@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline.errors import UsageError
 
 ANSWER_S = 4.0
-"""Seconds after which the hub counts as unreachable."""
+"""Seconds without an answer until the hub counts as unreachable."""
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 WEIGHT_FILES = (
     "model.safetensors",

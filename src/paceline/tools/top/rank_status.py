@@ -68,7 +68,7 @@ class Straggler:
     kind: str
     """``slow`` (in the average step) or ``stuck`` (right now, for longer than a step takes)."""
     seconds: float
-    """Waiting time of the others, per step or so far."""
+    """Waiting time of the others: per step if slow, until now if stuck."""
 
     def __str__(self) -> str:
         """Return a sentence for people."""

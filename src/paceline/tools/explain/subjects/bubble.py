@@ -65,7 +65,7 @@ class Case(NamedTuple):
     title: str
     computed: list[MicroBatch]
     meetings: list[MicroBatch]
-    """The micro-batches after which all ranks average their gradients."""
+    """The micro-batches that end with an average over all ranks."""
     bubbles: list[float]
     """Seconds in bubbles, by rank."""
     communication: float

@@ -136,7 +136,7 @@ def frames(schedule: Schedule, grid: Grid) -> list[Frame]:
 
 
 def table(schedule: Schedule, title: str, caption: str, shown: Iterable[int]) -> Table:
-    """Show each rank's rows after the steps `shown`, of which 0 is the start."""
+    """Show each rank's rows after the steps `shown`; step 0 is the start."""
     numbers = "whose" if schedule.size <= SPELLED_OUT else "how many"
     caption += f" A cell shows {numbers} parts it contains; bold: just arrived; –: not needed for the result."
     texts = ["after", *(name or "tensor" for name in grid_of(schedule).rows), "receives"]

@@ -44,7 +44,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Step:
-    """One slice on every rank, or one round of additions between ranks: the new sums, and those that rank 0 keeps."""
+    """One slice on every rank, or one round of additions between ranks: the new sums and the sums that rank 0 keeps."""
 
     made: tuple[Sum, ...]
     waiting: tuple[Sum, ...]

@@ -183,7 +183,7 @@ def _events(step: TrainingStep) -> Iterator[tuple[float, str]]:
 
 
 def _table(step: TrainingStep, title: str) -> Table:
-    """Show when the stages begin and end, and what ranks exchange where they synchronize."""
+    """Show when the stages begin and end, and the data that ranks exchange at each synchronization."""
     caption = f"{outcome(step)} {ASSUMPTION} Times are in ms; those of stages are the last rank's."
     texts = ("", "what", "exchange")
     table = new_table(

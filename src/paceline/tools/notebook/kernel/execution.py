@@ -27,7 +27,7 @@ STUCK_S = 2.0
 HEED_S = 5.0
 """Seconds until a rank that ignores an interrupt is killed."""
 IDLE = 0.2
-"""CPU usage, as a share of one core, below which a process counts as waiting."""
+"""A process that uses less than this share of one core counts as waiting."""
 
 
 @dataclass

@@ -77,7 +77,7 @@ class Folding:
 
 
 LIVE_S = 0.5
-"""Interval in seconds at which an incomplete line, such as a progress bar, is updated."""
+"""Seconds between updates of an incomplete line, such as a progress bar."""
 
 _CURSOR = re.compile(rb"\x1b\[(?:\?25[hl]|\d*[A-GJK])")
 """Escape sequences of progress bars that move or hide the cursor or clear the line."""

@@ -190,7 +190,7 @@ class Processes:
         connection.close()
 
     def end_of(self, rank: int) -> str | None:
-        """Return how this rank's process ended, and in which phase; None if it is running."""
+        """Return how this rank's process ended, including its phase; None if it is running."""
         code = self.ranks[rank].process.poll()
         if code is None:
             return None

@@ -179,7 +179,7 @@ class RankShell(InteractiveShell):
         print("exit() does not end ranks; use %dist_shutdown")
 
     def enable_gui(self, gui: Any = None) -> None:
-        """Do nothing, because ranks have no windows."""
+        """Ignored, because ranks have no windows."""
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
