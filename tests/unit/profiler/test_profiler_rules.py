@@ -230,6 +230,13 @@ def delayed_in_turns(rank: int, step: int) -> dict[str, float]:
     }
 
 
+def test_on_a_busy_host_a_larger_batch_is_told_although_the_gpu_waits_for_the_host() -> None:
+    figures = {"utilization": 0.152, "host": 0.611, "tensor_cores": 0.5}
+    operators = OperatorTable(calls=1000, seconds=0.004, device_figures=figures)
+    loaded = verdict(records(2, 80, delayed_in_turns, busy_cores=2.0, own_cores=0.5), operators)
+    assert kinds(loaded) == ["larger-batch", "host-load"]
+
+
 def test_load_of_the_host_is_the_only_advice_where_it_explains_the_waiting() -> None:
     loaded = verdict(records(2, 80, delayed_in_turns, busy_cores=2.0, own_cores=0.5))
     assert kinds(loaded) == ["host-load"]

@@ -47,6 +47,8 @@ def find_advice(facts: Facts) -> list[Advice]:
         # Virtual ranks do not support accumulation: their slices are already micro-batches.
         rules += (bucket_size,) if facts.records[0].virtual_ranks else (accumulation, bucket_size)
     found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= WORTH]
+    if any(advice.kind == "host-bound" for advice in found):  # which also names larger batches
+        found = [advice for advice in found if advice.kind != "larger-batch"]
     found.sort(key=lambda advice: -advice.gain * advice.weight)
     if is_explained:
         lacks = [threads(facts) if facts.load is not None and facts.load.is_by_ranks else None, host_load(facts)]

@@ -23,7 +23,7 @@ COMPUTING = 0.7
 def larger_batch(facts: Facts) -> Advice | None:
     """Detect operators that cost more to call than to compute."""
     table, rows, shares = facts.operators, facts.rows, facts.shares
-    if not table.calls or rows is None or table.computing > COMPUTING or host_bound(facts) is not None:
+    if not table.calls or rows is None or table.computing > COMPUTING:
         return None
     per_rank = rows / facts.batches / len(facts.records)
     # Only computation and data grow with the batch. With twice the rows, the rest costs half as much per row.
