@@ -148,8 +148,8 @@ def figures_of_kernels(traces: Sequence[Sequence[Event]]) -> dict[str, float]:
 
     Occupancy and blocks are Kineto's estimates for each launch.
     """
-    by_rank = [found for events in traces if (found := kernels_of(events))]
-    kernels = [kernel for found in by_rank for kernel in found]
+    by_rank = [(events, found) for events in traces if (found := kernels_of(events))]
+    kernels = [kernel for _, found in by_rank for kernel in found]
     busy = math.fsum(kernel["dur"] for kernel in kernels)
     if not busy:
         return {}
@@ -157,10 +157,10 @@ def figures_of_kernels(traces: Sequence[Sequence[Event]]) -> dict[str, float]:
     def mean(share: Callable[[dict[str, Any]], float]) -> float:
         return math.fsum(kernel["dur"] * min(1.0, share(kernel.get("args", {}))) for kernel in kernels) / busy
 
-    running = [merged(map(interval, found)) for found in by_rank]
+    running = [merged(map(interval, found)) for _, found in by_rank]
     whole = sum(one[-1][1] - one[0][0] for one in running) or 1.0
     utilization = sum(map(total, running)) / whole
-    hosts = [host_calls_of(events) for events in traces if kernels_of(events)]
+    hosts = [host_calls_of(events) for events, _ in by_rank]
     return {
         "utilization": utilization,
         "host": sum(map(time_of_host_alone, hosts, running)) / whole,
