@@ -1,6 +1,7 @@
 """The subcommands of ``paceline checkpoint``: list, verify, show and export.
 
-Modules that need torch are imported in functions, so that ``--help`` does not load it.
+Modules that need torch are imported in functions, so that ``--help`` does not load it. Tables are too, because all
+commands import this module.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from paceline.core.output.commands import Commands
-from paceline.core.output.tables import print_table
 from paceline.core.output.wording import counted, nbytes
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from paceline.tools.checkpoints.inspection import Inspected, SavedObject, SavedTensor
 
 MOST_SHOWN = 20
@@ -62,6 +63,7 @@ def list_checkpoints(
     A run resumes from the newest complete checkpoint, which is marked latest. The best one according to the run's
     keep_best is marked best.
     """
+    from paceline.core.output.tables import print_table
     from paceline.tools.checkpoints import inspection
 
     place, steps = inspection.locate(folder)
@@ -151,6 +153,7 @@ def show_checkpoint(
 
     This is quick, because tensors are not read; use verify to check them.
     """
+    from paceline.core.output.tables import print_table
     from paceline.tools.checkpoints import inspection
 
     found = _choose(folder, step, every_byte=False)
@@ -279,6 +282,8 @@ def _age(seconds: float) -> str:
 
 def make_table(*columns: str) -> Table:
     """Return a table without borders; a leading ``>`` right-aligns a column."""
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
