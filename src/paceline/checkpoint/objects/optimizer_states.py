@@ -73,7 +73,7 @@ def check_groups(name: str, optimizer: Optimizer, saved: Any, step: int) -> None
     except (TypeError, KeyError):
         raise CheckpointMismatch(
             f"{name!r} is an optimizer in this run, but not in the checkpoint of step {step}; register it under the "
-            "name with which it was saved"
+            "name it was saved under"
         ) from None
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if saved_sizes != sizes:

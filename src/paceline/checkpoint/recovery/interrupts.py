@@ -23,7 +23,7 @@ class Interrupts:
         self._installed = False  # this object handles SIGINT
 
     def check(self) -> None:
-        """Raise ``KeyboardInterrupt`` if Ctrl-C was pressed. Call this at points from which work can be resumed."""
+        """Raise ``KeyboardInterrupt`` if Ctrl-C was pressed. Call this only at points that allow a resume."""
         if self._pending:
             raise KeyboardInterrupt
 

@@ -61,7 +61,7 @@ class Recovery:
         self.memory = None if records is None else rescued_folder(records)
         """The folder of checkpoints rescued into memory, which may not exist; None without rescues."""
         self.record, barrier, problem = _open(records, world, contents.folder)
-        """This rank's record, from which the launcher learns whether the run can continue."""
+        """This rank's record; the launcher reads it to decide whether the run can continue."""
         self._barrier = _agreed_barrier(world, barrier, problem)
         if self._barrier is None and self.record is not None:
             self.record.is_alone = True
