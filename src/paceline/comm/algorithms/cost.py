@@ -134,7 +134,7 @@ def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
 
 
 def crossovers(size: int, model: Model, result: Result = "all-reduce") -> list[tuple[int, str]]:
-    """Return the sizes, in bytes, at which the fastest algorithm changes: ``[(0, "tree_all_reduce"), (81920, …)]``.
+    """Return each fastest algorithm with its smallest size in bytes: ``[(0, "tree_all_reduce"), (81920, …)]``.
 
     If several are equally fast, the first one in :data:`~paceline.comm.algorithms.NAMES` counts. Costs are linear in
     the bytes, so an algorithm that is fastest at both ends of a range is fastest throughout.

@@ -187,7 +187,7 @@ class LaunchedHandle(Handle):
 
 
 def _nothing() -> None:
-    """Do nothing; waiting for this operation waits for all earlier ones."""
+    """A no-op, because waiting for this operation waits for all earlier ones."""
 
 
 def _value_of(future: torch.futures.Future[Any]) -> Any:
