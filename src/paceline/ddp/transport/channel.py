@@ -125,7 +125,7 @@ class Channel:
         """Advance launched operations as far as they go now, without waiting."""
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Copy the `tensors` of rank `source` into those on every rank; returns when that is done."""
+        """Copy `tensors` from rank `source` to every rank; return when the copies are complete."""
         if tensors:
             with self.meeting():
                 self.run("broadcast", broadcast_coalesced, self.group, tensors, 25 * 2**20, source)
@@ -281,7 +281,7 @@ class DeviceChannel(Channel):
         return self.host.all_reduce(tensor) if tensor.is_cpu else Channel.all_reduce(self, tensor)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Copy the `tensors` of rank `source` into those on every rank; returns when that is done."""
+        """Copy `tensors` from rank `source` to every rank; return when the copies are complete."""
         super().broadcast([tensor for tensor in tensors if tensor.device.type == self._kind], source)
         self.host.broadcast([tensor for tensor in tensors if tensor.device.type != self._kind], source)
 
