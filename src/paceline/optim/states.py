@@ -51,7 +51,7 @@ def local_state(
 
 
 def packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with parameters replaced by numbers, as in the state dicts of torch's optimizers."""
+    """Return the groups with parameters replaced by numbers, like torch's optimizers do in their state dicts."""
     packed, first = [], 0
     for group in groups:
         count = len(group["params"])
