@@ -71,7 +71,7 @@ class Loop:
         self._counted = 0
         """Samples of the epoch that the result already includes."""
         self._clock = 0.0
-        """Time from which the next training seconds are counted."""
+        """Start of the training time that the result does not include yet."""
 
     def train(self, loggers: Sequence[Logger]) -> None:
         """Train from the current position to the end."""
