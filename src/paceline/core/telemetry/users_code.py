@@ -32,7 +32,7 @@ def place_in(trace: TracebackType | None) -> str:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line that led here, or at the caller's line if there is none (in a library thread)."""
+    """Warn at the user's line that led here, or at the caller's line if there is none."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
     index = _innermost([frame.f_code.co_filename for frame in frames])
     at = frames[-1 if index is None else index]

@@ -92,7 +92,7 @@ def steps_to_profile(length: float) -> int:
 
 
 def late_since(differences: Sequence[float]) -> int | None:
-    """Return the index of the step that made a rank late; None if the rank did not become late.
+    """Return the index of the step when a rank became late; None if it did not.
 
     From that step on, a share of at least :data:`MOSTLY` of the steps is late; before it, at least the same share is
     not. Seconds are compared, because ratios of short steps are noisy and would put the change too early.

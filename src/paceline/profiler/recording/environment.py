@@ -23,7 +23,7 @@ from paceline.profiler.records.rank_file import KILLED, RankRecord
 
 
 def place() -> tuple[int, int]:
-    """Return the rank and the world size; without a process group, from environment variables."""
+    """Return the rank and the world size, from environment variables until a process group exists."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

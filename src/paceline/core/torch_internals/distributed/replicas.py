@@ -1,4 +1,4 @@
-"""Replicas of modules without parameters, similar to ``torch.nn.parallel.replicate``."""
+"""Replicas of modules without their parameters, similar to the ones that ``torch.nn.parallel.replicate`` creates."""
 
 from __future__ import annotations
 
