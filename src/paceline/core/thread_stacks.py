@@ -14,6 +14,9 @@ def readable_stacks() -> Iterator[None]:
 
     In that version, ``f_back`` creates the frame that it returns. If this starts a collection whose callbacks release
     the GIL, the other thread may return from the function meanwhile, and the frame then refers to reused memory.
+
+    If two threads read stacks at the same time, the first to finish ends the pause. Counting them would be worse: a
+    process forked in between would keep the count, and never collect again.
     """
     pauses = sys.version_info[:2] == (3, 11) and gc.isenabled()
     if pauses:
