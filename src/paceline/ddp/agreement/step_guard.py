@@ -28,7 +28,7 @@ class StepGuard:
     """Watches every optimizer that trains one of `parameters`.
 
     ``local_gradient()`` returns the name of a parameter whose gradient the wrapper has not averaged, or None. The
-    gradient may differ between ranks, or the training loop may have averaged it. The guard cannot compare ranks by
+    gradient may differ between ranks, or the training loop may have made it equal. The guard cannot compare ranks by
     itself, because that takes a collective: the script must call ``model.gradients_are_averaged()`` on every rank.
     """
 
