@@ -15,8 +15,8 @@ def readable_stacks() -> Iterator[None]:
     In that version, ``f_back`` creates the frame that it returns. If this starts a collection whose callbacks release
     the GIL, the other thread may return from the function meanwhile, and the frame then refers to reused memory.
 
-    If two threads read stacks at the same time, the first to finish ends the pause. Counting them would be worse: a
-    process forked in between would keep the count, and never collect again.
+    If two threads read stacks at the same time, the pause ends with the first, although the second still reads. This is
+    rare, because a thread normally reads a stack in less time than it may keep the GIL.
     """
     pauses = sys.version_info[:2] == (3, 11) and gc.isenabled()
     if pauses:
