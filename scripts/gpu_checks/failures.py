@@ -27,12 +27,12 @@ class Job:
 
     def __init__(self, place: Place, folder: Path, order: str = "", disturbance: str = "", *options: str) -> None:
         settings = {"backend": "gloo", "device": str(place.device), "steps": STEPS, "every": 5}
-        case = chaos.Case("", 2, (), {**settings, "disturbance": disturbance})
+        self._case = chaos.Case("", 2, (), {**settings, "disturbance": disturbance})
         self.folder, self._report = folder, folder / "report.json"
         began = time.monotonic()
         with patch.dict("os.environ", CUBLAS_WORKSPACE_CONFIG=":4096:8"):  # for deterministic kernels
             self.code, self.errors, self.ranks = chaos.run(
-                case, [order] if order else [], folder, ("--report", str(self._report), *options), JOB_SECONDS
+                self._case, [order] if order else [], folder, ("--report", str(self._report), *options), JOB_SECONDS
             )
         self.seconds = time.monotonic() - began
 
@@ -46,9 +46,7 @@ class Job:
 
     def equals(self, other: Job) -> bool:
         """Return whether all ranks of both jobs ended with the same bits and the same samples."""
-        keys = ("states", "generators", "samples")
-        bits = [[rank and [rank[key] for key in keys] for rank in job.ranks] for job in (self, other)]
-        return None not in bits[0] and bits[0] == bits[1]
+        return chaos.are_equal(self._case, self.ranks, other.ranks)
 
 
 @contextmanager
