@@ -30,6 +30,7 @@ import paceline
 from paceline import compression
 from paceline.core.telemetry.failpoints import strike
 from paceline.data import DataLoader, GlobalBatchStream
+from paceline.launch.rank.failure_record import LAUNCHER
 from paceline.optim import ShardedOptimizer
 
 FEATURES = {
@@ -116,14 +117,6 @@ def network() -> nn.Module:
         *(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2)),
         *(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)),
     )
-
-
-def launcher() -> int:
-    """Return the process id of ``paceline run``."""
-    pid = os.getppid()
-    while b"\0paceline\0run\0" not in Path(f"/proc/{pid}/cmdline").read_bytes():  # ranks may be forked by a server
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return pid
 
 
 def wrap(net: nn.Module, settings: Settings) -> Any:
@@ -238,7 +231,7 @@ class Run:
 
     def _disturb(self) -> None:
         if self.settings.disturbance == "stop":
-            os.kill(launcher(), signal.SIGTERM)
+            os.kill(int(os.environ[LAUNCHER]), signal.SIGTERM)
             time.sleep(5)  # the launcher asks the ranks to end while this step is running
             return
         if self.device.type == "cuda":
