@@ -22,6 +22,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+import pytest
 
 from forked import Forked
 from paceline.core.telemetry import failpoints
@@ -47,6 +50,16 @@ def paceline(
     with Running(folder, *arguments, program=program, fork=fork, first=first, **environment) as job:
         code = job.wait()
         return subprocess.CompletedProcess(arguments, code, job.stdout, job.stderr)
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    """Run the command in this process; its exit code."""
+    from paceline.tools.cli.main import main
+
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
 
 
 class Running:

@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from insides import metadata_of
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.format import manifest
 from paceline.checkpoint.step_names import step_name
-from paceline.tools.cli import main as cli
+from processes import run_here
 
 
 class Done(NamedTuple):
@@ -39,11 +38,9 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
     """Runs ``paceline checkpoint …`` in this process."""
 
     def run(*arguments: Any) -> Done:
-        monkeypatch.setattr(sys, "argv", ["paceline", "checkpoint", *map(str, arguments)])
         capfd.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return Done(int(end.value.code or 0), *capfd.readouterr())
+        code = run_here(monkeypatch, "checkpoint", *map(str, arguments))
+        return Done(int(code or 0), *capfd.readouterr())
 
     return run
 

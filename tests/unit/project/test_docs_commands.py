@@ -21,8 +21,7 @@ import torch.utils.data._utils.worker
 from packaging.requirements import Requirement
 from test_docs import PAGES, ROOT, blocks
 
-from paceline.tools.cli.main import main
-from processes import TIMEOUT_S, paceline
+from processes import TIMEOUT_S, paceline, run_here
 
 LINE = re.compile(r"^    ((?:paceline|make|python|torchrun|pip|cp|[A-Z_]+=\S+) .*?)(?: {2,}.*)?$", re.MULTILINE)
 NOT_RUN = {
@@ -179,10 +178,7 @@ def test_the_options_of_commands_that_are_not_run_exist(
     words = shlex.split(command)
     place = 3 if words[1] == "train" else 2
     # Options are parsed before the help is printed.
-    monkeypatch.setattr(sys, "argv", [*words[:place], "--help", *words[place:]])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 0
+    assert run_here(monkeypatch, *words[1:place], "--help", *words[place:]) == 0
     assert "--help" in capsys.readouterr().out
 
 

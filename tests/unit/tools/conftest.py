@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from paceline.launch import job as launching
-from paceline.tools.cli import main as cli
+from processes import run_here
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs the command with the arguments given, and returns its exit code."""
-
-    def run(*arguments: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return end.value.code
-
-    return run
+    return partial(run_here, monkeypatch)
 
 
 @pytest.fixture
