@@ -226,8 +226,10 @@ def test_every_bucket_is_launched_before_the_next_graph_runs(two: Ranks, how: st
 # -- around it ---------------------------------------------------------------------------------------------------------
 
 
-def whole_step(world: World) -> None:
+def whole_step(world: World) -> int:
+    """Train with a compiled step beside an eager one; returns the number of compiled graphs."""
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     module, twin = Layers(2), Layers(2)
     model, eager = DistributedDataParallel(module), DistributedDataParallel(twin)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, eager)]
@@ -247,11 +249,12 @@ def whole_step(world: World) -> None:
         eager_step(batch(world.rank, step))
         same_gradients(module, twin)
         same_weights(module, twin)
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 @pytest.mark.slow
 def test_a_whole_step_in_a_compiled_function(two: Ranks) -> None:
-    run(two, whole_step)
+    assert min(run(two, whole_step)) > 0
 
 
 def under_compiled_autograd(world: World) -> None:

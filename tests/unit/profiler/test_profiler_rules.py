@@ -182,6 +182,7 @@ def test_a_sample_keeps_no_variable_of_the_program_alive(monkeypatch: pytest.Mon
     sampler = StackSampler()
     held = hold_until_sampled(sampler)
     until(lambda: held() is None, lambda: "the sampling thread holds it")
+    assert held() is None
     sampler.stop()
 
 

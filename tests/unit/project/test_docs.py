@@ -89,7 +89,7 @@ def test_no_snippet_goes_unnoticed(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_public_names_in_prose_exist(page: Path) -> None:
     for path in set(re.findall(r"`paceline\.([A-Za-z_.]+\w)\(?", page.read_text("utf-8"))):
-        resolve_name(f"paceline.{path}")
+        assert resolve_name(f"paceline.{path}") is not None, path
 
 
 def anchors(page: Path) -> set[str]:
