@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import LAUNCH, WAIT, Recorder
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from ranks import Ranks, run_ranks
+from ranks import Pools, run_ranks
 from twins import Case, reentrant, same_gradients, same_weights, train_beside_twin
 
 WIDTH = 384
@@ -51,13 +51,6 @@ def linear() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    """Patient ranks: the first to compile loads torch's compiler, which takes long on a busy machine."""
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 def quietly(world: World, function: Callable[..., Any], *arguments: Any) -> Any:
     with warnings.catch_warnings():
         # torch.compile asks for the gradient of every tensor that it finds, and torch warns of that.
@@ -66,8 +59,8 @@ def quietly(world: World, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(world, *arguments)
 
 
-def run(two: Ranks, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    return two.run(quietly, function, *arguments)
+def run(pools: Pools, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    return pools.run(2, quietly, function, *arguments)
 
 
 def batch(rank: int, step: int, count: int = 3) -> Tensor:
@@ -130,8 +123,8 @@ layers = partial(Layers, 2)  # a graph each
         ("outside", layers, {"dynamic": True}),
     ],
 )
-def test_compiled_equals_eager(two: Ranks, how: str, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
-    run(two, beside_eager, how, build, options)
+def test_compiled_equals_eager(pools: Pools, how: str, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    run(pools, beside_eager, how, build, options)
 
 
 def with_inductor(world: World, how: str, folder: str) -> None:
@@ -171,8 +164,8 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_compiled_equals_one_process(two: Ranks, case: Case) -> None:
-    run(two, train_compiled, case)
+def test_compiled_equals_one_process(pools: Pools, case: Case) -> None:
+    run(pools, train_compiled, case)
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -216,8 +209,8 @@ def order_of_events(world: World, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["inside", "outside"])
-def test_every_bucket_is_launched_before_the_next_graph_runs(two: Ranks, how: str) -> None:
-    for first, *others in run(two, order_of_events, how):
+def test_every_bucket_is_launched_before_the_next_graph_runs(pools: Pools, how: str) -> None:
+    for first, *others in run(pools, order_of_events, how):
         assert first == "GLGLGLGLW"
         # Buckets were rebuilt; what is left over fills one more. The second step also compares the parameters.
         assert others == ["GLGLGLGLLWW", "GLGLGLGLLW"]
@@ -253,8 +246,8 @@ def whole_step(world: World) -> int:
 
 
 @pytest.mark.slow
-def test_a_whole_step_in_a_compiled_function(two: Ranks) -> None:
-    assert min(run(two, whole_step)) > 0
+def test_a_whole_step_in_a_compiled_function(pools: Pools) -> None:
+    assert min(run(pools, whole_step)) > 0
 
 
 def under_compiled_autograd(world: World) -> None:
@@ -273,5 +266,5 @@ def under_compiled_autograd(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_autograd_is_refused(two: Ranks) -> None:
-    run(two, under_compiled_autograd)
+def test_compiled_autograd_is_refused(pools: Pools) -> None:
+    run(pools, under_compiled_autograd)

@@ -172,16 +172,10 @@ def variance_beside_mean(world: World) -> tuple[Tensor, Tensor]:
     options=st.sampled_from(list(OPTIONS)),
     last=st.booleans(),
 )
-def test_any_shape(two: Ranks, sizes: tuple[int, ...], rest: tuple[int, ...], options: str, last: bool) -> None:
+def test_any_shape(pools: Pools, sizes: tuple[int, ...], rest: tuple[int, ...], options: str, last: bool) -> None:
     values = sum(sizes) * torch.Size(rest[1:]).numel()
     if values != 1:
-        two.run(beside_twin, sizes, rest, OPTIONS[options], torch.float64, EXACT, last and len(rest) > 2)
-
-
-@pytest.fixture(scope="module")
-def two() -> Any:
-    with Ranks(2) as ranks:
-        yield ranks
+        pools.run(2, beside_twin, sizes, rest, OPTIONS[options], torch.float64, EXACT, last and len(rest) > 2)
 
 
 def test_moments_combine_like_those_of_all_values() -> None:
