@@ -82,6 +82,15 @@ def pools() -> Iterator[Pools]:
         yield pools
 
 
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[Pools]:
+    """The same over Gloo; their channel gives plain sums, as that of GPUs does."""
+    from ranks import Pools
+
+    with Pools("gloo") as pools:
+        yield pools
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """A world of one rank, and one of two."""

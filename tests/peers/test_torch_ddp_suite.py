@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from torch_suite import SHORTER, ddp_tests, run_test, shortened
@@ -20,12 +18,6 @@ ON_GLOO = [name for name in NAMES if any(word in name for word in ("uneven", "jo
 @pytest.mark.parametrize("name", NAMES)
 def test_passes(pools: Pools, name: str) -> None:
     assert pools.run(2, run_test, name) == [None, None]  # not skipped, either
-
-
-@pytest.fixture(scope="module")
-def gloo() -> Iterator[Pools]:
-    with Pools("gloo") as pools:
-        yield pools
 
 
 @pytest.mark.parametrize("name", ON_GLOO)

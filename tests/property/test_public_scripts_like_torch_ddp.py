@@ -24,12 +24,6 @@ TorchDDP = nn.parallel.DistributedDataParallel
 Script = Callable[[type[TorchDDP], World], tuple[list[nn.Module], list[float]]]
 
 
-@pytest.fixture(scope="module")
-def gloo_pools() -> Any:
-    with Pools("gloo") as pools:
-        yield pools
-
-
 def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -203,7 +197,7 @@ def test_weights_are_torchs_and_every_rank_evaluates_as_rank_0(pools: Pools, scr
 
 
 @pytest.mark.parametrize("script", [vision, gpt, gan])
-def test_weights_are_torchs_on_gloo(gloo_pools: Pools, script: Script) -> None:
+def test_weights_are_torchs_on_gloo(gloo: Pools, script: Script) -> None:
     # Of more ranks Gloo sums each element in an order that depends on where in a bucket it lies.
-    first, other = gloo_pools.run(2, beside_torch, script)
+    first, other = gloo.run(2, beside_torch, script)
     assert first == other

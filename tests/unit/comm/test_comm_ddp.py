@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.core.processes.world import World
-from twins import PATTERNS, Case, Mixed, Pools, Tied, train_beside_twin
+from ranks import run_ranks
+from twins import PATTERNS, Case, Mixed, Tied, train_beside_twin
 
 TINY = 1e-4
 CASES = [
@@ -29,5 +30,4 @@ def train(world: World) -> None:
 
 
 def test_training_equals_one_process_on_gloo() -> None:
-    with Pools("gloo") as pools:
-        pools.run(2, train)
+    run_ranks(2, train, backend="gloo")

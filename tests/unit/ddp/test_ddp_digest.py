@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,12 +22,6 @@ from paceline.errors import DesyncError
 from twins import Pools
 
 SIZE = 3
-
-
-@pytest.fixture(scope="module")
-def gloo() -> Iterator[Pools]:
-    with Pools("gloo") as pools:
-        yield pools
 
 
 # -- the digest alone ----------------------------------------------------------------------------------------------

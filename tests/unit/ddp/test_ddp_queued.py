@@ -5,7 +5,7 @@ Here only the faces of such a device are put in place, on CPU ranks; in test_com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,13 +36,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reduce_dtype": {"reduce_dtype": torch.float64},
     "algorithm": {"algorithm": "ring"},
 }
-
-
-@pytest.fixture(scope="module")
-def gloo() -> Iterator[Pools]:
-    """Ranks whose channel gives plain sums, as that of GPUs does."""
-    with Pools("gloo") as pools:
-        yield pools
 
 
 class Stream:

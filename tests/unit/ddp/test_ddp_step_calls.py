@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,12 +29,6 @@ PACKAGE = str(Path(paceline.__file__).parent)
 INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 """No calls from Python 3.12 on, as a rule."""
 WARM_STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def gloo() -> Iterator[Pools]:
-    with Pools("gloo") as pools:
-        yield pools
 
 
 class Chain(nn.Module):

@@ -35,12 +35,6 @@ COMPRESSORS: dict[str, Callable[[nn.Module], Compressor]] = {
 WARM = 4
 
 
-@pytest.fixture(scope="module")
-def gloo() -> Any:
-    with Pools("gloo") as pools:
-        yield pools
-
-
 def net(norm: bool = False) -> nn.Module:
     torch.manual_seed(0)
     middle: list[nn.Module] = [SyncBatchNorm(8), nn.Tanh(), SyncBatchNorm(8)] if norm else [nn.Tanh()]

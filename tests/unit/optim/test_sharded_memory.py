@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,12 +18,6 @@ from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import UsageError
 from paceline.optim import ShardedOptimizer
 from twins import Pools
-
-
-@pytest.fixture(scope="module")
-def gloo() -> Iterator[Pools]:
-    with Pools("gloo") as pools:
-        yield pools
 
 
 def network() -> nn.Sequential:
