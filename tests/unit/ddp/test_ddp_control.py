@@ -114,7 +114,7 @@ def test_an_aborted_rank_is_named_by_the_others_and_silent_itself() -> None:
     second.check(second.statuses())
     assert messages([first, third]) == [
         f"rank {rank}: backward was ended by an exception on rank 1, so the gradients of this step are incomplete; "
-        "see that rank's own error, and skip this step on every rank to continue training"
+        "see that rank's own error; to continue training, skip this step on every rank"
         for rank in (0, 2)
     ]
 

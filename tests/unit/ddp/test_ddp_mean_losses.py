@@ -187,7 +187,7 @@ def one_backward_for_two_blocks(world: World) -> None:
     for x, y in batches(world.rank):
         with model.weight(len(y), reduction="mean"):
             losses.append(F.cross_entropy(model(x), y))
-    with pytest.raises(UsageError, match="one backward runs through forwards of several"):
+    with pytest.raises(UsageError, match="one backward pass covers several"):
         sum(losses).backward()
 
 

@@ -170,7 +170,7 @@ def unpicklable() -> None:
     next(accumulate(wrap(check_compute_every=10), DataLoader(Unpicklable(), 8, collate_fn=list)))
 
 
-IN_A_HOOK = "it runs in a hook, before this backward has averaged its gradients"
+IN_A_HOOK = "the call runs in a hook, before this backward has averaged its gradients"
 SAME_BITS = "check_compute_every=10 compares slices and needs virtual_ranks; also give virtual"
 EVERY = "check_compute_every must be a number of optimizer steps >= 1, or None, not"
 LOOP = "loop over paceline.accumulate(model, loader)"

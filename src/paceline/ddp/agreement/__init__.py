@@ -1,1 +1,1 @@
-"""Compares the ranks' status in every synchronized backward, alongside the gradients, and acts on it."""
+"""Compares the ranks' status in every synchronized backward pass and acts on differences."""

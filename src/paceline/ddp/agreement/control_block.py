@@ -37,20 +37,21 @@ NO_DATA = Origin()
 @dataclass
 class Status:
     forwards: int = 0
-    """Forwards that broadcast buffers (training mode, outside ``no_sync``), since the wrapper was made."""
+    """Number of forward passes that broadcast buffers (training mode, outside ``no_sync``), since the wrapper was
+    created."""
     optimizer_steps: int = 0
-    """Optimizer steps over this model's parameters."""
+    """Number of optimizer steps taken on this model's parameters."""
     weight: float = 0.0
     """Sum of ``model.weight(w)`` since the last synchronization."""
     weighting: int = 0
-    """Bits. ``UNWEIGHTED`` and ``WEIGHTED`` record how backwards ran since the last synchronization; ``UNCOUNTED``
-    marks a rank that has no data and is left out of the mean."""
+    """Bit flags. ``UNWEIGHTED`` and ``WEIGHTED`` record whether the backward passes since the last synchronization ran
+    without or with weights; ``UNCOUNTED`` marks a rank that has no data and is left out of the mean."""
     non_finite: int = 0
-    """Number of this rank's own gradients that hold NaN or Inf, if the check is on."""
+    """Number of this rank's gradients that contain NaN or Inf, if the check is on."""
     aborted: bool = False
-    """Whether an exception ended this rank's backward before its end."""
+    """Whether an exception interrupted the backward pass on this rank."""
     idle: bool = False
-    """Whether this rank has no gradients at all, like a rank without data."""
+    """Whether this rank has no gradients at all, for example because it has no data."""
     joined: bool = False
     """Whether this rank has run out of data inside ``join``; comparisons between ranks skip it."""
     hook_failed: bool = False
@@ -64,7 +65,7 @@ class Status:
     compares: bool = False
     """Whether this rank requests a comparison of the replicas; used when ``check_replicas_every`` is not set."""
     data: Origin = NO_DATA
-    """Origin of the batches since the last synchronization."""
+    """The source of the batches since the last synchronization."""
 
     @property
     def row(self) -> tuple[float, ...]:
@@ -86,7 +87,7 @@ _EQUAL = {
     ),
     "optimizer_steps": ("optimizer steps", "call optimizer.step() on all ranks in the same steps"),
 }
-_SECTIONS = 4  # presence, non-finite, late, sparse: one number per parameter in each
+_SECTIONS = 4  # presence, non-finite, late, sparse: each holds one number per parameter
 _KINDS: dict[str, Any] = {field.name: type(field.default) for field in fields(Status) if field.name != "data"}
 _NAMES = tuple(_KINDS)
 _plain_fields = attrgetter(*_NAMES)
@@ -102,11 +103,11 @@ class ControlBlock:
         self.rank, self.size, self.count = rank, size, len(names)
         self._end = _SECTIONS * self.count + size * _WIDTH  # start of the order, which is dropped once it is known
         self.vector = allocate(self._end + self.count, dtype=torch.float64)
-        # What this rank contributes when it has every gradient. The status is written into the array, whose memory the
-        # tensor shares, so a step needs one copy and creates no tensor.
+        # The values that this rank contributes when it has every gradient. The tensor shares its memory with the array:
+        # the status is written into the array, so a step needs one copy and creates no tensor.
         self._numbers = array("d", [1.0] * self.count + [0.0] * (len(self.vector) - self.count))
         self._usual = torch.frombuffer(self._numbers, dtype=torch.float64)
-        # The summed counts, without the statuses, if every rank has every gradient.
+        # The summed counts (without the statuses) when every rank has every gradient.
         self._usual_counts = torch.tensor([float(size)] * self.count + [0.0] * (_SECTIONS - 1) * self.count).double()
         self._counts = self.vector[: _SECTIONS * self.count]
         # Whether the sums equal these counts; None until the first query.
@@ -139,17 +140,17 @@ class ControlBlock:
 
     def order(self) -> list[int]:
         """Return the parameters in rank 0's order of arrival; an empty list if it reported none."""
-        order = self.vector[self._end :]  # counted from 1; all zeros means that no order was reported
+        order = self.vector[self._end :]  # counted from 1; all zeros if rank 0 reported no order
         return [int(place) - 1 for place in order.tolist()] if order.any() else []
 
     def forget_order(self) -> None:
-        """Leave the order out from now on; called on all ranks."""
+        """Omit the order from now on; called on all ranks."""
         self.vector, self._usual = self.vector[: self._end], self._usual[: self._end]
 
     def is_usual(self) -> bool:
-        """Return whether every rank had every gradient in its bucket, and none was found to be non-finite.
+        """Return whether every rank had every gradient in its bucket and found only finite gradients.
 
-        If so, the counts of parameters contain no further information.
+        If so, the per-parameter counts contain no further information.
         """
         # Computed once per step, because every reader below asks this first.
         if self._is_usual is None:
@@ -177,15 +178,15 @@ class ControlBlock:
     def statuses(self) -> list[Status]:
         rows = self.vector[_SECTIONS * self.count : self._end].view(self.size, _WIDTH).tolist()
         numbers, status = self._own
-        # The usual case: all ranks report the same, so this rank's own status serves for all of them.
+        # The usual case: all ranks report the same status, so this rank's status object can stand for all of them.
         if self.is_usual() and all(row == numbers for row in rows):
             return [status] * self.size
         return [_status_of(row) for row in rows]
 
     def missing_somewhere(self, statuses: Sequence[Status]) -> list[int]:
-        """Return the parameters that lack a gradient on at least one rank that has other gradients.
+        """Return the parameters that lack a gradient on at least one rank, ignoring ranks without any gradients.
 
-        The list is empty if an exception ended a backward.
+        The list is empty if an exception interrupted a backward pass.
         """
         if self.is_usual() or any(status.aborted for status in statuses):
             return []
@@ -193,7 +194,7 @@ class ControlBlock:
         return (self.vector[: self.count] < working).nonzero().flatten().tolist()
 
     def is_without_surprise(self, statuses: Sequence[Status]) -> bool:
-        """Return whether all ranks ran an unweighted backward that needs only the averages in its buckets."""
+        """Return whether all ranks ran an unweighted backward pass and need only the averages in the buckets."""
         plain = all(
             status.weighting == UNWEIGHTED
             and not (status.aborted or status.joined or status.hook_failed or status.has_new_parameters)
@@ -202,7 +203,7 @@ class ControlBlock:
         return plain and self.is_usual()
 
     def is_settled(self, statuses: Sequence[Status]) -> bool:
-        """Return whether, in addition, all ranks report the same, and none asks to stop or to compare replicas."""
+        """Return whether :meth:`is_without_surprise` holds, all reports are equal, and no rank has a request."""
         asks = statuses[0].asks_to_stop or statuses[0].compares
         return _agree(statuses) and not asks and self.is_without_surprise(statuses[:1])
 
@@ -211,19 +212,19 @@ class ControlBlock:
         return marks.nonzero().flatten().tolist()
 
     def check(self, statuses: Sequence[Status]) -> None:
-        """Raise, on every rank, if ranks differ in numbers that must be equal or a gradient is not finite."""
-        # Source -1: the data does not come from our loaders, which would split it.
+        """Raise on every rank if a gradient is not finite or if numbers that must be equal differ between ranks."""
+        # A source of -1 means that the data comes from another loader, which may not split it over the ranks.
         if statuses[0].inputs and statuses[0].data.source == -1 and self.rank == 0:
             _warn_of_equal([status.inputs for status in statuses])
         if self.is_usual() and _agree(statuses):
             return
-        # First, because an aborted rank's numbers may differ as a consequence, and its gradients are incomplete.
+        # Check this first: an aborted rank has incomplete gradients, and its other numbers may differ as a consequence.
         if aborted := [rank for rank, status in enumerate(statuses) if status.aborted]:
             if self.rank not in aborted:
                 raise DesyncError(
                     f"rank {self.rank}: backward was ended by an exception on {named_ranks(aborted)}, so the gradients "
-                    "of this step are incomplete; see that rank's own error, and skip this step on every rank to "
-                    "continue training"
+                    "of this step are incomplete; see that rank's own error; to continue training, skip this step on "
+                    "every rank"
                 ).because_of(())  # so that the launcher names the rank that raised, not this one
             return
         for name, (noun, remedy) in _EQUAL.items():
@@ -239,7 +240,7 @@ class ControlBlock:
         if without and any(mode & WEIGHTED and not mode & BY_SLICE for mode in modes):
             raise DesyncError(
                 f"ranks differ: {named_ranks(without)} ran backward outside model.weight(), the others inside; "
-                "weigh every micro-batch on every rank, or none"
+                "use model.weight() for every micro-batch on every rank, or for none"
             )
         if bad := self._marked(1):
             where = [rank for rank, status in enumerate(statuses) if status.non_finite]
@@ -251,7 +252,7 @@ def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFin
     shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
     return NonFiniteGradient(
         f"the gradient holds NaN or Inf on {named_ranks(ranks)}, in {shown} ({len(names)} of {count} parameters); no "
-        "optimizer step was taken, look at this batch's loss and at the learning rate"
+        "optimizer step was taken; check this batch's loss and the learning rate"
     )
 
 
@@ -260,7 +261,7 @@ def _agree(statuses: Sequence[Status]) -> bool:
     first = statuses[0]
     if first.aborted or (first.weighting & UNWEIGHTED and first.weighting & WEIGHTED):
         return False
-    # Identity suffices: if all ranks report the same numbers, statuses() returns the same object for each.
+    # Comparing by identity is enough: if all ranks report the same numbers, statuses() repeats one object.
     return all(status is first for status in statuses)
 
 
@@ -273,6 +274,6 @@ def _warn_of_equal(digests: list[int]) -> None:
     if digests[0] and len(set(digests)) == 1 < len(digests):
         warn(
             f"the inputs of the first forward are the same on all {len(digests)} ranks, so they all train on the same "
-            "samples; let paceline.data.DataLoader split the data, or give torch's DataLoader "
-            "sampler=DistributedSampler(dataset) in place of shuffle=True; if this is intended, ignore this"
+            "samples; let paceline.data.DataLoader split the data, or pass sampler=DistributedSampler(dataset) to "
+            "torch's DataLoader instead of shuffle=True; if this is intended, ignore this warning"
         )

@@ -5,7 +5,8 @@ One int64 vector, reduced to its maximum over the ranks in a separate collective
     [ event, layer, code | the same negated | wrapper, negated | 1 for each rank that has data ]
 
 The maximum of a negated number gives the minimum, which reveals any difference between ranks. A rank that has run out
-of data contributes smaller numbers than any message. Nothing here communicates; all functions work on plain values.
+of data contributes numbers that are smaller than any message's. The functions in this module do not communicate; they
+work on plain values.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from torch import Tensor
 from paceline.errors import DesyncError, UsageError
 
 NOTHING = -(2**62)
-"""Smaller than any number in a message, negated or not, so the maximum never picks it over a message."""
+"""Smaller than any number in a message, negated or not, so a message always determines the maximum."""
 _HEAD = 8  # event, layer, code and their negations; the wrapper's number and its negation
 
 
 class Stage(Enum):
-    """A rank's stage inside ``join``: idle → all have data, or followed → idle; shadowing once it has run out."""
+    """A rank's stage inside ``join``.
+
+    A rank with data goes from IDLE to ALL_HAVE_DATA or FOLLOWED and back to IDLE; a rank without data is SHADOWING.
+    """
 
     IDLE = "between steps"
     ALL_HAVE_DATA = "in a step in which every rank has data"
@@ -37,17 +41,17 @@ class Event(IntEnum):
     """The next collective, or the end of a step."""
 
     FORWARD = 0
-    """Beginning of a step, with no collective to take part in yet."""
+    """Start of a step; no collective follows immediately."""
     BUFFERS = 1
     """Broadcast of buffers."""
     LAYER = 2
     """Collective of a layer."""
     BACKWARD = 3
-    """Synchronized backward: its buckets and its control block."""
+    """Synchronized backward pass: its buckets and its control block."""
     END = 4
-    """End of that backward's collectives and of the step; only the wait for the buckets remains."""
+    """End of the step after a synchronized backward pass: no more collectives, only the wait for the buckets."""
     LOCAL = 5
-    """End of a backward under ``no_sync``, and of the step."""
+    """End of the step after a backward pass under ``no_sync``."""
 
 
 class JoinEvents(Protocol):
@@ -77,7 +81,7 @@ class Message:
 
 
 def event_number(name: str) -> int:
-    """Return a number for the wrapper whose channel is called `name`, the same on every rank."""
+    """Return a number that identifies the wrapper whose channel is called `name`, the same on every rank."""
     return zlib.crc32(name.encode())  # not hash(), which differs between processes
 
 
@@ -90,14 +94,14 @@ def encode(message: Message | None, wrapper: int, rank: int, size: int) -> list[
 
 
 def decode(vector: Tensor) -> tuple[Message | None, list[int]]:
-    """Return the message of the ranks that have data (None if there are none), and the list of those ranks."""
+    """Return the message of the ranks that have data (None if no rank has any), and the list of those ranks."""
     values: list[int] = vector.tolist()
     present = [rank for rank, has_data in enumerate(values[_HEAD:]) if has_data]
     # If the largest and the smallest wrapper number differ, ranks are in the steps of two different wrappers.
     if values[6] != -values[7]:
         raise UsageError(
-            "inside join(), one wrapper's step began before another's had ended, which a rank without data cannot "
-            "follow; finish one wrapper's backward before another's forward"
+            "inside join(), one wrapper's step began before another's had ended, and a rank without data cannot follow "
+            "both; finish one wrapper's backward pass before another wrapper's forward pass"
         )
     if not present:
         return None, present
@@ -106,6 +110,6 @@ def decode(vector: Tensor) -> tuple[Message | None, list[int]]:
     if largest != smallest:
         raise DesyncError(
             f"inside join(), ranks that have data are at different points of their step ({low} and {high}); run the "
-            "same forwards and backwards in the same order on all of them"
+            "same forward and backward passes in the same order on all of them"
         )
     return high, present

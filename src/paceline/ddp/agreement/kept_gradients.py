@@ -1,4 +1,4 @@
-"""Gradients that ``p.grad`` holds before a weighted step; the step's mean is added to them."""
+"""Gradients that were in ``p.grad`` before a weighted step; the step adds its mean to them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from paceline.errors import UsageError
 class KeptGradients:
     """Preserves gradients from before a weighted step.
 
-    In the end ``p.grad`` is the sum over the ranks, divided by the sum of weights. So a rank of weight w multiplies its
-    kept gradients by w; the division then leaves their weighted average, equal on every rank.
+    At the end of the step, ``p.grad`` is divided by the sum of the weights over all ranks. To compensate, a rank of
+    weight w multiplies its kept gradients by w. The division then yields their weighted average, which is equal on
+    every rank.
     """
 
     def __init__(self) -> None:
@@ -29,17 +30,17 @@ class KeptGradients:
     def forget(self) -> None:
         """Forget the kept gradients, because the step is over or they were dropped."""
         self.found: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
-        """By parameter id, the gradient that the latest forward found and its version; None before the first
+        """For each parameter id, the gradient that existed at the latest forward and its version; None before the first
         forward."""
         self.has_early = False
-        """Whether a gradient of this step arrived before the backward reached an output."""
+        """Whether a gradient of this step arrived before the backward pass reached any output."""
         # None before the first backward. Copies are needed only if more weights may follow, under no_sync().
         self._copies: list[tuple[Tensor, Tensor]] | None = None
         self._weight = 0.0
         self._is_settled = False
 
     def look(self, parameters: Sequence[Tensor]) -> None:
-        """Record the gradients that exist before a backward; called after each forward in a block."""
+        """Record the gradients that exist before a backward pass; called after each forward in a block."""
         if self._copies is not None:
             return
         self.found = {}
@@ -87,7 +88,7 @@ class KeptGradients:
             self._is_settled = is_last
 
     def _is_new(self, parameter: Tensor) -> bool:
-        """Return whether the gradient is a different tensor from the one that the forward found."""
+        """Return whether the gradient is a different tensor from the one recorded at the forward."""
         if self.found is None:
             return False
         reference, _ = self.found.get(id(parameter), (None, 0))
@@ -101,8 +102,8 @@ class KeptGradients:
             return True
         if _is_any(gradient):
             raise UsageError(
-                f"the gradient of {name!r} from before this weighted step has changed since the forward, so the "
-                "wrapper cannot separate the step's own part; call optimizer.zero_grad() before the forward"
+                f"{name!r} had a gradient before this weighted step, and it has changed since the forward pass, so the "
+                "wrapper cannot tell which part this step added; call optimizer.zero_grad() before the forward pass"
             )
         return False  # optimizer.zero_grad(set_to_none=False)
 
@@ -116,10 +117,10 @@ class KeptGradients:
             _multiply(parameters, self._weight)
 
     def _keep_if_more_arrives(self, parameters: Sequence[Tensor], *, is_last: bool) -> None:
-        """Keep gradients that arrived after the forward but before the backward that is starting.
+        """Keep gradients that appeared between the forward and the backward pass that is starting.
 
-        If a gradient arrived in this backward before it reached an output (a head outside the forward), no more
-        follows.
+        If the gradient was computed by this backward pass itself before it reached an output (a head outside the
+        forward), no other gradient arrives, and it is not kept.
         """
         if not parameters:
             return
@@ -135,23 +136,23 @@ class KeptGradients:
             while handles:
                 handles.popitem()[1].remove()
 
-        task = weakref.ref(running, ended)  # on an exception autograd drops the callback without calling it
+        task = weakref.ref(running, ended)  # on an exception, autograd drops the callback without calling it
         queue_callback(partial(ended, running))
         for parameter in parameters:
             handles[parameter] = parameter.register_hook(partial(arrives, parameter))
 
     def check_no_more(self) -> None:
-        """Refuse another weight if it is too late to multiply by it."""
+        """Refuse another weight once the kept gradients have been multiplied by the final sum."""
         if self._is_settled:
             raise UsageError(
-                "one backward runs through forwards of several model.weight() blocks, and p.grad held gradients from "
-                "before it, which must be multiplied by the sum of the weights before it begins; run a backward "
-                "for each block, or call optimizer.zero_grad() before it"
+                "one backward pass covers several model.weight() blocks, but p.grad already held gradients, which must "
+                "be multiplied by the sum of all weights before the pass begins; run one backward pass per block, or "
+                "call optimizer.zero_grad() first"
             )
 
 
 def _may_count(gradient: Tensor) -> bool:
-    """Return whether the gradient may be nonzero, without waiting for its device."""
+    """Return whether the gradient may be nonzero; does not wait for the device."""
     return is_queued(gradient.device) or _is_any(gradient)
 
 

@@ -24,24 +24,25 @@ from paceline.errors import UsageError
 
 
 class Ledger:
-    """Counts the rank's backwards, adds up weights, and notices backwards that ran without a weight."""
+    """Counts the rank's backward passes, adds up weights, and detects backward passes that ran without a weight."""
 
     forwards_since_sync: int
-    """Counted forwards since the last synchronized backward."""
+    """Number of counted forward passes since the last synchronized backward pass."""
     synchronizations: int
-    """Synchronized backwards since the wrapper was made."""
+    """Number of synchronized backward passes since the wrapper was created."""
     local_backwards: int
-    """Backwards under ``no_sync`` since the last synchronized one."""
+    """Number of backward passes under ``no_sync`` since the last synchronized one."""
     task: int
-    """The number of the graph task of the latest backward."""
+    """Id of the graph task of the latest backward pass."""
     has_peers = False
     """Whether gradients are averaged over several ranks."""
     compare_at: float = inf
-    """This rank requests the next comparison of the replicas after this many synchronizations."""
+    """Number of synchronizations after which this rank requests the next comparison of the replicas."""
     compares_out_of_turn = False
     """Whether this rank requests that comparison earlier than the other ranks expect."""
     gradients_are_set_aside = False
-    """Whether local gradients are kept outside ``p.grad``, so None there does not mean that they were dropped."""
+    """Whether local gradients are kept outside ``p.grad``; if so, ``p.grad is None`` does not mean that they were
+    dropped."""
 
     def __init__(self) -> None:
         self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
@@ -50,27 +51,27 @@ class Ledger:
         self.notes: Sequence[tuple[float, float]] = ()
         """Weight and weighting of each rank in the latest synchronization."""
         self.stop_agreed = False
-        """Whether a rank had asked to stop before the latest synchronization; the same on every rank."""
-        self.inputs: int | None = None  # digest of the first forward's inputs; None before it
+        """Whether any rank had asked to stop before the latest synchronization; the same on every rank."""
+        self.inputs: int | None = None  # digest of the first forward's inputs; None until then
         self.blocks = Blocks()
-        self._counted: list[Block] = []  # the blocks of backwards since the last synchronization
+        self._counted: list[Block] = []  # blocks of the backward passes since the last synchronization
         self.kept = KeptGradients()
-        """Gradients from before the current step."""
+        """Keeps gradients from before the current step."""
         self.current: Block | None = None
         """Block of the latest backward."""
         self.task = self._local_task = -1
-        self._other_backwards = 0  # how often other backwards ran between two of this wrapper's
-        self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward whose gradients are multiplied
+        self._other_backwards = 0  # number of times that other backward passes ran in between
+        self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward pass with multiplied gradients
         self._mistaken_means = MistakenMeans()
 
     @property
     def steps_of_job(self) -> int:
-        """Optimizer steps of the job, including steps before a restart if the black box recorded them."""
+        """Optimizer steps of the whole job; includes steps before a restart if the black box recorded them."""
         box = black_box()
         return self.status.optimizer_steps if box is None or box.completed < 0 else box.completed
 
     def report(self, size: int, **flags: bool) -> Status:
-        """Return the rank's status as of now, with these `flags`, for a group of `size` ranks."""
+        """Return the rank's current status, with these `flags`, for a group of `size` ranks."""
         self.add_up()
         compares = self.synchronizations >= self.compare_at
         now: dict[str, Any] = {"compares": compares, "data": data_position.report(size)}
@@ -82,8 +83,8 @@ class Ledger:
     def position(self, size: int) -> tuple[int, ...] | None:
         """Return the numbers that describe this rank's progress and must be equal on all `size` ranks of the group.
 
-        Returns None if numbers do not suffice: some backwards were weighted and some were not, or the rank asks to stop
-        or to compare replicas.
+        Returns None if these numbers are not enough: some backward passes were weighted and others not, or the rank
+        asks to stop or to compare replicas.
         """
         status = self.status
         if status.asks_to_stop or self.synchronizations >= self.compare_at:
@@ -95,7 +96,7 @@ class Ledger:
         return (status.weighting, status.forwards, status.optimizer_steps, *data_position.report(size))
 
     def synchronized(self) -> None:
-        """Count a synchronized step, which uses up weights and pending forwards."""
+        """Count a synchronized step, which consumes the weights and the pending forward passes."""
         self.forwards_since_sync = self.local_backwards = 0
         self.synchronizations += 1
         data_position.note_synchronization()
@@ -105,29 +106,29 @@ class Ledger:
             self._count_only([], 0)
 
     def contributes_nothing(self, *, counted: bool) -> None:
-        """Record that the rank has no data in this step; `counted` if the divisor of the mean includes it anyway."""
+        """Record that the rank has no data in this step; `counted` if the mean's divisor still includes the rank."""
         self._count_only([], 0 if counted else UNCOUNTED)
 
     def count_slices(self, slices: int) -> None:
-        """Give each of this rank's `slices` non-empty slices a weight of 1, unless the program gives weights."""
+        """Give each of this rank's `slices` non-empty slices a weight of 1, unless the program sets weights."""
         # A rank that skipped all of its slices does not know whether the other ranks use weights.
         if self.status.weighting in (0, UNWEIGHTED):
             is_skipped = not self.status.weighting
             self._count_only([Block(slices, is_mean=False)], BY_SLICE if is_skipped else WEIGHTED | BY_SLICE)
 
     def forget_local(self) -> None:
-        """Forget backwards since the last synchronization and their weights: their gradients will not be used."""
+        """Forget the backward passes since the last synchronization and their weights; gradients will not be used."""
         self.local_backwards = 0
         self._count_only([], 0)
 
     def _count_only(self, blocks: Sequence[Block], weighting: int) -> None:
-        """Count only the weights of `blocks` since the last synchronization."""
+        """Discard all weights since the last synchronization except the weights of `blocks`."""
         self._counted = [*blocks]
         self.kept.forget()
         self.status.weight, self.status.weighting = 0.0, weighting
 
     def add_up(self) -> None:
-        # As late as possible: reading a weight from a GPU waits for the device.
+        # Done as late as possible, because reading a weight from a GPU waits for the device.
         self.status.weight = self._total_weight()
 
     def _total_weight(self) -> float:
@@ -136,28 +137,28 @@ class Ledger:
     # -- forwards -----------------------------------------------------------------------------------------------
 
     def forward(self, *, broadcasts: bool) -> None:
-        """Count a forward in training mode; ranks must agree on how many of these broadcast buffers."""
+        """Count a forward pass in training mode; the number of passes with `broadcasts` must be equal on all ranks."""
         self.status.forwards += broadcasts
         self.forwards_since_sync += 1
 
     def take_back_forward(self) -> None:
-        """Uncount the last forward: its backward turned out to be local."""
+        """Uncount the last forward pass, because its backward pass turned out to be local."""
         self.forwards_since_sync = max(0, self.forwards_since_sync - 1)
 
     @property
     def forward_counts(self) -> tuple[int, int]:
-        """Counts of forwards, for :meth:`take_back_forwards`."""
+        """The counts of forward passes, to pass to :meth:`take_back_forwards`."""
         return self.status.forwards, self.forwards_since_sync
 
     def take_back_forwards(self, before: tuple[int, int]) -> None:
-        """Reset the counts of forwards to `before`, because not all ranks may have run the later forwards."""
+        """Reset the counts of forward passes to `before`, because later ones may not have run on all ranks."""
         self.status.forwards, self.forwards_since_sync = before
 
     # -- weights ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def weigh(self, weight: float | Tensor, *, is_mean: bool = False) -> Iterator[None]:
-        """Give the micro-batch inside the block this `weight`; a micro-batch whose block raises does not count."""
+        """Give `weight` to the micro-batch inside the ``with`` block, unless the block raises an exception."""
         block = Block(weight, is_mean=is_mean)
         try:
             with self.blocks.inside(block):
@@ -165,17 +166,17 @@ class Ledger:
         except BaseException:
             if block in self._counted:
                 self._counted.remove(block)
-                if not self._counted:  # no backward of this step is weighted
+                if not self._counted:  # no backward pass of this step is weighted
                     self.status.weighting &= ~WEIGHTED
             raise
 
     @property
     def is_weight_pending(self) -> bool:
-        """Whether weights were given that no synchronization has used."""
+        """Whether weights are waiting for the next synchronization."""
         return bool(self.status.weighting & WEIGHTED)
 
     def count_unused_blocks(self, local_gradient: Callable[[], str | None]) -> None:
-        """Count unused blocks if all gradients that ``sync_gradients()`` will average bypassed the wrapper."""
+        """Count unused blocks if ``sync_gradients()`` has only gradients to average that bypassed the wrapper."""
         if not (self._counted or self.local_backwards or self.gradients_are_set_aside):
             unused = self.blocks.without_forward()
             if unused and local_gradient() is not None:
@@ -183,10 +184,11 @@ class Ledger:
                     self._count(block)
 
     def backward_began(self, block: Block | None = None) -> None:
-        """Count a backward that is starting, and with it the weight of its block.
+        """Count a backward pass that is starting, and the weight of its block.
 
-        That is the `block` of its forward, else the one around the backward, else one that was exited between the two.
-        Called by the hook of every output; a graph task counts once.
+        The block is the one around its forward pass (`block`), else the block around the backward pass, else a block
+        that was exited between the two. This method is called by the hook of every output, but counts a graph task only
+        once.
         """
         if (task := current_task()) == self.task and task != -1:
             self.backward_goes_on(block)
@@ -204,7 +206,7 @@ class Ledger:
         self.current = block
         self._count(block)
         if block.factor != 1:
-            # Only the callback holds `running`, so the reference shows whether the graph task still exists.
+            # Only the callback holds `running`, so the weak reference is alive exactly as long as the graph task.
             running = GraphTask()
             self._multiplied = weakref.ref(running)
             queue_callback(partial(_ended, running))
@@ -212,10 +214,10 @@ class Ledger:
             self._mistaken_means.check(block)
 
     def _note_other_backward(self) -> None:
-        """Request a comparison of the replicas in the next step, because a backward ran that this wrapper did not see.
+        """Request a comparison of the replicas in the next step, after a backward pass that this wrapper did not see.
 
-        On each rank that backward may have added a different gradient to the averages, making weights drift apart. A
-        program may run one in every step, so only the 1st, 2nd, 4th, 8th, … requests a comparison.
+        That backward pass may have added a different gradient to the averages on each rank, making the weights drift
+        apart. A program may run one in every step, so only the 1st, 2nd, 4th, 8th, … such pass requests a comparison.
         """
         self._other_backwards += 1
         is_due = self._other_backwards & (self._other_backwards - 1) == 0
@@ -223,7 +225,7 @@ class Ledger:
             self.compare_at, self.compares_out_of_turn = self.synchronizations + 1, True
 
     def backward_goes_on(self, block: Block | None) -> None:
-        """Count the weight of another block whose forward the running backward has reached."""
+        """Count the weight of another block when the running backward pass reaches an output of its forward."""
         if block is None:
             return
         block, multiplied = self.blocks.of_backward(block), self.current if self._is_multiplied() else None
@@ -231,8 +233,8 @@ class Ledger:
             return
         if block.factor != 1 or multiplied is not None:
             raise UsageError(
-                "one backward runs through forwards of several model.weight() blocks, and one of them has "
-                'reduction="mean", so no single factor fits all gradients; run a backward for each block, '
+                "one backward pass covers several model.weight() blocks, and at least one has "
+                'reduction="mean", so no single factor fits all gradients; run one backward pass per block, '
                 "all but the last under model.no_sync()"
             )
         if block not in self._counted:
@@ -240,7 +242,7 @@ class Ledger:
             self._count(block)
 
     def begin_local(self, block: Block | None, parameters: Sequence[nn.Parameter]) -> None:
-        """Count a backward under ``no_sync``; called by the hook of every output that it reaches."""
+        """Count a backward pass under ``no_sync``; called by the hook of every output that it reaches."""
         self.backward_began(block)
         if self.task != self._local_task or self.task == -1:
             self._local_task = self.task
@@ -250,9 +252,10 @@ class Ledger:
     def keep_gradients(
         self, names: Sequence[str], parameters: Sequence[Tensor], elsewhere: Collection[int] = (), *, is_last: bool
     ) -> None:
-        """Preserve what ``p.grad`` held before the step's first backward, if the backward that is starting is weighted.
+        """Preserve the contents of ``p.grad`` from before the step if the backward pass that is starting is weighted.
 
-        `elsewhere` are the parameters that another wrapper averages in this backward. `is_last` if it is synchronized.
+        `elsewhere` lists the parameters that another wrapper averages in this backward pass. `is_last` means that it is
+        synchronized.
         """
         if self.status.weighting & WEIGHTED:
             self.kept.multiply(names, parameters, self._total_weight, elsewhere, is_last=is_last)
@@ -269,23 +272,23 @@ class Ledger:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the running graph task is this wrapper's latest backward."""
+        """Whether the running graph task is this wrapper's latest backward pass."""
         return current_task() == self.task != -1
 
     def factor(self, parameter: Tensor, *, is_common: bool) -> float:
-        """Return the factor of a gradient that arrives at `parameter`; 1 unless the loss is a mean over weighted items.
+        """Return the factor for a gradient that arrives at `parameter`: 1, unless the loss is a mean with a weight.
 
         Args:
             parameter: the parameter of the gradient.
-            is_common: whether another wrapper also has the parameter, so the backward may belong to that wrapper.
+            is_common: whether another wrapper also has the parameter, so the backward pass may belong to that wrapper.
         """
         if self._is_multiplied():
             assert self.current is not None
             return self.current.factor
         if is_common or self.is_under_way or not is_accumulated(parameter):
             return 1.0
-        # A gradient may arrive before backward reaches an output, such as one from a penalty on a parameter that the
-        # forward did not use. It then starts the backward of the waiting block.
+        # A gradient may arrive before the backward pass reaches an output, for example from a penalty on a parameter
+        # that the forward did not use. If a block is waiting for its backward pass, count that pass as started.
         waiting = self.blocks.waiting()
         if waiting is None or waiting.factor == 1:
             return 1.0
@@ -294,9 +297,9 @@ class Ledger:
         return self.factor(parameter, is_common=False)
 
     def forget_dropped(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
-        """Forget the weight of local backwards whose gradients were dropped (``zero_grad``).
+        """Forget the weights of local backward passes whose gradients were dropped (``zero_grad``).
 
-        Only the backward that is starting, if any, still counts.
+        A backward pass that is just starting still counts.
         """
         if (
             not self.local_backwards
@@ -314,4 +317,4 @@ class Ledger:
 
 
 def _ended(_task: GraphTask) -> None:
-    """A no-op; queued as a callback, it keeps the object alive until the graph task ends."""
+    """Do nothing; queued as a callback, this function keeps its argument alive until the graph task ends."""

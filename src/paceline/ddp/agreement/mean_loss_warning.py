@@ -1,8 +1,8 @@
-"""Detects a mean loss inside ``model.weight(n)``, which takes a sum: the gradient would be n times too small.
+"""Detects a mean loss inside ``model.weight(n)``, which expects a sum: the gradient would be n times too small.
 
-Only the first few weighted backwards are examined. The loss that a backward starts from is found in the frame of
-torch's own ``backward``, and its ``grad_fn`` shows which operations made it. While the graph is running, the factors of
-a product are no longer available; since n times a mean is a sum, products raise no warning.
+Only the first few weighted backward passes are examined. The loss is found in the stack frame of torch's own
+``backward``, and its ``grad_fn`` shows which operations produced it. The factors of a product are no longer available
+while the graph is running; because n times a mean is a sum, a product causes no warning.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from paceline.core.torch_internals.autograd import backward_call, place_of
 from paceline.ddp.agreement.weight_block import Block
 
 LOOKS = 3
-"""Number of weighted backwards to examine in each wrapper."""
+"""Number of weighted backward passes to examine in each wrapper."""
 DEPTH = 8
-"""Maximum number of nodes between the loss and the mean."""
+"""Maximum number of graph nodes to look through between the loss and the mean."""
 MEAN = 1
 """ATen's number for ``reduction="mean"``."""
-# Operations on a mean whose result is still a mean. A node's name appends "Backward" and a number.
+# Operations that turn a mean into a mean. Node names end in "Backward" and a number.
 _KEEPS = ("ToCopy", "Neg", "Div", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "UnsafeView", "ReshapeAlias")
 _SAME = tuple(f"{name}Backward" for name in _KEEPS)
 
 
 class Origin(Enum):
-    """The operation that made a loss."""
+    """The operation that produced a loss."""
 
     MEAN_LOSS = "a loss function that averages"
     MEAN = "a mean"
@@ -39,18 +39,19 @@ class Origin(Enum):
 
 
 class MistakenMeans:
-    """Examines the first weighted backwards of a wrapper, and warns once."""
+    """Examines the first weighted backward passes of a wrapper, and warns once."""
 
     def __init__(self) -> None:
         self._looks = LOOKS
 
     def check(self, block: Block) -> None:
-        """Warn if the running backward starts from a mean although the weight is for a summed loss."""
+        """Warn if the running backward pass starts from a mean although the weight is for a summed loss."""
         if not self._looks:
             return
         self._looks -= 1
         weight = block.weight
-        # A fractional weight is not a number of items, so a mean may be intended; a mean over one item is the sum.
+        # A fractional weight is not a number of items, so the mean may be intended. A mean over one item equals the
+        # sum.
         if weight <= 1 or weight != int(weight):
             return
         call = backward_call()
@@ -77,7 +78,7 @@ def _is_mean(root: Tensor) -> bool:
 
 
 def origin(node: Any, depth: int = DEPTH) -> Origin:
-    """Return the operation that made the scalar of `node`, looking through at most `depth` nodes."""
+    """Return the operation that produced the scalar of `node`, looking through at most `depth` nodes."""
     if node is None or not depth:
         return Origin.OTHER
     name = node.name().rpartition("::")[2]
@@ -85,10 +86,10 @@ def origin(node: Any, depth: int = DEPTH) -> Origin:
     if getattr(node, "_saved_reduction", None) == MEAN:
         return Origin.MEAN_LOSS
     if name.startswith("MeanBackward"):
-        if math.prod(node._saved_self_sym_sizes) == 1:  # the mean of a scalar is that scalar
+        if math.prod(node._saved_self_sym_sizes) == 1:  # the mean of one number is that number
             return origin(sources[0], depth - 1) if sources else Origin.OTHER
         source = sources[0].name() if sources else ""
-        # A mean over a list of losses, which may be sums.
+        # A mean over a list of losses, each of which may be a sum.
         return Origin.UNKNOWN if source.startswith(("StackBackward", "CatBackward")) else Origin.MEAN
     if name.startswith(_SAME) and len(sources) == 1:
         return origin(sources[0], depth - 1)
@@ -107,7 +108,8 @@ def origin(node: Any, depth: int = DEPTH) -> Origin:
 def _smooths_labels(terms: list[Any]) -> bool:
     """Return whether `terms` come from a mean cross entropy with ``label_smoothing``.
 
-    Both are products with a number, computed in C++ (``MulBackward1``); products from Python have a different node.
+    That function adds two products with a number, computed in C++ (``MulBackward1``); a product written in Python has a
+    different node.
     """
     if len(terms) != 2 or any(not term.name().endswith("MulBackward1") for term in terms):
         return False

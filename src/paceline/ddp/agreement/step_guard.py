@@ -1,4 +1,4 @@
-"""The guard: counts optimizer steps for the control block, and refuses steps with gradients that are not averages."""
+"""The guard: counts optimizer steps for the control block, and refuses steps with gradients that were not averaged."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _params = itemgetter("params")
 
 
 class StepGuard:
-    """Watches every optimizer that trains one of `parameters`.
+    """Watches every optimizer that trains any of `parameters`.
 
-    ``local_gradient()`` returns the name of a parameter whose gradient the wrapper has not averaged, or None. The
-    gradient may differ between ranks, or the training loop may have made it equal. The guard cannot compare ranks by
-    itself, because that takes a collective: the script must call ``model.gradients_are_averaged()`` on every rank.
+    ``local_gradient()`` returns the name of a parameter whose gradient the wrapper has not averaged, or None. Such a
+    gradient may differ between ranks, or the training loop may have made it equal. The guard cannot compare ranks on
+    its own, because that takes a collective; the script must call ``model.gradients_are_averaged()`` on every rank.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class StepGuard:
         self._ledger, self._local_gradient, self._recorder = ledger, local_gradient, recorder
         self._all_parameters = all_parameters
         self._read_late = read_late
-        self._stepped: Callable[[], object] = lambda: None  # ends the span of the step under way
+        self._stepped: Callable[[], object] = lambda: None  # ends the span of the current step
         self.guard(parameters)
         # For each optimizer, the number of synchronizations at its last step.
         self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        # The id of the optimizer whose step is under way, and the number of synchronizations when it began.
+        # The id of the optimizer that is stepping, and the number of synchronizations when its step began.
         self._outermost: tuple[int, int] | None = None
         _guards().add(self)
 
@@ -59,16 +59,17 @@ class StepGuard:
     def before(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Check gradients before the optimizer steps; raises the errors of :meth:`check_whole` and ``read_late()``.
 
-        With a closure, they are checked after each run of it instead, because its backward may be the synchronized one.
+        With a closure, gradients are checked after each call of the closure instead, because the synchronized backward
+        pass may run inside it.
         """
         if self._trains_ours(optimizer):
-            self._read_late()  # first, because it may complete averages that the step is going to use
+            self._read_late()  # first, because this may complete averages that the step uses
             if not has_closure:
                 self.check_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
                 self._synchronizations_seen[optimizer] = self._ledger.synchronizations
             self._ledger.optimizers.add(optimizer)
-            # One optimizer may step inside another, on some ranks only (ZeroRedundancyOptimizer). An outer step that
-            # raised never reached its end; it counts as over once new gradients exist.
+            # One optimizer may step inside another, and only on some ranks (ZeroRedundancyOptimizer). If an outer step
+            # raised and never reached its end, it counts as over once new gradients exist.
             if self._outermost is None or self._outermost[1] != self._ledger.synchronizations:
                 self._outermost = (id(optimizer), self._ledger.synchronizations)
                 self._stepped = self._recorder.open(OPTIMIZER, id(self))
@@ -82,31 +83,32 @@ class StepGuard:
     def check_whole(self, caller: str, synchronizations_before: int | None = None) -> None:
         """Refuse gradients that are not fully averaged over the ranks or not divided by their weight.
 
-        A backward may have stayed local under ``no_sync``, or bypassed the wrapper. The latter is checked only if no
-        synchronization followed `synchronizations_before`, because a program may replace averages by hand.
+        A backward pass may have stayed local under ``no_sync``, or it may have bypassed the wrapper. The second case is
+        checked only if nothing was synchronized after `synchronizations_before`, because a program may replace the
+        averages.
         """
         if self._ledger.local_backwards:
             raise self._refusal(
                 f"{caller} found gradients that the wrapper has not averaged over the ranks, because the last backward "
                 "ran under no_sync() or in the middle of accumulate()",
-                f"step where model.do_sync is true, or call model.sync_gradients() first{_BY_HAND}",
+                f"step only when model.do_sync is true, or call model.sync_gradients() first{_BY_HAND}",
             )
         if self._ledger.is_weight_pending:
             raise self._refusal(
-                f"{caller} found gradients that were not divided by the weights given to model.weight(): no backward "
-                "through the wrapper's own output followed",
+                f"{caller} found gradients that were not divided by the weights passed to model.weight(), because no "
+                "backward pass through the wrapper's own output followed",
                 "call the wrapper and not model.module, or call model.sync_gradients() first",
             )
         if self._ledger.synchronizations == synchronizations_before and (name := self._local_gradient()) is not None:
             raise self._refusal(
                 f"{caller} found a gradient of {name!r} that the wrapper has not averaged over the ranks, because "
-                "no backward was synchronized since the last step",
+                "no backward pass has been synchronized since the last step",
                 f"call the wrapper and not model.module, or call model.sync_gradients() first{_BY_HAND}",
             )
 
     def _refusal(self, problem: str, remedy: str) -> UsageError:
         if current_task() >= 0:
-            remedy = "it runs in a hook, before this backward has averaged its gradients: step after backward() returns"
+            remedy = "the call runs in a hook, before this backward has averaged its gradients: step after it returns"
         return UsageError(f"{problem}; {remedy}")
 
     def after(self, optimizer: Optimizer) -> None:
@@ -115,11 +117,11 @@ class StepGuard:
             self._outermost = None
             self._stepped()
             self._ledger.status.optimizer_steps += 1
-            if self._ledger.local_backwards:  # the step has ignored its closure
+            if self._ledger.local_backwards:  # the step did not call its closure
                 self.check_whole("optimizer.step(closure)")
 
     def known(self) -> set[int]:
-        """Return the ids of the parameters that the wrapper averages or ignores by name."""
+        """Return the ids of the parameters that the wrapper averages, and of the ignored ones."""
         return self._ours | {id(parameter) for parameter in self._all_parameters()}
 
     @property
@@ -127,7 +129,7 @@ class StepGuard:
         return self._ledger.has_peers
 
     def refuse(self, stranger: Stranger, optimizer: Optimizer) -> None:
-        """Refuse a step of `optimizer` if `stranger` has a gradient from this wrapper's latest backward."""
+        """Refuse a step of `optimizer` if `stranger` got a gradient in this wrapper's latest backward pass."""
         if self.has_peers and stranger.task == self._ledger.task != -1 and stranger.is_local(optimizer):
             shape = tuple(stranger.parameter_in(optimizer).shape)
             raise UsageError(
@@ -139,7 +141,7 @@ class StepGuard:
             )
 
     def has_state(self) -> bool:
-        """Return whether an optimizer that has stepped keeps state, such as momentum."""
+        """Return whether any optimizer that has stepped keeps state, such as momentum."""
         return any(optimizer.state for optimizer in self._synchronizations_seen)
 
     def _trains_ours(self, optimizer: Optimizer) -> bool:
@@ -149,7 +151,7 @@ class StepGuard:
 class Stranger:
     """An optimizer's parameter that no wrapper knew at the optimizer's first step; see :meth:`StepGuard.refuse`.
 
-    Its gradient may come from a separate backward that involves no wrapper; the graph task shows which it was.
+    Its gradient may come from a backward pass that does not involve any wrapper; the id of the graph task tells.
     """
 
     # Stored by position, because torch.utils.swap_tensors refuses tensors with weak references.
@@ -188,11 +190,11 @@ def _find_strangers(optimizer: Optimizer) -> list[Stranger]:
 def _guards() -> WeakSet[StepGuard]:
     """Return the guards of this process; each lives as long as its wrapper.
 
-    torch's global optimizer hooks are registered once and stay. They must not be removed, because a wrapper may be
-    garbage-collected in the middle of a step, while torch iterates over the hooks.
+    torch's global optimizer hooks are registered once and never removed: a wrapper may be garbage-collected in the
+    middle of a step, while torch iterates over the hooks.
     """
     guards: WeakSet[StepGuard] = WeakSet()
-    # For each optimizer, its number of parameters at the last search for strangers, and the strangers found.
+    # For each optimizer, its parameter count at the last search for strangers, and the strangers found then.
     strangers: WeakKeyDictionary[Optimizer, tuple[int, list[Stranger]]] = WeakKeyDictionary()
 
     @never_compiled
@@ -223,7 +225,7 @@ def _guards() -> WeakSet[StepGuard]:
 def _with_check(
     optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of ``optimizer.step()``, with the closure replaced by one that checks gradients after it."""
+    """Return the arguments of ``optimizer.step()``, with the closure replaced by one that also checks gradients."""
 
     @never_compiled
     def checked() -> Any:

@@ -1,4 +1,4 @@
-"""Weights of micro-batches (``model.weight(w)``): their blocks, and the resulting scale of the gradients."""
+"""Weights of micro-batches (``model.weight(w)``), and the factor by which they scale gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paceline.errors import UsageError
 
 UNWEIGHTED, WEIGHTED, UNCOUNTED, BY_SLICE = 1, 2, 4, 8
 """Bits of :attr:`~paceline.ddp.agreement.control_block.Status.weighting`. ``BY_SLICE`` means that the weight is this
-rank's number of slices rather than a weight given by the program. Without ``WEIGHTED`` the rank ran no backward, and
-its slices count only if no rank has weights from the program."""
+rank's number of slices rather than a weight set by the program. Without ``WEIGHTED`` the rank ran no backward pass, and
+its slices count only if the program sets no weights on any rank."""
 
 
 def compute_scale(notes: Sequence[tuple[float, float]]) -> float:
@@ -40,13 +40,13 @@ def compute_scale(notes: Sequence[tuple[float, float]]) -> float:
 
 
 def total_weight(notes: Sequence[tuple[float, float]]) -> float:
-    """Return the sum of the weights given by the program or, without any, of the numbers of slices."""
+    """Return the sum of the weights set by the program or, if there are none, of the numbers of slices."""
     is_given = any(int(weighting) & (WEIGHTED | BY_SLICE) == WEIGHTED for _, weighting in notes)
     return sum((weight for weight, weighting in notes if not (is_given and int(weighting) & BY_SLICE)), 0.0)
 
 
 def compute_correction(notes: Sequence[tuple[float, float]]) -> float:
-    """Return the factor that converts a mean over all ranks to the mean of :func:`compute_scale`; 1.0 if equal."""
+    """Return the factor that converts a mean over all ranks to the mean that :func:`compute_scale` defines."""
     if any(int(weighting) & (WEIGHTED | UNCOUNTED) for _, weighting in notes):
         return compute_scale(notes) * len(notes)
     return 1.0
@@ -56,17 +56,17 @@ class Block:
     """One ``model.weight()`` block.
 
     Args:
-        weight: a number, or a tensor of one element. From a GPU it is copied in the background; reading :attr:`weight`
-            waits for it.
+        weight: a number, or a tensor of one element. A GPU tensor is copied in the background, and reading
+            :attr:`weight` waits for the copy.
         is_mean: whether the loss inside is a mean.
     """
 
     def __init__(self, weight: float | Tensor, *, is_mean: bool) -> None:
         self.is_mean = is_mean
         self.has_forward = False
-        """Whether a forward of the wrapper ran inside."""
+        """Whether a forward pass of the wrapper ran inside the block."""
         self.is_claimed = False
-        """Whether its backward has begun."""
+        """Whether the block's backward pass has begun."""
         self.is_on_its_way = isinstance(weight, Tensor) and is_queued(weight.device)
         """Whether reading the weight may have to wait."""
         if isinstance(weight, Tensor) and self.is_on_its_way:
@@ -83,20 +83,20 @@ class Block:
 
     @property
     def factor(self) -> float:
-        """Factor of gradients in its backwards: 1 for a summed loss, the weight for a mean."""
+        """Factor for gradients in the block's backward passes: 1 for a summed loss, the weight for a mean."""
         return self.weight if self.is_mean else 1.0
 
 
 class Blocks:
-    """A wrapper's ``model.weight()`` blocks whose backward has not begun."""
+    """A wrapper's ``model.weight()`` blocks whose backward pass has not begun."""
 
     def __init__(self) -> None:
         self.open: list[Block] = []
-        """Blocks that the program is inside of, the innermost last."""
-        # Blocks with a forward, in order; weak references, because a block whose loss was dropped has no backward.
+        """The ``with`` blocks that are currently open, the innermost last."""
+        # Blocks with a forward, in order. Weak references, because a block whose loss was dropped never runs backward.
         self._with_forward: list[weakref.ref[Block]] = []
         self.unused: list[Block] = []
-        """Blocks that were exited without a forward, since the last forward and synchronization."""
+        """Blocks that were closed without a forward pass, since the last forward or synchronization."""
 
     @contextmanager
     def inside(self, block: Block) -> Iterator[None]:
@@ -105,7 +105,7 @@ class Blocks:
             yield
         finally:
             self.open.pop()
-        # With gradients disabled, the block belongs to an evaluation and has no backward.
+        # A block with gradients disabled belongs to an evaluation, so it never runs backward.
         if not (block.has_forward or block.is_claimed) and torch.is_grad_enabled():
             self.unused.append(block)
 
@@ -123,7 +123,7 @@ class Blocks:
         return block
 
     def of_backward(self, block: Block | None) -> Block | None:
-        """Return the block of a backward, or None; its forward ran in `block` (None if outside any block)."""
+        """Return the block of a backward pass whose forward ran in `block` (None if outside any block); may be None."""
         if self.open and (block is None or block.is_claimed):
             return self.open[-1]
         if block is None and self.unused:
@@ -131,15 +131,15 @@ class Blocks:
         return block
 
     def waiting(self) -> Block | None:
-        """Return the block whose backward is expected next: the open one, or the first that was exited.
+        """Return the block whose backward pass is expected next: the open one, or the first one closed.
 
-        Returns None if no block has a forward whose backward has not begun.
+        Returns None if no block is waiting for its backward pass.
         """
         blocks = self.open[-1:] if self.open else (each() for each in self._with_forward)
         return next((block for block in blocks if _waits(block)), None)
 
     def without_forward(self) -> list[Block]:
-        """Return the blocks without a forward of the wrapper; their backward may have bypassed it."""
+        """Return the blocks without a forward pass of the wrapper; their backward pass may have bypassed it."""
         return [*self.unused, *(block for block in self.open if not block.has_forward)]
 
 
