@@ -1,4 +1,4 @@
-"""Strict JSON for checkpoints: each value has only one representation, and ambiguous input is refused."""
+"""Strict JSON for checkpoints: each value has only one representation, and ambiguous input is rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DIGITS = 400
 
 
 def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:
-    """Return `value` as JSON: ASCII, with keys in their existing order; NaN and infinities are refused."""
+    """Return `value` as JSON: ASCII, with keys in insertion order; NaN and infinities raise."""
     separators = (",", ":") if indent is None else (",", ": ")
     raw = json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
     _check_size(raw, limit)

@@ -15,8 +15,8 @@ def readable_stacks() -> Iterator[None]:
     In that version, ``f_back`` creates the frame that it returns. If this starts a collection whose callbacks release
     the GIL, the other thread may return from the function meanwhile, and the frame then refers to reused memory.
 
-    If two threads read stacks at the same time, the pause ends with the first, although the second still reads. This is
-    rare, because a thread normally reads a stack in less time than it may keep the GIL.
+    If two threads read stacks at the same time, the pause ends when the first is done, even if the second is still
+    reading. This is rare, because a thread normally reads a stack in less time than it may keep the GIL.
     """
     pauses = sys.version_info[:2] == (3, 11) and gc.isenabled()
     if pauses:

@@ -17,7 +17,7 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def check_chart(option: str, file: str | None) -> None:
-    """Raise before the work starts if no chart can be written to `file`."""
+    """Raise an error early if a chart cannot be written to `file`."""
     if file is None:
         return
     if Path(file).suffix not in SUFFIXES:
@@ -39,7 +39,7 @@ def write_chart(option: str, file: str, figure: Figure) -> None:
     import matplotlib
 
     drawn, suffix = io.BytesIO(), Path(file).suffix[1:]
-    # Without a date and random ids, the same chart gives the same file. Text stays searchable.
+    # Omit the date and random IDs, so that the same chart always produces the same file. Keep text searchable.
     with matplotlib.rc_context({"svg.hashsalt": "paceline", "svg.fonttype": "none"}):
         figure.savefig(drawn, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
     write_file(option, file, drawn.getvalue())

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 def or_near(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean --nproc?" if one of the `known` names is close to `name`; empty otherwise."""
     names = list(known)
-    if name.startswith("-n") and "--nproc" in names:  # as for mpirun and srun: -n 2, -n2, -np 2
+    if name.startswith("-n") and "--nproc" in names:  # mpirun and srun accept -n 2, -n2 and -np 2
         return "; did you mean --nproc?"
     near = get_close_matches(name.partition("=")[0], names, 1)
     return f"; did you mean {near[0]}?" if near else ""
@@ -34,7 +34,7 @@ INTERRUPTED = 130
 
 
 def load_torch() -> None:
-    """Import torch, which takes seconds. Ctrl-C is handled only afterwards, because the import could swallow it."""
+    """Import torch, which takes seconds. Ctrl-C is handled after the import, which could otherwise swallow it."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         import torch  # noqa: F401
@@ -46,7 +46,7 @@ class Commands(TyperGroup):
     """A command group that suggests a similar name for an unknown command."""
 
     noun = "command"
-    """The word that messages use for a command of this group."""
+    """What messages call a command of this group."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command named by the first of `args`."""
@@ -74,7 +74,7 @@ class Commands(TyperGroup):
 
 @contextmanager
 def _interrupted_in_one_line() -> Iterator[None]:
-    """Print one line if Ctrl-C ends the block, because typer stays silent."""
+    """Print one line if Ctrl-C ends the block; Typer itself prints no message."""
     try:
         yield
     except KeyboardInterrupt:

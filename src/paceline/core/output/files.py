@@ -1,4 +1,4 @@
-"""Files that a command was asked to write: checked before the work starts, written when it is done."""
+"""Output files of a command: checked before the work starts, and written at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.errors import UsageError
 
 
 def check_file(option: str, file: str | None) -> None:
-    """Raise now, before the work, if `file` cannot be written."""
+    """Raise an error early if `file` cannot be written."""
     if file is None:
         return
     path = Path(file).absolute()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 MESSAGE_S = 1.0
-"""Maximum time in seconds that a message waits for a reader."""
+"""Maximum time, in seconds, to wait until stderr accepts a message."""
 _PIECE = 1024
 """Number of characters whose UTF-8 encoding fits into any pipe that poll() reports as writable."""
 
@@ -33,7 +33,7 @@ def _is_stuck(stream: Any) -> bool:
     poll = select.poll()
     try:
         poll.register(stream.fileno(), select.POLLOUT)
-    except (OSError, AttributeError):  # not a file, such as in a notebook
+    except (OSError, AttributeError):  # stderr is not a real file, for example in a notebook
         return False
     return not poll.poll(MESSAGE_S * 1000)
 

@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 
 UNBOUNDED = 10_000
-"""A width in characters that no table reaches."""
+"""A width, in characters, that exceeds every table."""
 
 
 def new_table(
@@ -54,8 +54,8 @@ def new_table(
 def print_table(table: Table, keys: int = 1) -> None:
     """Print `table` to stdout without cutting a column.
 
-    In a pipe or file, unless ``COLUMNS`` sets a width, every column is as wide as its contents. Otherwise, columns wrap
-    if they may. A table that is still too wide is printed in parts, one below the other.
+    In a pipe or file, unless ``COLUMNS`` sets a width, every column is as wide as its contents. Otherwise, long cells
+    wrap in columns that allow it. A table that is still too wide is printed in parts, one below the other.
 
     Args:
         table: the table to print. Columns may wrap unless they have ``no_wrap``.

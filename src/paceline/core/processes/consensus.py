@@ -60,16 +60,16 @@ def decide(world: World, question: Callable[[], Any]) -> Any:
     try:
         answer = question()
         reply = {"answer": answer}
-        encode(reply)  # before the broadcast, so that other ranks raise too if the answer is not JSON
+        encode(reply)  # encode before the broadcast, so that other ranks also raise if the answer is not JSON
     except BaseException as error:
-        _broadcast(_report(error))  # the other ranks wait for a reply in any case
+        _broadcast(_report(error))  # reply even after an error, because the other ranks are waiting
         raise
     _broadcast(reply)
     return answer
 
 
 def agree(world: World, error: BaseException | None, value: Any = None) -> list[Any]:
-    """Return every rank's `value`, a JSON value, if no rank calls this with an error; otherwise raise on every rank."""
+    """Return every rank's `value`, a JSON value, or raise on every rank if any rank passes an `error`."""
     answers = gather(world, {"value": value} if error is None else _report(error))
     if error is not None:
         raise error
@@ -80,7 +80,7 @@ def agree(world: World, error: BaseException | None, value: Any = None) -> list[
 
 
 def error_of(function: Callable[..., Any], *arguments: Any) -> Exception | None:
-    """Call `function`; return its exception, to be passed to :func:`agree`, or None."""
+    """Call `function` and return the exception that it raises, if any, to pass to :func:`agree`."""
     try:
         function(*arguments)
     except Exception as error:
@@ -114,7 +114,7 @@ def _all_gather(row: torch.Tensor) -> list[torch.Tensor]:
 def _broadcast(value: Any) -> Any:
     """Return rank 0's JSON value on every rank."""
     with collective("broadcast of rank 0's decision"):
-        raw = encode(value)  # on other ranks a placeholder on the right device
+        raw = encode(value)  # on ranks other than 0, only a placeholder on the right device
         head = _head(raw)
         dist.broadcast(head, src=0)
         if (size := _size(head)) > _FIRST:
@@ -137,7 +137,7 @@ def _size(head: torch.Tensor) -> int:
 
 
 def carrier() -> torch.device:
-    """Return the device that a tensor must be on to be sent: the CPU, unless the group has only NCCL."""
+    """Return the device for tensors to be sent: the CPU, unless the group has only NCCL."""
     configuration = str(dist.get_backend_config())
     return torch.device("cpu") if "cpu:" in configuration else current().device
 

@@ -21,7 +21,7 @@ from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store, T
 from paceline.errors import CommunicationError, PacelineError
 
 GRACE_S = 1.0
-"""Seconds to wait for other ranks to report the same failure. They fail almost at once, because Gloo closes all
+"""Seconds to wait for other ranks to report the same failure. They fail almost immediately, because Gloo closes all
 connections."""
 REMEDY = (
     "see the error of that rank, and check that every rank makes the same calls; if it is only slow, raise "
@@ -41,7 +41,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def ranks_by_value(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
-    """Return the ranks that have each value, given pairs of rank and value."""
+    """Group ranks by value, given pairs of rank and value."""
     groups: dict[Value, list[int]] = {}
     for rank, value in values:
         groups.setdefault(value, []).append(rank)
@@ -146,7 +146,7 @@ def read_from(store: Store, key: str, me: int, other: int, timeout: timedelta) -
 
 
 def late(me: int, missing: Collection[int], timeout: timedelta) -> CommunicationError:
-    """Return the error for rank `me` if the ranks `missing`, if known, did not join in creating the process group."""
+    """Return the error for rank `me` if ranks did not arrive to create the process group; `missing` may be empty."""
     who = f"{named_ranks(sorted(missing))} did not arrive" if missing else "not every rank arrived"
     return CommunicationError(
         f"rank {me}: {who} to create the process group within {timeout.total_seconds():g} s; {REMEDY}"

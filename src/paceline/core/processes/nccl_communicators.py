@@ -68,7 +68,7 @@ def release(group: Any, *, is_clean: bool) -> None:
 
 
 def destroy_released(ranks: Sequence[int], rank: int, store: Store) -> None:
-    """Destroy the groups of `ranks` that all of them have released. All of them call this together.
+    """Destroy the groups of `ranks` that every member has released. All members call this together.
 
     `rank` is this rank's index in `ranks`; `store` must be new for each call.
     """
@@ -115,6 +115,6 @@ def _all() -> list[tuple[Any, bool]]:
 
 
 def _has_communicator(group: Any) -> bool:
-    """Return whether NCCL has created a communicator for `group`, which happens at its first tensor at the latest."""
+    """Return whether NCCL has created a communicator for `group`, which it does at the latest for the first tensor."""
     nccl = nccl_of(group)
     return nccl is not None and nccl._is_initialized()

@@ -37,13 +37,13 @@ _PUBLISHED = re.compile(r"(/proc/[1-9]\d{0,9}/fd/\d{1,9}) ([0-9a-f]{32})")
 
 
 class NotPrivate(Exception):
-    """A path does not lead to a memory file that this user made for this job; the message says why."""
+    """Raised if a path is not a memory file that this user created for this job; the message is the reason."""
 
 
 def make_file(port: str) -> int:
     """Create the memory file of a private store and return its descriptor, which must stay open as long as the job.
 
-    `port` is the port of the job's public store, which no other job of this host can have at the same time.
+    `port` is the port of the job's public store, which no other job on this host can use at the same time.
     """
     descriptor = os.memfd_create(f"paceline-store-{port}", os.MFD_CLOEXEC)
     os.fchmod(descriptor, 0o600)
@@ -93,8 +93,8 @@ def is_private(store: Store) -> bool:
 def is_one_host(environment: Mapping[str, str], address: str) -> bool:
     """Return whether all ranks are on this host.
 
-    Without ``LOCAL_WORLD_SIZE``, which torch does not require, return whether `address`, where their store is, is a
-    loopback address. Host names other than localhost do not count as loopback.
+    Without ``LOCAL_WORLD_SIZE``, which torch does not require, return whether the store's `address` is a loopback
+    address. Host names other than localhost do not count as loopback.
     """
     local, size = environment.get("LOCAL_WORLD_SIZE"), environment.get("WORLD_SIZE")
     if local is not None and size is not None:
@@ -161,7 +161,7 @@ def world_stores(
     The store is private if all ranks are on one host; otherwise it is the TCPStore at `address` and `port`.
     """
     launchers, _, path = os.environ.get(STORE, "").partition(" ")
-    if path and launchers == port:  # another port belongs to an outer job whose environment was inherited
+    if path and launchers == port:  # a different port means that the environment was inherited from an outer job
         try:
             return (_file_store(path, port, timeout),)
         except NotPrivate as reason:

@@ -32,15 +32,15 @@ GROUPED = ("ws", "rank", "pg")
 
 
 class _Registration:
-    """A mesh that is registered until its process group ends."""
+    """A registered mesh. It is dropped when its process group is destroyed."""
 
     def __init__(self) -> None:
         self._mesh: DeviceMesh | None = None
         self._group: Any = None
-        """Weak reference to the process group of all ranks at that time."""
+        """Weak reference to the default process group at the time of registration."""
 
     def set(self, mesh: DeviceMesh) -> None:
-        """Register `mesh`, until another one is registered or the group ends."""
+        """Register `mesh` until another mesh is registered or the process group is destroyed."""
         self._mesh, self._group = mesh, weakref.ref(dist.group.WORLD)
 
     def get(self) -> DeviceMesh | None:
@@ -118,7 +118,7 @@ class Get:
         return world.rank if what == "grank" else world.local_rank
 
     def register_mesh(self, mesh: DeviceMesh) -> Get:
-        """Make the dimensions of `mesh` known to later calls, until another mesh is registered or the group ends.
+        """Let later calls name the dimensions of `mesh`, until another mesh is registered or the group is destroyed.
 
         If the mesh has a single dimension and no names, calls without a mesh use it from then on.
         """
@@ -160,9 +160,9 @@ class cache_mesh(Generic[Answer]):
 
         size_of.register_mesh(mesh)
         size_of("ranks")                  with the registered mesh
-        size_of("ranks", other)           with another one
+        size_of("ranks", other)           with another mesh
 
-    The mesh is registered until the process group ends; without one, the function receives None.
+    The mesh is registered until the process group is destroyed; without one, the function receives None.
     """
 
     def __init__(self, function: Callable[..., Answer]) -> None:
@@ -175,7 +175,7 @@ class cache_mesh(Generic[Answer]):
         return self._function(what, self._registered.get() if mesh is None else mesh)
 
     def register_mesh(self, mesh: DeviceMesh) -> cache_mesh[Answer]:
-        """Pass `mesh` to later calls without one, until another mesh is registered or the process group ends.
+        """Pass `mesh` to later calls without a mesh, until another is registered or the process group is destroyed.
 
         Raises:
             UsageError: if it is not a ``DeviceMesh``.

@@ -111,7 +111,7 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_typed(environment: Mapping[str, str]) -> bool:
-    """Return whether this process was started by hand, in a shell that is one of srun's tasks on a terminal.
+    """Return whether the user typed this command in the interactive shell of an ``srun --pty`` task.
 
     A shell with job control gives each command a separate process group. A program that srun starts on a terminal is in
     the process group of its session's leader; tasks of a step without ``--pty`` do not read a terminal.
@@ -120,7 +120,7 @@ def is_typed(environment: Mapping[str, str]) -> bool:
 
 
 def is_alone(environment: Mapping[str, str]) -> bool:
-    """Return whether one of the :data:`ENGINES` started this process and no other.
+    """Return whether one of the :data:`ENGINES` started this process as its only one.
 
     ``MASTER_ADDR`` may still be set, by a batch script that starts one rank for each allocated task.
     """
@@ -160,7 +160,7 @@ def _variables(engine: Engine, environment: Mapping[str, str]) -> dict[str, str]
             f"{engine.name} started {size} processes on several hosts, but does not report the host of rank 0; set "
             "MASTER_ADDR to that host on all ranks (mpirun -x MASTER_ADDR=host), or start torchrun on each host"
         )
-    if not engine.node:  # not known: assume that all hosts have the same number of ranks
+    if not engine.node:  # unknown; assume that all hosts have the same number of ranks
         node = rank // local_size
     numbers = {
         "RANK": rank,

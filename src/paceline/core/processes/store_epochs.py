@@ -1,4 +1,4 @@
-"""Rendezvous of ranks in a store. Each one gives all ranks the same new number.
+"""Rendezvous of ranks in a store. Each rendezvous gives all ranks the same new number.
 
 A store keeps its keys. A process group created again, in the same process or under the same name, would read the
 addresses of the first group and connect to closed sockets. Counters in each process are not enough, because they may
@@ -24,13 +24,13 @@ from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store
 from paceline.errors import CommunicationError
 
 _FAREWELL_S = 0.2
-"""Seconds for the other ranks to read which ranks are missing, before rank 0 ends, possibly with the store."""
+"""Seconds that rank 0 leaves the others to read which ranks are missing, before it exits and may end the store."""
 
 
 def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None) -> int:
     """Wait for all `size` ranks, and return a number that is the same on all of them and new in `store`.
 
-    Called by all of them together. Messages call rank r ``names[r]``, by default r.
+    All ranks call this together. Messages call rank r ``names[r]``, by default r.
     """
     called = names or range(size)
     try:
@@ -83,7 +83,7 @@ def connecting(
             f"rank {called[rank]}: {named_ranks(failed)} could not connect with the others; see the error there"
         ).because_of(failed)
     place.set(f"seen/{rank}", "")
-    if rank == 0:  # leaves last, because it may serve the store
+    if rank == 0:  # rank 0 leaves last, because it may serve the store
         missing_from(place, [f"seen/{other}" for other in range(size)], timeout.total_seconds())
 
 

@@ -1,7 +1,7 @@
 """The world: this process's rank, the number of ranks, and the device.
 
-The names follow torchrun's contract. Nothing is kept here: torch.distributed holds the process group, and a
-:class:`World` is a value made from it and from the environment.
+The names follow torchrun's contract. This module has no state: torch.distributed holds the process group, and a
+:class:`World` is computed from the group and the environment.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.errors import PacelineError, WorldError
 logger = logging.getLogger(__name__)
 
 TIMEOUT = "PACELINE_TIMEOUT"
-"""Environment variable with the number of seconds that collectives wait for a rank, unless ``init`` is given one."""
+"""Environment variable with the default timeout of collectives, in seconds; the `timeout` of ``init`` overrides it."""
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -58,7 +58,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints, logs and writes for all."""
+        """Whether this is rank 0, which prints, logs and writes files for all ranks."""
         return self.rank == 0
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -74,7 +74,7 @@ class World:
 
     @contextmanager
     def main_first(self) -> Iterator[bool]:
-        """Run the block on rank 0 first and on the others after it, for instance to fill a cache once.
+        """Run the block on rank 0 first, then on the other ranks, for example to fill a cache once.
 
         Yields whether this is rank 0. If the block raises on rank 0, the other ranks raise as well and do not run it.
 
@@ -130,7 +130,7 @@ class World:
                     abort_known_groups()
             else:
                 self.close()
-        except Exception:  # logged only, because the error that led here says more
+        except Exception:  # only logged, because the original error is more informative
             logger.exception("rank %d: the process groups could not be aborted", self.rank)
 
     def __enter__(self) -> World:
@@ -145,12 +145,12 @@ class World:
 
 
 def init(backend: str | None = None, timeout: timedelta | float | None = None) -> World:
-    """Join the world that the launcher describes, or make a world of one.
+    """Join the world that the launcher describes, or create a world with a single rank.
 
     Reads torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
-    ``MASTER_ADDR``, ``MASTER_PORT``), and sets it if srun or mpirun started several processes, see
+    ``MASTER_ADDR``, ``MASTER_PORT``), and sets these variables if srun or mpirun started several processes; see
     :mod:`paceline.core.processes.schedulers`. Without these variables, this process is the only rank. An existing
-    process group is used as it is. Returns once every rank is connected. From then on a
+    process group is used unchanged. Returns once every rank is connected. From then on a
     :class:`~paceline.errors.UsageError` prints one line and exits with code 2, no matter which launcher started the
     script, unless the script sets ``sys.excepthook``.
 
@@ -158,8 +158,8 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``
             takes. By default NCCL, with Gloo for CPU tensors, if CUDA is available; otherwise Paceline's own backend.
         timeout: how long to wait for a rank in collectives and when a process group is created: a ``timedelta`` or a
-            number of seconds. Defaults to the seconds in ``PACELINE_TIMEOUT``, which ``paceline run --timeout`` sets,
-            or else to torch's default.
+            number of seconds. The default is the number of seconds in ``PACELINE_TIMEOUT``, which ``paceline run
+            --timeout`` sets. Without it, torch's default applies.
 
     Raises:
         CommunicationError: if a rank does not arrive in time; the message names it.
@@ -182,7 +182,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         torch.cuda.set_device(gpu)
     one_host = place["WORLD_SIZE"] == 1 or is_one_host(os.environ, os.environ["MASTER_ADDR"])
     if one_host and sys.platform == "linux":
-        # Loopback, so that no port can be reached from outside; Gloo would use the interface of the host's name.
+        # Use loopback, so that no port is reachable from outside. Gloo would use the interface of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     chosen = backend or (OWN_BACKEND if gpu is None else "cpu:gloo,cuda:nccl")
     # Binding the group to its GPU creates the NCCL communicator at once, so that others can be split from it.
@@ -221,7 +221,7 @@ initializes again could connect to it just before it ends."""
 
 
 def _patience(timeout: timedelta | float | None, environment: Mapping[str, str]) -> timedelta | None:
-    """Return `timeout`, else ``PACELINE_TIMEOUT``, else None for torch's default."""
+    """Return `timeout` or, by default, ``PACELINE_TIMEOUT``; None stands for torch's default."""
     name: str = "timeout"
     value: Any = timeout
     if timeout is None:
@@ -240,11 +240,11 @@ def _patience(timeout: timedelta | float | None, environment: Mapping[str, str])
 
 
 def current() -> World:
-    """Return the world as the existing process group and the environment describe it."""
+    """Create the :class:`World` from the existing process group and the environment."""
     if not dist.is_initialized():
         raise WorldError("no process group exists yet; call paceline.init() first")
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Without torchrun the local variables may be missing; one host is assumed.
+    # Without torchrun, the local variables may be missing; assume a single host.
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     node = int(os.environ.get("GROUP_RANK", rank // local_size))
@@ -255,7 +255,7 @@ def current() -> World:
 
 
 def _place(environment: Mapping[str, str]) -> dict[str, int]:
-    """Return this rank's checked numbers from `environment`, or the numbers of a world of one."""
+    """Read and check this rank's numbers in `environment`; by default, they describe a world with a single rank."""
     present = [name for name in REQUIRED if name in environment]
     if not present or is_alone(environment):
         return {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -284,7 +284,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def check_available(backend: str) -> None:
-    """Refuse a backend that this PyTorch does not have."""
+    """Raise if this PyTorch does not have the backend."""
     for part in backend.split(","):
         name = part.rpartition(":")[2]
         if not dist.is_backend_available(name):

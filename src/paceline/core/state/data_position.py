@@ -1,4 +1,4 @@
-"""The sources of batches and the steps that consumed them, shared by data loaders and wrapper. See decision 0022.
+"""The sources of batches and the steps that consumed them, shared by data loaders and the wrapper. See decision 0022.
 
     a loader returns a batch ──► hand_over(source) ──► the next synchronized backward sends report() to the other ranks
     an optimizer steps, or a backward is synchronized ──► steps() grows: the loader's batches were consumed
@@ -28,8 +28,7 @@ class Origin(NamedTuple):
     """The origin of a rank's latest batch, as whole numbers below 2**53, because they are sent as float64."""
 
     source: int = -1
-    """Number of the loader, derived from the script line that creates it; -1 for no loader, or one that the ranks do
-    not share."""
+    """Number of the loader, derived from the script line that creates it; -1 without a loader that the ranks share."""
     samples: int = -1
     """Length of the data set; -1 for a stream."""
     batch_size: int = -1
@@ -101,7 +100,7 @@ def short(number: int) -> int:
 
 
 def difference(origins: Mapping[int, Origin]) -> str | None:
-    """Describe how the data of ranks with the same loader differ, with a remedy; None if they do not.
+    """Return a message that describes how the data of ranks with the same loader differ; None if they agree.
 
     Batches of different loaders cannot be compared.
     """
@@ -133,7 +132,7 @@ class _Taken:
         self.sources: dict[int, Source] = {}
         """Sources by key, in the order they handed over batches."""
         self.synchronizations = 0
-        """Number of synchronized backwards of all wrappers."""
+        """Number of synchronized backward passes of all wrappers."""
         self.optimizer_steps = 0
         self.weights = 0
         """Number of weighted micro-batches."""
@@ -154,25 +153,25 @@ def hand_over(source: Source) -> None:
 def report(size: int) -> Origin:
     """Return the report about the data since the last synchronization, for a group of `size` ranks.
 
-    With several sources, they take turns from step to step, because a report has a fixed size.
+    Several sources take turns, one per step, because a report has a fixed size.
     """
     split = [source for source in _taken.sources.values() if source.world_size == size]
     return split[_taken.synchronizations % len(split)].origin() if split else Origin()
 
 
 def note_synchronization() -> None:
-    """Note that a backward was synchronized."""
+    """Count a synchronized backward pass."""
     _taken.sources.clear()
     _taken.synchronizations += 1
 
 
 def synchronizations() -> int:
-    """Return the number of synchronized backwards of this process, which is equal on ranks that train together."""
+    """Return how many backward passes this process has synchronized; equal on all ranks that train together."""
     return _taken.synchronizations
 
 
 def note_weight() -> None:
-    """Note that a micro-batch is weighted."""
+    """Count a weighted micro-batch."""
     _taken.weights += 1
 
 
@@ -182,7 +181,7 @@ def weights() -> int:
 
 
 def steps() -> int:
-    """Return the number of optimizer steps and synchronized backwards of this process since the first call."""
+    """Return the number of optimizer steps and synchronized backward passes in this process since the first call."""
     _count_optimizer_steps()
     return _taken.optimizer_steps + _taken.synchronizations
 
@@ -203,10 +202,10 @@ _made: Counter[int] = Counter()
 
 
 def key_of_caller() -> int:
-    """Return a number for the source being created, the same on all ranks that create it at the same place.
+    """Return a number that identifies a new source; ranks that create it at the same place get the same number.
 
-    The place is the chain of calls outside this package, with the names of files but not their folders, which may
-    differ between hosts.
+    The place is the call stack outside this package, with file names but without folders, which may differ between
+    hosts.
     """
     place = short(derive_seed("source", *_calls()))
     _made[place] += 1

@@ -1,4 +1,4 @@
-"""Streams of a device with queued operations, such as a GPU. On the CPU the functions have no effect.
+"""Streams of devices that queue their operations, such as GPUs. On the CPU the functions have no effect.
 
 Only this module uses torch's streams, so that tests can replace them.
 """

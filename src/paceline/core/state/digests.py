@@ -53,7 +53,7 @@ def quick_digest(tensor: Tensor) -> Tensor:
 
 
 def _mixed_sum(words: Tensor) -> Tensor:
-    # High bits are folded onto low ones first, because in a product modulo 2**64 high bits do not change low ones.
+    # Fold high bits onto low bits first, because in a product modulo 2**64 high bits do not affect low bits.
     return ((words ^ (words >> 32)) * _odd_numbers(len(words), words.device)).sum()
 
 
@@ -66,7 +66,7 @@ def _all_odd_numbers(count: int, device: torch.device) -> Tensor:
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """Return random odd numbers, the same on every rank."""
-    # Rounded up, usually to one of two lengths, because every length is cached.
+    # Round the length up, usually to one of two values, because the numbers are cached for each length.
     held = PIECE if count <= PIECE else 64 * PIECE
     return _all_odd_numbers(max(held, count), device)[:count]
 

@@ -107,7 +107,7 @@ class Assembly:
                 merged.setdefault(key, value)
 
     def _span(self, index: int, window: Window) -> tuple[int, int]:
-        """Return the range of elements to keep, in the saved memory order; all if that order differs."""
+        """Return the range of elements to keep, in the saved memory order; all if the current order differs."""
         if window.piece is None or window.stride != self._strides[index]:
             return 0, window.numel
         return window.piece
@@ -153,7 +153,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def uncast(loaded: Any, saved: Any) -> Any:
-    """Return the state `loaded`, with tensors that torch has cast to another dtype restored from `saved`."""
+    """Return the state `loaded`; take tensors that torch has cast to another dtype from `saved` instead."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         same = loaded.dtype == saved.dtype or not saved.is_floating_point() or loaded.shape != saved.shape
         return loaded if same else saved.to(device=loaded.device, copy=True)

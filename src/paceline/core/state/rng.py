@@ -60,7 +60,7 @@ class set_seed:
         if isinstance(seed, bool) or not isinstance(seed, SupportsIndex) or index(seed) < 0:
             raise UsageError(f"seed must be a whole number >= 0, not {seed!r}")
         self._seed = index(seed)
-        # The streams of the surrounding block, in case this object is used as a block.
+        # Keep the streams of the surrounding block, in case this object is used as a context manager.
         self._around = rng_state() if _blocks else None
         if _blocks:
             seed_all(self._seed)

@@ -25,7 +25,7 @@ def check_virtual_ranks(name: str, count: Any) -> int:
 
 
 def check_same_count(owner: str, present: int | None, count: int) -> None:
-    """Refuse `count` virtual ranks if `owner` already has another number, `present`."""
+    """Raise if `owner` already has a number of virtual ranks, `present`, that is not `count`."""
     if present not in (None, count):
         raise UsageError(f"{owner} has virtual_ranks={present}, not {count}; use the same number for loader and model")
 

@@ -30,11 +30,11 @@ from paceline.errors import UsageError
 
 VARIABLE = "PACELINE_FAILPOINTS"
 MOMENTS = (
-    "rendezvous",  # before the process group is made
-    "forward",  # of Paceline's wrapper, in training
+    "rendezvous",  # before the process group is created
+    "forward",  # in the forward of Paceline's wrapper, in training mode
     "bucket",  # between the launches of two buckets
     "prepared",  # between reduction and optimizer step, before the gate
-    "gate",  # the same, after the gate
+    "gate",  # between reduction and optimizer step, after the gate
     "optimizer",  # inside the optimizer; called by a script
     "gather",  # while the ranks' shares are being gathered
     "evaluation",  # between two steps; called by a script
@@ -45,7 +45,7 @@ MOMENTS = (
     "before-rename",  # before a complete checkpoint gets its final name
     "after-rename",
     "rescue",  # before a rescued checkpoint is written
-    "restore",  # when some of the objects have been restored
+    "restore",  # after some of the objects have been restored
 )
 
 
@@ -55,7 +55,7 @@ class Struck(Exception):
 
 @dataclass(frozen=True)
 class Order:
-    """An order to strike."""
+    """An instruction to make a rank fail at a moment."""
 
     moment: str
     rank: str = "any"

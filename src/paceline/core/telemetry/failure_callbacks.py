@@ -65,17 +65,17 @@ def _notice() -> None:
 
 
 def show_mistakes_in_one_line() -> None:
-    """Show errors that need no traceback in one line if they end this process, as our launcher does.
+    """Print an error that ends this process as one line if it needs no traceback, as our launcher does.
 
-    These are a user's mistakes, with exit code 2, and consequences of another rank's failure. A ``sys.excepthook`` of
-    the launcher, IPython or the user is kept.
+    This applies to a user's mistakes, with exit code 2, and to consequences of another rank's failure. A
+    ``sys.excepthook`` of the launcher, IPython or the user is kept.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = show
 
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show an error that ends the program, as ``sys.excepthook``: mistakes and consequences in one line."""
+    """Print an error that ends the program; a ``sys.excepthook`` that uses one line for mistakes and consequences."""
     lost = _lost_rank(error)
     if hasattr(sys, "ps1") or sys.flags.inspect:  # Python continues interactively
         sys.__excepthook__(kind, error, trace)

@@ -42,7 +42,7 @@ UNKNOWN = -1
 PHASES = ("loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint", "collective")
 """Phases of a rank; a record holds the index. ``loop`` is everything between the others."""
 WAITING = frozenset(("wait", "bucket wait", "collective"))
-"""Phases of waiting for other ranks or their data."""
+"""Phases that wait for other ranks or their data."""
 WEIGHT = 0.1
 """Weight of the last step in moving averages."""
 

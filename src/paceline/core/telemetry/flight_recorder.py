@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 class BlackBox:
     """This rank's flight record, for writing. Only the thread that runs the training step writes.
 
-    A Checkpointer marks the job's steps. Without one, the box counts the steps that it times, starting at the restored
-    step, or at 0 in the first start of the ranks. In other cases, and if several wrappers are trained in turns, the
-    step is unknown.
+    A Checkpointer marks the job's steps. Without a Checkpointer, the black box counts the steps that it times. It
+    starts at the restored step, or at 0 in the first start of the ranks. The step is unknown in other cases, or if
+    several wrappers are trained in turns.
 
     Args:
         path: path of the file.
@@ -97,15 +97,15 @@ class BlackBox:
         self.bucket = -1
         """Bucket that the next wait is for."""
         os.register_at_fork(after_in_child=self._leave)
-        self._map[:] = bytes(SIZE)  # clears the record of the process that was this rank before a restart
+        self._map[:] = bytes(SIZE)  # clear the record of this rank's process before a restart
         self.change(LOOP)
         self._write_job(UNKNOWN)
         host = platform.node().encode()[:200]
         HEAD.pack_into(self._map, 0, 0, VERSION, rank, size, 0, os.getpid(), host)
-        struct.pack_into("<Q", self._map, 0, MAGIC)  # last, because it marks the box as complete
+        struct.pack_into("<Q", self._map, 0, MAGIC)  # written last, because it marks the record as complete
 
     def _leave(self) -> None:
-        """Write to private memory in a forked child, because the box belongs to the parent."""
+        """In a forked child, write to private memory, because the record belongs to the parent."""
         self._map = bytearray(SIZE)
 
     def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None] | None:
@@ -155,7 +155,7 @@ class BlackBox:
         seconds, waited = now - self._began, self._waited
         self._steps += 1
         if self._steps > 1:
-            # At first the plain mean, because with a constant weight the average would take dozens of steps to rise
+            # Start with the plain mean, because with a constant weight the average would take dozens of steps to rise
             # from 0.
             weight = max(1 / (self._steps - 1), WEIGHT)
             self._mean += weight * (seconds - self._mean)
@@ -169,7 +169,7 @@ class BlackBox:
             self._counted += 1
             if self.owner != self._owner:
                 self._write_job(UNKNOWN)
-            elif self._counted > 1 or self._is_marked is None:  # a Checkpointer may be about to mark the first one
+            elif self._counted > 1 or self._is_marked is None:  # a Checkpointer may be about to mark the first step
                 self._write_job(self._start + self._counted)
 
     def go_on_from(self, step: int) -> None:
@@ -260,7 +260,7 @@ class _BucketWait(_Phase):
         self._box.change(BUCKET_WAIT, self._box.bucket)
 
     def __exit__(self, *_: object) -> None:
-        self._box.phase = WAIT  # not written, because the next bucket or the end of the wait follows at once
+        self._box.phase = WAIT  # not written, because the next bucket or the end of the wait follows immediately
 
 
 for _kind in (BlackBox, _Phase, _Forward, _Optimizer, _Meeting, _BucketWait):
@@ -268,7 +268,7 @@ for _kind in (BlackBox, _Phase, _Forward, _Optimizer, _Meeting, _BucketWait):
 
 
 def open_box(environment: Mapping[str, str] = os.environ) -> BlackBox | None:
-    """Return this process's box; None without a launcher, or if a running parent process uses it."""
+    """Open this process's black box; return None without a launcher, or if a running parent process uses the box."""
     folder = environment.get(FOLDER)
     if not folder or multiprocessing.parent_process() is not None:
         return None

@@ -1,15 +1,16 @@
 """The folders of running jobs, with the flight records of their ranks.
 
-A launcher creates ``paceline-job-<random>/`` in the first place with enough room, memory before disk, and passes the
-path to its ranks. :data:`PARENT` in the environment names a place to try first. Only this user can open the folder:
+A launcher creates ``paceline-job-<random>/`` in the first location with enough space, memory before disk, and passes
+the path to its ranks. The environment variable :data:`PARENT` names a location to try first. Only this user can open
+the folder:
 
     job.json    the launcher, its command, and the processes of the ranks
     rank-<n>    the black box of each rank of this host, see :mod:`paceline.core.telemetry.flight_record`
     spare/      a reserved page for each rank's step record, in case memory is full, see :mod:`.step_progress`
     lock        locked while the launcher runs
 
-The places are open to all users, so folders of other users are ignored. The launcher removes its folder when the job
-ends. If it is killed, the next launcher or the next search for jobs does.
+The locations are open to all users, so folders of other users are ignored. The launcher removes its folder when the job
+ends. If the launcher is killed, the next launcher or the next search for jobs removes it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from paceline.core.telemetry.flight_record import SIZE, path_of
 from paceline.core.telemetry.step_progress import SPARE, record_path
 
 PARENT = "PACELINE_JOBS"
-"""Environment variable with the place for job folders; must be the same for the launcher and ``paceline top``."""
+"""Environment variable with the location of job folders; it must be the same for the launcher and ``paceline top``."""
 _PREFIX = "paceline-job-"
 _ROOM = 2**20
-"""Free bytes per rank that a place should have, for records, per-rank states and a small rescued checkpoint."""
+"""Free bytes per rank that a location should have, for records, per-rank states and a small rescued checkpoint."""
 _NOTE, _LOCK = "job.json", "lock"
 _UNFINISHED_S = 60.0
 """Seconds until an unfinished folder counts as abandoned."""
@@ -64,7 +65,7 @@ class JobFolder:
     """A launcher's folder; :meth:`remove` it when the job has ended."""
 
     remark = ""
-    """Reason why the folder is not in the first place; empty if it is."""
+    """Reason why the folder is not in the first location; empty if it is."""
 
     def __init__(self, name: str, title: str, nproc: int) -> None:
         self.note = JobNote(os.getpid(), name, title, nproc, time.time(), _current_folder())
@@ -72,7 +73,7 @@ class JobFolder:
         places = _places()
         for folder in [folder for place in places for folder in _folders(place)]:
             _remove_if_stale(folder)
-        # A place named by PARENT that has no room must not keep the job from starting.
+        # A location named by PARENT that has too little space must not keep the job from starting.
         others = [place for place in _usual_places() if place not in places]
         rooms = (_ROOM * (nproc + 1), 0)
         problems: list[str] = []
@@ -156,13 +157,13 @@ def read_note(folder: Path) -> JobNote | None:
 
 
 def _places() -> list[Path]:
-    """Return the places to search for job folders, which are also tried first for a new one."""
+    """Return the locations to search for job folders, which are also tried first for a new one."""
     named = os.environ.get(PARENT)
     return [Path(named).absolute()] if named else _usual_places()
 
 
 def _usual_places() -> list[Path]:
-    """Return the usual places for job folders: in memory, in the user's own memory, on disk, in the home directory."""
+    """Return the usual locations of job folders: in memory, the user's own memory, on disk, the home directory."""
     usual = ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp", "/var/tmp", _cache())
     return list(dict.fromkeys(Path(place).absolute() for place in usual if place))
 
@@ -211,7 +212,7 @@ def _remove_if_stale(folder: Path) -> bool:
     except FileNotFoundError:  # partly removed, or just removed by another process
         shutil.rmtree(folder, ignore_errors=True)
         return True
-    except OSError:  # the place is read-only by now
+    except OSError:  # the location has become read-only
         return False
     try:
         # Decided by the lock, not the pid, which may have been reused or belong to another container.
@@ -226,7 +227,7 @@ def _remove_if_stale(folder: Path) -> bool:
 
 
 def _make_file(path: Path) -> None:
-    """Create an empty record with allocated memory; a hole in the file could later kill its rank by SIGBUS."""
+    """Create an empty record with allocated memory; a hole in the file could later kill the rank with SIGBUS."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         if hasattr(os, "posix_fallocate"):

@@ -3,7 +3,7 @@
 While a torch profiler runs, the same labels appear in its trace, through ``torch.profiler.record_function``. Traces,
 messages and docs use the same labels. One step, in order:
 
-    data wait    the loop waits for a batch of a paceline DataLoader
+    data wait    the loop waits for a batch from a Paceline DataLoader
     forward      the wrapped module's forward
     backward     from the start of a backward until its last gradient has arrived
     launch       bucket `bucket` is complete and handed to communication (usually inside ``backward``)
@@ -67,7 +67,7 @@ COLLECTIVES = (
     "scatter",
     "scatter_object_list",
 )
-"""Functions of ``torch.distributed`` that all ranks of a group call together."""
+"""Collective functions of ``torch.distributed``."""
 
 
 class Span(NamedTuple):
@@ -96,7 +96,7 @@ class BucketWatch(Protocol):
         """Inspect a bucket before its all-reduce; it holds `factor` times the mean over this rank's samples."""
 
     def averaged(self, flat: Tensor) -> None:
-        """Inspect a bucket of averages."""
+        """Inspect a bucket after its gradients are averaged."""
 
 
 @dataclass
@@ -141,7 +141,8 @@ class Recorder:
     def open(self, label: str, owner: int = 0, group: str | None = None) -> Callable[[], object]:
         """Begin a span without a ``with`` block; return the function that ends it. A span that never ends is dropped.
 
-        The ranks of `group` wait for each other in it. `owner` is a number that identifies the wrapper in the box.
+        During the span, the ranks of `group` wait for each other. `owner` is a number that identifies the wrapper in
+        the black box.
         """
         if owner and self.box is not None:
             self.box.owner = owner
@@ -177,7 +178,7 @@ class _Timed:
         phase: AbstractContextManager[None] | None,
     ) -> None:
         self._recorder, self._label, self._bucket, self._group = recorder, label, bucket, group
-        self._phase = phase  # of the black box
+        self._phase = phase  # phase of the black box
 
     def __enter__(self) -> None:
         if self._phase is not None:
@@ -227,7 +228,7 @@ _span: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span
 
 
 class _Unopened:
-    """Placeholder for the box of `recorder`. The first span opens the box, because an import must not."""
+    """Placeholder for the black box of `recorder`, which the first span opens. An import must not open it."""
 
     owner, bucket = 0, -1
 
@@ -235,18 +236,18 @@ class _Unopened:
         self._recorder = recorder
 
     def opened(self) -> BlackBox | None:
-        """Open the box, which replaces this placeholder."""
+        """Open the black box, which replaces this placeholder."""
         box = self._recorder.box = open_box()
         return box
 
     def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None] | None:
-        """Open the box, and return its context manager for the phase."""
+        """Open the black box, and return its context manager for the phase."""
         box = self.opened()
         return None if box is None else box.span(label, bucket)
 
 
 recorder = Recorder()
-"""This process's recorder, which wrappers, loaders and checkpoints use unless they were given another one."""
+"""This process's recorder, which wrappers, loaders and checkpoints use by default."""
 recorder.box = _Unopened(recorder)
 
 

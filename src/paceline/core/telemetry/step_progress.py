@@ -32,12 +32,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals that batch systems, service managers and terminals send before they end a job. Ranks that mark their steps
 finish the current one first."""
 ECHO_S = 0.5
-"""Seconds within which two signals count as one, because batch systems signal all processes and launchers forward
+"""Two signals within this many seconds count as one, because batch systems signal all processes and launchers forward
 signals."""
 SOURCES = (None, "memory", "disk")
 """Sources of a resumed run; a record holds the index. None stands for a new run."""
 _WISHES = 9
-"""Index of the first of two numbers in a record that hold the wishes at even and odd steps."""
+"""Index of the first of two numbers in a record: the rank's stop requests at even and at odd steps."""
 _FOLDER_AT = 512
 """Offset of the path of the checkpoint folder, a zero-terminated string."""
 _NONE = -1
@@ -107,7 +107,7 @@ class StepRecord:
     is_durable = _Number(16)
     """1 once this or an earlier start of the job has saved a step to the checkpoint folder."""
     has_lost_save = _Number(17)
-    """1 once a step that was due could not be saved."""
+    """1 once a due save has failed."""
     virtual_ranks = _Number(18)
     """Number of virtual ranks, which the number of ranks must divide; 0 for none."""
 
@@ -152,7 +152,7 @@ class StepRecord:
 
     @property
     def pace(self) -> float:
-        """Seconds that the last step took; 0 if that is not known."""
+        """Duration of the last step in seconds; 0 if unknown."""
         return self._pace / 1e6
 
     @property
@@ -172,37 +172,37 @@ class StepRecord:
 
     @property
     def is_unsaved(self) -> bool:
-        """Whether a due step could not be saved, and no start of the job has saved any."""
+        """Whether a due save has failed, and no start of the job has saved any step."""
         return bool(self.has_lost_save) and not self.is_durable
 
     def wish(self, step: int) -> int:
-        """Return the rank's wish when it prepared `step`, either :attr:`prepared` or the step before."""
+        """Return the rank's stop requests at `step`, as bits; `step` is :attr:`prepared` or the step before it."""
         return self.numbers[_WISHES + step % 2]
 
     def stop(self, state: Stopping, number: int = 0, step: int = 0) -> None:
-        """Note the rank's answer to signals; with ``SAVED``, also the signal and the step."""
+        """Record the rank's answer to signals; with ``SAVED``, also the signal and the step."""
         # Written before the state, because the launcher reads both once it sees SAVED.
         self._stop_signal, self._stop_step = number, step
         self._stopping = state
 
     def restore(self, step: int, source: str | None, redone: int) -> None:
-        """Note that the rank resumes from `step`."""
+        """Record that the rank resumes from `step`."""
         self.restored, self._source, self.redone = step, SOURCES.index(source), redone
 
     def prepare(self, step: int, wish: int = 0) -> int:
-        """Note that the rank has its averaged gradients of `step` and has stored its own states.
+        """Record that the rank has its averaged gradients of `step` and has stored its per-rank states.
 
-        Called several times in a step with several backwards and optimizers. Returns :attr:`prepared_part`.
+        A step with several backward passes and optimizers calls this several times. Returns :attr:`prepared_part`.
         """
         again = step == self.prepared
-        # Written before the number that makes others read it. Two alternating places are enough, because the barrier of
-        # each step keeps this rank from being two steps ahead of a reader.
+        # Write the requests before the number that tells other ranks to read them. Two alternating slots are enough,
+        # because the barrier of each step keeps this rank from being two steps ahead of a reader.
         self.numbers[_WISHES + step % 2] = wish
         self.prepared_part = self.prepared_part + 1 if again else step * PARTS
         return self.prepared_part
 
     def complete(self, step: int, seconds: float = 0.0) -> None:
-        """Note that all registered objects have reached the end of `step`, which took `seconds`."""
+        """Record that all registered objects have reached the end of `step`, which took `seconds`."""
         self._pace = int(seconds * 1e6)
         self.completed = step
 

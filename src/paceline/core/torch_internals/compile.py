@@ -25,13 +25,13 @@ TorchDDP = nn.parallel.DistributedDataParallel
 
 
 def never_compiled(function: AnyFunction) -> AnyFunction:
-    """Keep torch.compile away from `function` and all that it calls."""
+    """Keep torch.compile away from `function` and everything that it calls."""
     _mark(function, _FrameAction.SKIP)
     return function
 
 
 def compiled_below(function: AnyFunction) -> AnyFunction:
-    """Keep torch.compile away from `function` alone: functions that it calls are compiled."""
+    """Keep torch.compile away from `function`, but not from the functions that it calls."""
     _mark(function, _FrameAction.DEFAULT)
     return function
 
@@ -66,7 +66,7 @@ def _mark(function: Any, below: _FrameAction) -> None:
 
 
 def check_eager_backward(rank: int) -> None:
-    """Refuse a backward under compiled autograd, which calls hooks late, and end-of-backward callbacks never."""
+    """Raise under compiled autograd, which calls hooks late and never calls end-of-backward callbacks."""
     autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if autograd is not None and autograd.in_compiled_autograd_region:
         raise UsageError(

@@ -32,4 +32,4 @@ def pipes_of(iterator: Any) -> tuple[Any, ...]:
 
 
 BatchIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
-"""The base of the iterators of a ``DataLoader``, whose ``__next__`` waits for a batch."""
+"""Base class of the iterators of a ``DataLoader``; its ``__next__`` waits for a batch."""

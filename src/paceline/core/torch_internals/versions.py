@@ -32,7 +32,7 @@ def is_command_line() -> bool:
 
 def warn_if_untested() -> None:
     """Warn if the installed torch is untested. Only one process of a job warns: our launcher, or without it rank 0."""
-    import torch  # here, because the command's help needs no torch
+    import torch  # imported here, because the command's help does not need torch
 
     version = str(torch.__version__)
     matter = untested(version)

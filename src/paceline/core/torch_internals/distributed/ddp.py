@@ -44,7 +44,7 @@ def move_inputs(inputs: Sequence[Any], kwargs: Mapping[str, Any], device: torch.
 
 
 def cast_inputs(dtype: torch.dtype | None, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return a forward's inputs with their floating-point tensors in `dtype`; None leaves them as they are."""
+    """Return a forward's inputs with their floating-point tensors in `dtype`; None keeps their dtypes."""
     return _cast_forward_inputs(dtype, *inputs, **kwargs)
 
 

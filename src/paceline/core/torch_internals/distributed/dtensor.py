@@ -16,7 +16,7 @@ def is_sharded(tensor: Tensor) -> bool:
     """Whether `tensor` is a DTensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # only if there may be one, because it is slow to load
+    from torch.distributed.tensor import DTensor  # imported only if needed, because it is slow to load
 
     return isinstance(tensor, DTensor)
 
@@ -61,7 +61,7 @@ def release(parameter: nn.Parameter) -> None:
 class _Shard:
     """This rank's shard of a DTensor parameter: its shape, and its gradient as a plain tensor.
 
-    It has those attributes of a parameter that the reducer uses.
+    It has the parameter attributes that the reducer uses.
     """
 
     def __init__(self, parameter: DTensor) -> None:

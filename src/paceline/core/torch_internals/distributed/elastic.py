@@ -1,4 +1,4 @@
-"""Replaces how torchelastic starts a rank, and its agent; names a slow module that most ranks import."""
+"""Replaces torchelastic's agent and its way of starting ranks; names a slow module that most ranks import."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def making_agents_with(make: Callable[..., Any]) -> Iterator[None]:
 
     In the block, torch does not log which ranks it ends, or which failure was the earliest by the clock.
     """
-    from torch.distributed.launcher import api as launcher  # here, because jobs on one host do not need it
+    from torch.distributed.launcher import api as launcher  # imported here, because jobs on one host do not need it
 
     api: Any = launcher
     chatty, agent = logging.getLogger("torch.distributed.elastic.multiprocessing.api"), api.LocalElasticAgent

@@ -21,7 +21,7 @@ def nccl_of(group: Any) -> Any:
         return None
     try:
         backend = group._get_backend(torch.device("cuda"))
-    except RuntimeError:  # no backend for such tensors
+    except RuntimeError:  # no backend for CUDA tensors
         return None
     while hasattr(backend, "wrapped_pg"):  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
         backend = backend.wrapped_pg
