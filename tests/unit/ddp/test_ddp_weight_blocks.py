@@ -340,7 +340,7 @@ def test_a_penalty_between_forward_and_weighted_backward_is_whole_or_refused(ran
     """It was divided by the weights, as the forward's own backward that it was taken for."""
     for message in ranks.run(weight_decay_after_the_forward, reduction):
         if ranks.size == 2 and reduction == "sum":
-            assert "past the wrapper's outputs while a forward inside model.weight() waits" in message
+            assert "a forward pass inside model.weight() awaits its own" in message
         else:
             assert message == ""
 

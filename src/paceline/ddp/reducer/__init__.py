@@ -1,1 +1,1 @@
-"""Averages gradients during backward: buckets, hooks, and the step from the outputs' hooks to the averages."""
+"""Averages gradients during the backward pass, using buckets and autograd hooks."""

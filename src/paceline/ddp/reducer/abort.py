@@ -1,13 +1,13 @@
-"""Backwards that ended with an exception: the collectives that this rank still owes to its peers, in all wrappers.
+"""Recovery from backward passes that ended with an exception, across all wrappers of this process.
 
-An exception on one rank ends the backward of every wrapper involved, while the peers continue and wait for this rank.
-A wrapper that had not begun yet would owe collectives without knowing it. So the first wrapper that a backward reaches
-also begins the others. Gradients are restored as soon as autograd has dropped the graph task. The owed collectives are
-run when a wrapper is used next: all of them are launched before any is waited for, because the peers may wait in
-another order.
+An exception on one rank ends the backward pass of every wrapper involved, while the peers continue and wait for this
+rank. This rank therefore still owes them the remaining collectives. A wrapper that the backward pass had not reached
+yet would owe collectives without knowing it, so the first wrapper that is reached also begins the others. Gradients are
+restored as soon as autograd drops the graph task. The owed collectives run the next time a wrapper is used. All of them
+are launched before any is waited for, because the peers may wait in a different order.
 
-The same registry finds the wrappers that have not read the other ranks' control blocks yet (with GPUs, they are read
-late).
+The same registry is used to find wrappers that have not read the other ranks' control blocks yet (with GPUs, blocks are
+read late).
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from paceline.ddp.reducer.extension import Extensions
 
 
 class Member(Protocol):
-    """The members of a wrapper's reducer that are used here."""
+    """The part of a reducer's interface that this module uses."""
 
     trained: Trained
-    """The parameters that are averaged."""
+    """The averaged parameters."""
     extensions: Extensions
     """The rare cases."""
     backward: Backward | None = None
-    """The backward under way, or one that still owes collectives or has not read its blocks; else None."""
+    """The backward pass in progress, or one with collectives still to run or blocks still to read; else None."""
     number: int
     """The wrapper's number in order of construction."""
 
     def is_expected(self) -> bool:
-        """Return whether the backward under way will reach an output of this wrapper and be synchronized."""
+        """Return whether the backward pass in progress will reach an output of this wrapper and be synchronized."""
 
     def follow_module(self) -> None:
-        """Switch to the module's present parameters, once all ranks agree on them."""
+        """Switch to the module's current parameters once all ranks agree on them."""
 
     def begin_early(self) -> None:
-        """Begin in a backward that reached another wrapper first, so that an exception ends it here too."""
+        """Begin although the backward pass reached another wrapper first, so that an exception also ends it here."""
 
     def advance(self) -> bool:
-        """Run the end of backward up to its next pause; returns whether it continues at once."""
+        """Run the end of the backward pass up to its next pause; returns whether to continue immediately."""
 
     def resync_aborted(self) -> None:
         """Run the collectives that other ranks are still waiting for after an exception ended a backward here."""
@@ -59,7 +59,7 @@ class Member(Protocol):
 
 
 unfinished: set[int] = set()
-"""Numbers of the reducers whose latest backward is not complete; empty between two ordinary steps."""
+"""Numbers of the reducers whose latest backward pass is incomplete; empty between ordinary steps."""
 _ENDING = threading.RLock()
 """Lock held while the end of a backward is handled: an autograd thread may drop the task while the main thread also
 notices the exception. Reentrant, because garbage collection may drop another task while the lock is held."""
@@ -79,12 +79,12 @@ def watch_task(member: Member, backward: Backward, callback: Callable[[], Any], 
 
 
 def notice_exception(member: Member) -> None:
-    """Detect that an exception has ended a backward although an autograd thread still holds its task."""
+    """Detect a backward pass that an exception ended, even if an autograd thread still holds its graph task."""
     backward = member.backward
     if backward is None or backward.task is None or not backward.is_under_way:
         return
     if has_ended(backward.task_number):
-        backward.task = None  # so that its end is not noticed a second time, perhaps in the middle of a resync
+        backward.task = None  # so that its end is not detected again, possibly during a resync
         _ended_by_exception(member, backward)
 
 
@@ -95,7 +95,7 @@ def _task_ended(member: weakref.ref[Member], backward: weakref.ref[Backward], _:
 
 
 def _ended_by_exception(member: Member, backward: Backward) -> None:
-    """Restore the gradients from before `backward`, once; its collectives remain to be run later."""
+    """Restore the gradients from before `backward`; its collectives run later. Repeated calls do nothing."""
     with _ENDING:
         if not backward.is_under_way:
             return
@@ -108,7 +108,7 @@ def _ended_by_exception(member: Member, backward: Backward) -> None:
                 parameter.grad = None
             elif index in backward.saved_gradients:
                 parameter.grad = backward.saved_gradients[index]
-        # They belong to the user again; if they stayed here, the resync would write an average into one of them.
+        # These gradients belong to the user again. If they were kept here, the resync could write an average into one.
         backward.saved_gradients = {}
         member.extensions.abort(backward)
 
@@ -130,10 +130,10 @@ def resync(member: Member, backward: Backward) -> Generator[None, None, None]:
     backward.is_resyncing = True
     try:
         for parameter in parameters:
-            parameter.grad = None  # the remaining buckets send zeros; accumulated gradients stay the user's
+            parameter.grad = None  # the remaining buckets send zeros, not gradients that the user is accumulating
         if backward.is_cut_short:
             member.advance()
-        yield  # the other wrappers launch
+        yield  # so that the other wrappers can launch
         member.complete()
         yield  # wrappers may share parameters, so gradients are restored only when all have finished
     finally:
@@ -145,7 +145,7 @@ def resync(member: Member, backward: Backward) -> Generator[None, None, None]:
 
 
 def register(member: Member) -> int:
-    """Register the wrapper of `member` for as long as it lives; returns its number."""
+    """Register `member` until it is garbage-collected; returns its number."""
     number = next(_numbers())
     _members()[number] = member
     return number
@@ -160,7 +160,8 @@ def unregister(number: int) -> None:
 def follow_modules(last: Member) -> None:
     """Call ``follow_module()`` for the wrappers up to `last`, in the same order on all ranks.
 
-    The order matters because the calls are collective, and ranks' backwards may reach different wrappers first.
+    The order matters because the calls are collective, and backward passes on different ranks may reach different
+    wrappers first.
     """
     for member in _in_order():
         if member is last:
@@ -171,7 +172,7 @@ def follow_modules(last: Member) -> None:
 
 
 def begin_others(first: Member) -> None:
-    """Begin a backward in every other wrapper that the backward under way will reach."""
+    """Begin every other wrapper that the backward pass in progress will reach."""
     if len(_members()) > 1:
         for member in _in_order():
             if member is not first and member.is_expected():
@@ -179,10 +180,10 @@ def begin_others(first: Member) -> None:
 
 
 def in_turn(member: Member) -> Member:
-    """Return the wrapper that must continue next at the end of the backward under way: `member`, or one before it.
+    """Return the wrapper that must continue next at the end of the current backward pass: `member` or an earlier one.
 
-    All wrappers of a backward launch before any of them waits. Then each one finishes before the next one waits, in
-    order of construction: other ranks may run a separate backward, or call ``sync_gradients()``, for each.
+    All wrappers in a backward pass launch before any of them waits. Then they finish one after another, in order of
+    construction, because other ranks may run a separate backward pass for each, or call ``sync_gradients()``.
     """
     if member.backward is not None and member.backward.phase is Phase.LAUNCHING:
         return member
@@ -205,7 +206,7 @@ def resync_all() -> None:
             for each in running:
                 next(each, None)
     finally:
-        # In reverse, because each restores the gradients it found, and the first one found the user's.
+        # In reverse order, because each one restores the gradients that it saw, and the first one saw the user's.
         for each in reversed(running):
             each.close()
 
@@ -217,7 +218,7 @@ def read_all() -> None:
         if (backward := member.backward) is not None and backward.phase is Phase.UNREAD:
             try:
                 member.complete()
-            except BaseException as error:  # the other ranks will still read the next wrapper's blocks
+            except BaseException as error:  # the other ranks still read the next wrapper's blocks
                 errors.append(error)
     if errors:
         raise errors[0]

@@ -1,4 +1,4 @@
-"""Determines which gradients have arrived in the running backward, with as few Python hooks as possible.
+"""Determines which gradients have arrived in the current backward pass, with as few Python hooks as possible.
 
 A post-accumulate-grad hook costs microseconds. So once the order of arrival is known, only the parameter whose gradient
 arrives last in a bucket keeps a hook; ``p.grad is not None`` shows the other arrivals. If gradients existed before
@@ -19,13 +19,13 @@ from paceline.core.torch_internals.tensors import content_of
 from paceline.ddp.reducer.gradients import gradient_of, is_none
 
 PATIENCE = 3
-"""This rank stops waiting for a parameter after this many backwards in a row without its gradient. If it waited
-forever, a bucket with an unused parameter would always be launched at the end."""
+"""Number of consecutive backward passes without a parameter's gradient after which this rank stops waiting for it.
+Otherwise, a bucket with an unused parameter would always be launched at the end."""
 _requires_grad = attrgetter("requires_grad")
 
 
 class Arrivals:
-    """The arrival of gradients on this rank, bucket by bucket.
+    """Tracks the arrival of gradients on this rank, bucket by bucket.
 
     Args:
         parameters: the averaged parameters.
@@ -33,7 +33,7 @@ class Arrivals:
     """
 
     observed: list[int]
-    """Parameters in the arrival order of their gradients, from a backward with a hook for every parameter."""
+    """Parameters in the order their gradients arrived in a backward pass that had hooks on all of them."""
     order_known: bool
     """Whether buckets follow the arrival order, so that a few hooks are enough."""
     counts_each: bool
@@ -46,9 +46,9 @@ class Arrivals:
         self._wanted: frozenset[int] | None = None  # the parameters to be hooked, frozen ones included
         self._hooked: list[nn.Parameter] = []  # the parameter objects of `_wanted`
         self._content = content_of(parameters)
-        self._absences = [0] * len(parameters)  # per parameter, backwards in a row without its gradient
+        self._absences = [0] * len(parameters)  # per parameter: consecutive passes without a gradient
         self._had_absent = False  # whether a gradient was absent in the latest backward
-        # Place of each parameter in this rank's order of arrival; initially reverse order, which is the usual one.
+        # Position of each parameter in this rank's order of arrival. Initially in reverse, which is the usual order.
         self._place = [-index for index in range(len(parameters))]
 
     def use_layout(self, layout: list[list[int]], *, order_known: bool) -> None:
@@ -84,7 +84,7 @@ class Arrivals:
             self._set_hooks(wanted)
 
     def hook_all(self) -> None:
-        """Hook every parameter until a backward begins: a backward of derivatives may bypass the triggers."""
+        """Hook every parameter until a backward pass begins, because double backward may bypass the triggers."""
         self._set_hooks(self._everything)
 
     def arrived(self, index: int) -> None:
@@ -100,8 +100,8 @@ class Arrivals:
         """Return the gradients of bucket `number` if all expected ones have arrived, else None.
 
         Also returns None while other hooks of the `latest` parameter have yet to run. Users may register hooks at any
-        time; these hooks must find the gradient, and may change it. In the first backward with such a hook the bucket
-        is launched when the next gradient arrives, or at the end; from then on our hook runs last.
+        time. Their hooks must see the gradient and may change it. In the first backward pass with such a hook, the
+        bucket is launched when the next gradient arrives, or at the end. From then on, our hook runs last.
         """
         owned, awaited = self._owned[number], self._awaited[number]
         # The cheap check first: usually the bucket is not complete yet.
@@ -115,7 +115,7 @@ class Arrivals:
         return gradients if handle is not None and comes_last(handle, ArrivalHook) else None
 
     def end(self, absent: Sequence[int]) -> None:
-        """Learn from a backward that has ended without gradients for the `absent` parameters on this rank."""
+        """Record that a backward pass ended without gradients for the `absent` parameters on this rank."""
         if not (absent or self._had_absent):  # true for most backwards
             return
         self._had_absent = bool(absent)
@@ -130,7 +130,7 @@ class Arrivals:
     def close(self) -> None:
         """Remove all hooks from the parameters, and drop the reference to the function they called."""
         self._set_hooks(frozenset())
-        self._hook = _nothing  # it refers back to the reducer
+        self._hook = _nothing  # it references the reducer
 
     def _plan_hooks(self) -> None:
         """Decide which parameters each bucket waits for, and whose hook reports it."""

@@ -1,8 +1,8 @@
-"""The averages that a wrapper has put in ``p.grad``: which gradients are averages, and whether they are final.
+"""Keeps track of the averages that a wrapper has put in ``p.grad``, and of whether they are final.
 
 With GPUs, a backward publishes averages before it has read the other ranks' control blocks. Usually the blocks do
-not affect the averages. If a rank reports a gradient outside the buckets, however, the average is complete only after
-the blocks are read. Code that used it earlier has computed with a wrong value.
+not affect the averages. If a rank reports a gradient outside the buckets, however, its average is complete only after
+the blocks are read. Code that used the average earlier used a wrong value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Averages:
     """Publishes averages, and distinguishes them from other gradients."""
 
     left_to_others: Callable[[], Collection[int]] = staticmethod(frozenset)
-    """Returns the parameters whose gradients another wrapper averaged last; that wrapper's step guard checks them."""
+    """Returns the parameters whose gradients were last averaged by another wrapper, whose step guard checks them."""
 
     def __init__(self, trained: Trained, buckets: BucketSet) -> None:
         self._trained, self._buckets = trained, buckets

@@ -1,4 +1,4 @@
-"""One synchronized backward: the object passed through the reducer's stages, and its phases."""
+"""State of one synchronized backward pass, and its phases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.errors import PacelineError
 
 
 class Phase(Enum):
-    """The phase of a backward; :data:`NEXT` lists the phases that may follow each."""
+    """Phase of a backward pass; :data:`NEXT` lists the phases that may follow each one."""
 
     LAUNCHING = "gradients arrive, complete buckets are launched"
     WAITING = "everything is launched, results are awaited"
@@ -38,23 +38,23 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 
 
 class Backward:
-    """One synchronized backward of one wrapper on this rank, from its first gradient to the averages.
+    """One synchronized backward pass of one wrapper on this rank, from the first gradient to the averages.
 
-    An attribute that matters only in rare cases has its usual value on the class, so that a step creates few objects.
+    Attributes that matter only in rare cases have their default value on the class, so that a step creates few objects.
 
     Args:
-        sends_block: whether all ranks launch control blocks at the end of backward, regardless of the digests.
+        sends_block: whether all ranks launch control blocks at the end of the backward pass, regardless of the digests.
         launches_at_end: whether buckets are launched when backward has ended rather than as they fill.
     """
 
     phase = Phase.LAUNCHING
-    """The present phase; only :meth:`enter` changes it."""
+    """The current phase; only :meth:`enter` changes it."""
     grads_were_none = True
-    """Whether every ``p.grad`` was None when backward began, so that this backward made all existing gradients."""
+    """Whether every ``p.grad`` was None at the beginning, so that this backward pass produced all gradients."""
     owns_all_grads = True
-    """Whether, in addition, no other wrapper averages any of them in this backward."""
+    """Whether, in addition, no other wrapper averages any of these gradients in this backward pass."""
     is_traced = False
-    """Whether spans of each bucket are recorded."""
+    """Whether a span is recorded for each bucket."""
     buckets_unreferenced = False
     """Whether no user held a reference to the buckets' memory when backward began. This stays true until averages are
     published, because until then no ``p.grad`` is a bucket view."""

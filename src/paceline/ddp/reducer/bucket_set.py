@@ -1,4 +1,4 @@
-"""All buckets of a wrapper: the place of each parameter's gradient, and the order of launch."""
+"""All buckets of a wrapper: the position of each parameter's gradient, and the launch order."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LISTS = 2
 
 
 class BucketSet:
-    """Buckets for `parameters`, at first assigned in reverse order, which is roughly the order of backward.
+    """Buckets for `parameters`, initially assigned in reverse order, which is roughly the order in backward.
 
     Args:
         names: the parameters' names.
         parameters: in the module's order.
-        capacities: bytes of the first, second, … bucket; see :func:`paceline.ddp.options.buckets.assign`.
+        capacities: size in bytes of the first, second, … bucket; see :func:`paceline.ddp.options.buckets.assign`.
         channel: allocates the buckets.
         unbucketed: indices of parameters that get no place in a bucket.
         reduce_dtype: dtype of the buckets of real parameters; None for each parameter's own.
@@ -40,8 +40,8 @@ class BucketSet:
     owned: list[list[nn.Parameter]]
     """The parameters of each bucket."""
     rest: list[nn.Parameter]
-    """The parameters of all buckets but the last, and the unbucketed ones. If one of them has a gradient when the last
-    bucket has been filled, that gradient is in no bucket."""
+    """The parameters of all buckets but the last, and the unbucketed ones. If a parameter in this list has a gradient
+    after the last bucket has been filled, the gradient is not in any bucket."""
     has_tail: bool
     """Whether the last bucket has a tail after its gradients."""
 
@@ -64,7 +64,7 @@ class BucketSet:
         self._copies: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # Numbers of buckets that publish copies because a user has kept gradients, with the latest copies' memory.
         self._shown_copies: dict[int, list[StorageWeakRef]] = {}
-        # Former bucket memory that users still refer to, with the views that count these references.
+        # Old bucket memory that users still reference, with the views that count these references.
         self._left_to_users: list[tuple[Tensor, BucketViews]] = []
         self.buckets: list[Bucket] = []
         self._bucket_views: list[BucketViews] = []
@@ -86,7 +86,7 @@ class BucketSet:
         self._use(assign(sizes, kinds, inside, self._capacities))
 
     def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
-        """Rebuild the buckets for other parameters; gradients stay in the old memory while users refer to them."""
+        """Rebuild the buckets for other parameters; gradients that users still reference stay in the old memory."""
         before = list(zip(self.buckets, self._bucket_views, strict=True))
         self.buckets, self._bucket_views = [], []
         self._names, self._parameters, self.unbucketed = names, parameters, outside
@@ -144,7 +144,7 @@ class BucketSet:
         return Bucket.allocate(indices, self._parameters, self._channel.allocate, dtype, tail)
 
     def _move_gradients(self, bucket: Bucket) -> None:
-        """Move gradients from a bucket of the previous layout into the present buckets."""
+        """Move gradients from a bucket of the previous layout into the current buckets."""
         for index, view in zip(bucket.indices, bucket.views, strict=True):
             if self._parameters[index].grad is view:
                 self._parameters[index].grad = self.views[index].copy_(view)
@@ -158,34 +158,35 @@ class BucketSet:
         return made
 
     def _leave(self, memory: Tensor, views: BucketViews) -> None:
-        """Leave a bucket's memory to the users who refer to it, until the last reference is gone."""
-        views.views.clear()  # our own references, which would count as users' references
+        """Leave a bucket's memory to users who still reference it, until the last reference is gone."""
+        views.views.clear()  # drop our own references, which would be mistaken for users' references
         self._left_to_users.append((memory, views))
 
     def _free_unused(self) -> None:
-        """Free memory that was left to users and that they no longer reference."""
+        """Free old memory that users no longer reference."""
         for memory, views in self._left_to_users:
             if not views.is_in_use():
                 self._channel.free(memory)
         self._left_to_users = [(memory, views) for memory, views in self._left_to_users if views.is_in_use()]
 
     def is_untouched(self) -> bool:
-        """Return whether :meth:`make_writable` would change no bucket; one check for all of them."""
+        """Return whether :meth:`make_writable` would leave every bucket unchanged; one check covers all buckets."""
         # Unbucketed parameters share one empty tensor as their view, whose reference count is meaningless.
         return not (self._shown_copies or self.unbucketed) and self._all.are_untouched()
 
     def make_writable(self, number: int, elsewhere: Collection[int] = ()) -> None:
-        """Make sure that a write to bucket `number` changes no gradient that a user keeps.
+        """Make sure that writing to bucket `number` does not change a gradient that a user keeps.
 
-        If a user refers to a gradient from this bucket, the memory is left to the user and the bucket gets new memory.
-        From then on it publishes copies for as long as a user keeps one. Gradients of the parameters `elsewhere`,
+        If a user references a gradient from this bucket, the user keeps the memory and the bucket gets new memory. From
+        then on, the bucket publishes copies as long as a user keeps one. Gradients of the parameters in `elsewhere`,
         which another wrapper averages now, also count as kept.
         """
         bucket, views = self.buckets[number], self._bucket_views[number]
         for place in views.restore_moved():
             self.views[bucket.indices[place]] = views.views[place]
         if number in self._shown_copies:
-            # If every such step allocated a new bucket, one small kept gradient would hold a whole old bucket.
+            # Otherwise, every such step would allocate a new bucket, and one small gradient could keep a whole old one
+            # alive.
             if not all(memory.expired() for memory in self._shown_copies[number]):
                 return
             del self._shown_copies[number]
@@ -205,8 +206,8 @@ class BucketSet:
         parameter gets an empty tensor.
 
         Args:
-            saved: gradients that existed before backward. If something else refers to one (for example, if it is part
-                of a flat buffer), the average is written into it.
+            saved: gradients that existed before backward. If one is referenced elsewhere (for example, because it is
+                part of a flat buffer), the average is written into it.
         """
         if self._left_to_users:
             self._free_unused()
@@ -241,7 +242,7 @@ class BucketSet:
                 indices = [index for index, own in pairs if own is dtype]
                 views = [self.views[index] for index in indices]
                 copies = [torch.empty_like(view, dtype=dtype) for view in views]
-                copy_each(copies, views)  # one kernel on a GPU
+                copy_each(copies, views)  # a single kernel on a GPU
                 for index, copied in zip(indices, copies, strict=True):
                     shown[index] = copied
 

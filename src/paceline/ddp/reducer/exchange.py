@@ -1,14 +1,14 @@
-"""The exchange of control blocks: the end of a backward if ranks have more to report than a digest.
+"""The exchange of control blocks, which ends a backward pass if ranks have more to report than a digest.
 
     6. launch the block ──► 7. wait, and read it ──► 8. extensions act on the ranks' reports
                                                   ──► 9. averages are published, and errors are raised
 
-All ranks exchange blocks in the same backwards: if digests do not agree, in the first steps and for some steps after a
-surprise, and if buckets carry no digest.
+All ranks exchange blocks in the same backward passes: if digests do not agree, in the first steps, for some steps after
+a surprise, and if buckets carry no digest.
 
-With gradients on GPUs, ranks exchange blocks in every step and read them late, so that no rank waits for others in
-backward: averages are published as soon as buckets are reduced, and the rest follows when gradients are accessed next,
-usually at the optimizer step.
+With gradients on GPUs, ranks exchange blocks in every step and read them late, so that no rank waits for them during
+backward. Averages are published as soon as buckets are reduced. The blocks are read the next time gradients are
+accessed, usually by the optimizer step.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from paceline.ddp.transport.opening import TEST_HOST_CHANNEL
 
 logger = logging.getLogger(__name__)
 USUAL_STEPS = 16
-"""Number of blocks without a surprise required after a block with one, before blocks are read late again."""
+"""Number of blocks without a surprise that must follow a block with one before blocks are read late again."""
 _NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 
 
 def patience() -> int:
-    """Return the number of usual blocks required before one is read late; 0 in tests that read every block late."""
+    """Return the number of unsurprising blocks required before late reading; 0 in tests that always read late."""
     return 0 if os.environ.get(TEST_HOST_CHANNEL) == "always" else USUAL_STEPS
 
 
@@ -86,16 +86,16 @@ class LateReading:
 
 @class_never_compiled
 class Exchange:
-    """The base class of the reducer that exchanges control blocks; its attributes are the parts that it uses."""
+    """The part of the reducer that exchanges control blocks; the attributes below are provided by the reducer."""
 
     trained: Trained
-    """The parameters that are averaged."""
+    """The averaged parameters."""
     watch: ModuleWatch
     """Detects changes of the module's parameters."""
     buckets: BucketSet
     """The buckets with the parameters' gradients."""
     arrivals: Arrivals
-    """The record of the gradients that have arrived."""
+    """Tracks which gradients have arrived."""
     averages: Averages
     """The averages published in ``p.grad``."""
     extensions: Extensions
@@ -103,32 +103,32 @@ class Exchange:
     channel: Channel
     """The connection to the other ranks."""
     ledger: Ledger
-    """Counts of this rank's backwards, and its weights."""
+    """Counts this rank's backward passes and weights."""
     recorder: Recorder
     """Records spans while it is on."""
     buffers: BufferSync
-    """The broadcast of buffers at the end of backwards."""
+    """Broadcasts buffers at the end of backward passes."""
     finisher: Finisher
     """Makes a bucket's gradients the same on every rank."""
     digest: StatusDigest
-    """The digest in the tail of the last bucket, which shows whether control blocks have to be exchanged."""
+    """The digest in the tail of the last bucket, which determines whether control blocks must be exchanged."""
     control: ControlBlock
     """The control block of this rank."""
     late_reading: LateReading
     """Decides from earlier steps whether blocks are launched regardless of digests, and whether they are read late."""
     exposed_time: ExposedTime
-    """The total time that backwards have waited for communication."""
+    """The total time that backward passes have waited for communication."""
     launches_at_end: bool
-    """Whether buckets are launched when backward has ended rather than as they fill."""
+    """Whether buckets are launched after backward has ended rather than as they fill."""
     overlapped_buckets: int
-    """The number of buckets that may be launched before backward has ended: all but the one with the digest, if any."""
+    """The number of buckets that may be launched before backward has ended: all except the digest's bucket."""
     digest_in: int | None
     """Number of the bucket that carries the digest, which is the last one; None if no digests are sent."""
 
     # -- 6. launch ----------------------------------------------------------------------------------------------
 
     def _launch_block(self, backward: Backward, *, has_new_parameters: bool = False) -> None:
-        """Launch the control block with this rank's report; on all ranks."""
+        """Launch the control block with this rank's report. All ranks call this."""
         order = self._order_to_report(backward)
         status = self.ledger.report(
             self.channel.size,
@@ -143,7 +143,7 @@ class Exchange:
             backward.block = self.channel.host.all_reduce(block)
 
     def _order_to_report(self, backward: Backward) -> list[int]:
-        """Return the order of arrival on rank 0 if the control block is to report it, else an empty list."""
+        """Return the order of arrival to report in the control block; empty except on rank 0 while it is unknown."""
         is_asked = self.channel.rank == 0 and not self.arrivals.order_known and not backward.is_cut_short
         observed = self.arrivals.observed
         return arrival_order(observed, len(self.trained.parameters)) if is_asked and observed else []
@@ -186,14 +186,15 @@ class Exchange:
         self.buffers.wait()
         self.finisher.scale(self.buckets.buckets, [(0.0, UNWEIGHTED)] * self.channel.size)
         averages = self.buckets.averages(backward.saved_gradients)
-        # The gradient of a parameter that no rank used must be None, so a rank without a gradient now reads whether
-        # all ranks lack it. The others need not take part, because every rank already receives the sum of the blocks.
+        # If no rank used a parameter, its gradient must be None, so a rank without the gradient reads the blocks now to
+        # see whether any other rank has it. The other ranks need not take part, because every rank already receives the
+        # sum of the blocks.
         if backward.absent:
             self._wait_for_block(backward)
         self._publish(backward, averages, _NOTHING, self.control.absent_everywhere() if backward.absent else [])
         early = EarlyAverages(self.channel.rank, self.trained, self.buckets, averages)
-        # From here on no code runs inside autograd, whose threads may drop the graph task while blocks are being read;
-        # if `task` were still set, that would be taken for an exception.
+        # The rest runs outside autograd, whose threads may drop the graph task while blocks are being read. If `task`
+        # were still set, this would be mistaken for an exception.
         backward.task = None
         backward.enter(Phase.UNREAD)
         yield False
@@ -210,21 +211,21 @@ class Exchange:
             self.finisher.wait(backward.launched, block, self.control)
 
     def _wait_for_block(self, backward: Backward) -> None:
-        """Wait for the other ranks' control blocks, unless this was done already."""
+        """Wait for the other ranks' control blocks, if this has not been done yet."""
         if backward.block is not None:
             with self.recorder.span(WAIT, group=self.channel.name), self.exposed_time.of_host:
                 self.channel.wait(backward.block, CONTROL_EXCHANGE)
             backward.block = None
 
     def _read_block(self, backward: Backward) -> list[Status]:
-        """Wait for the other ranks' control blocks, unless this was done already; returns every rank's status."""
+        """Wait for the other ranks' control blocks if needed, and return every rank's status."""
         self._wait_for_block(backward)
         return self.control.statuses()
 
     # -- 8. act on the ranks' reports, 9. averages are published ----------------------------------------------------
 
     def _act_on(self, backward: Backward, statuses: list[Status], early: EarlyAverages | None = None) -> Pausing[None]:
-        """Act on the control blocks; then publish the averages, or complete the `early` ones."""
+        """Act on the control blocks; then publish the averages, or complete `early` ones."""
         if any(status.has_new_parameters for status in statuses):
             self._refuse_change(backward)
             return
@@ -237,7 +238,7 @@ class Exchange:
         for after_averages in self.extensions.after_averages:
             yield from after_averages(backward, exchanged)
         self.ledger.stop_agreed = any(status.asks_to_stop for status in statuses)
-        # Before the order of arrival is adopted, because that gives the buckets new memory, without the digest.
+        # Do this before adopting the order of arrival, which gives the buckets new memory without the digest.
         self.late_reading.note(is_usual=self._is_usual(statuses))
         if early is None:
             self._publish_whole(backward)
@@ -247,7 +248,7 @@ class Exchange:
             self.averages.remember(backward.out_of_bucket_averages)
 
     def _refuse_change(self, backward: Backward) -> None:
-        """Abandon a step because another rank's module has other parameters; every rank raises."""
+        """Abandon a step because another rank's module has different parameters; every rank raises."""
         refusal = find_refusal(self.watch.unchanged(), self.channel, self.finisher, self.exposed_time.device)
         assert refusal is not None, "another rank reported changed parameters, but the ranks' parameters agree"
         for parameter in self.trained.parameters:
@@ -257,13 +258,13 @@ class Exchange:
         backward.defer_error(refusal)
 
     def _publish_whole(self, backward: Backward) -> None:
-        # A separate function, so that its list of views is gone when _adopt_order() frees the old buckets' memory:
-        # a view that is still referenced would count as a use of that memory.
+        # A separate function, so that its list of views is gone when _adopt_order() frees the old buckets' memory. A
+        # view in that list would count as a user's reference to the memory.
         averages = self.buckets.averages(backward.saved_gradients)
         self._publish(backward, averages, backward.out_of_bucket_averages, self.control.absent_everywhere())
 
     def _is_usual(self, statuses: Sequence[Status]) -> bool:
-        """Return whether this backward would have needed no control block."""
+        """Return whether this backward pass could have done without a control block."""
         if self.digest_in is None:
             return self.control.is_without_surprise(statuses)
         if any(status.compares for status in statuses):  # a scheduled comparison does not count as a surprise
@@ -292,10 +293,10 @@ class Exchange:
             self.averages.remember({index: found for index in out_of_bucket if (found := shown[index]) is not None})
         else:
             self.averages.publish(averages, absent)
-        if not self.ledger.status.joined:  # a rank without data sends zeros, which are not arrivals
+        if not self.ledger.status.joined:  # a rank without data sends zeros, which do not count as arrivals
             self.arrivals.end(backward.absent)
         self.ledger.synchronized()
-        # Works refer to the buckets' memory, which _adopt_order() is about to free.
+        # Works hold references to the buckets' memory, which _adopt_order() is about to free.
         backward.launched.clear()
         backward.saved_gradients = {}
 
@@ -311,13 +312,13 @@ class Exchange:
             logger.info("rank %d: buckets are in rank 0's order of arrival; bytes: %s", self.channel.rank, sizes)
 
     def _follow_layout(self) -> None:
-        """Use the present buckets from now on; the order of arrival is no longer requested."""
+        """Use the current buckets from now on, and stop requesting the order of arrival."""
         self.control.forget_order()
         self.arrivals.use_layout(self.buckets.layout, order_known=True)
         self._place_digest()
 
     def _place_digest(self) -> None:
-        """Decide for the present buckets and finisher which bucket carries the digest, and when to launch buckets."""
+        """Decide for the current buckets and finisher which bucket carries the digest, and when to launch buckets."""
         for bucket in self.buckets.buckets:
             bucket.prescale = self.finisher.prescale(bucket.flat)
         self.launches_at_end = self.finisher.launches_at_end(shadowed=False)

@@ -1,8 +1,8 @@
-"""Extensions: the rare cases of a step, which the reducer calls at named moments.
+"""Extensions: handlers for rare cases of a step, which the reducer calls at fixed points.
 
-    check_change     the module's parameters have changed, and the wrapper is about to switch; it may be refused
-    begin_local      a backward begins that is not synchronized
-    begin            a synchronized backward begins; it may be refused, because no collective is owed yet
+    check_change     the wrapper is about to switch to the module's changed parameters; this may be refused
+    begin_local      an unsynchronized backward pass begins
+    begin            a synchronized backward pass begins; it may be refused, because no collective is owed yet
     bucket_ready     a bucket holds this rank's gradients, and is launched next
     backward_ended   backward has ended; the remaining buckets are launched next
     has_report       all gradients are in their buckets: does this rank have something to report?
@@ -41,7 +41,7 @@ class Exchanged:
     statuses: list[Status]
     """Each rank's status."""
     scale: float
-    """The factor that turns sums over the ranks into averages."""
+    """Factor that turns sums over the ranks into averages."""
 
 
 class Extension:
@@ -51,21 +51,21 @@ class Extension:
     """Function to call when the result of :meth:`is_active` changes; set by :class:`Extensions`."""
 
     def is_active(self) -> bool:
-        """Return whether this extension must be called on this rank; called after a change, not in each backward."""
+        """Return whether this rank must call the extension; evaluated after changes, not in each backward pass."""
         return True
 
     def check_change(self) -> None:
         """Raise if the averaged parameters cannot change now; called whether or not the extension is active."""
 
     def begin_local(self) -> None:
-        """Act on the start of a backward under ``no_sync``; called whether or not the extension is active."""
+        """Act on the start of a backward pass under ``no_sync``; called whether or not the extension is active."""
 
     def other_wrapper_in_backward(self) -> bool:
-        """Return whether a gradient outside this wrapper's backwards comes from another wrapper's backward."""
+        """Return whether a gradient outside this wrapper's backward passes comes from another wrapper's."""
         return False
 
     def begin(self, backward: Backward) -> None:
-        """Prepare a synchronized backward."""
+        """Prepare a synchronized backward pass."""
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
         """Inspect a bucket that holds this rank's gradients."""
@@ -85,17 +85,17 @@ class Extension:
         """Replace entries of `averages`, one per parameter, that should be published differently."""
 
     def abort(self, backward: Backward) -> None:
-        """Undo :meth:`begin`, because `backward` was refused or ended by an exception or a failed collective."""
+        """Undo :meth:`begin`, because `backward` was refused, or an exception or a failed collective ended it."""
 
     def parameters_changed(self) -> None:
         """Adapt to the wrapper's new set of averaged parameters."""
 
     def close(self) -> None:
-        """Drop references to the wrapper, which is gone."""
+        """Drop references to the wrapper, which no longer exists."""
 
 
 class Extensions:
-    """The extensions of one wrapper, by moment.
+    """The extensions of one wrapper, grouped by the point at which they are called.
 
     Args:
         extensions: the extensions, in call order.
@@ -106,11 +106,11 @@ class Extensions:
     backward_ended: Sequence[Callable[[Backward], None]]
     has_report: Sequence[Callable[[Backward], bool]]
     show: Sequence[Callable[[Backward, list[Tensor | None]], None]]
-    """The methods of active extensions for each moment; empty for an ordinary model."""
+    """The methods of active extensions for each point; empty for an ordinary model."""
     after_averages: Sequence[Callable[[Backward, Exchanged], Pausing[None]]]
     """The methods of all extensions, active or not, because one may be active on some ranks only."""
     is_stale = True
-    """Whether :meth:`refresh` must run before the next backward begins; it never runs during one."""
+    """Whether :meth:`refresh` must run before the next backward pass; it never runs during one."""
 
     def __init__(self, extensions: Sequence[Extension]) -> None:
         self.all = extensions
@@ -126,7 +126,7 @@ class Extensions:
         self.is_stale = False
 
     def _mark_stale(self) -> None:
-        # Not refreshed at once, because extensions also detect changes during a backward, while the tuples are in use.
+        # Do not refresh now, because extensions may also detect changes during a backward pass, which uses the tuples.
         self.is_stale = True
 
     def abort(self, backward: Backward) -> None:
@@ -140,10 +140,10 @@ class Extensions:
         self.is_stale = True
 
     def close(self) -> None:
-        """Tell all extensions that the wrapper is gone."""
+        """Tell all extensions that the wrapper no longer exists."""
         for extension in self.all:
             extension.close()
-            del extension.mark_stale  # it refers back to this object
+            del extension.mark_stale  # it references this object
 
 
 def _methods(extensions: Sequence[Extension], name: str) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""A wrapper's forwards that still await their backward, and the tensors in their outputs."""
+"""Forward passes of a wrapper that await their backward pass, and the tensors in their outputs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from paceline.ddp.agreement.weight_block import Block
 
 
 class Forward:
-    """One forward. It lives as long as the forward's graph, because only that graph's hooks refer to it.
+    """One forward pass. It lives as long as its autograd graph, because only the graph's hooks reference it.
 
     Args:
-        block: the ``model.weight()`` block around the forward.
-        counts_if_averaged: whether it was counted, but must not count if its backward stays local under ``no_sync``.
+        block: the ``model.weight()`` block around the forward pass.
+        counts_if_averaged: whether the forward pass was counted, but must not count if its backward pass stays local
+            (``no_sync``).
     """
 
     def __init__(self, block: Block | None, *, counts_if_averaged: bool = False) -> None:
@@ -29,29 +30,29 @@ class Forward:
 
 
 class PendingForwards:
-    """The forwards that wait for their backward.
+    """The forward passes that await their backward pass.
 
     Args:
         ledger: counts the steps.
-        reached: called as ``reached(forward, gradient)`` when a backward reaches an output.
+        reached: called as ``reached(forward, gradient)`` when a backward pass reaches an output.
     """
 
     is_unseen: bool
-    """Whether a forward without an output to hook is waiting (say, one that stored its loss in the module)."""
+    """Whether a forward pass without an output to hook is waiting, such as one that stored its loss in the module."""
 
     def __init__(self, ledger: Ledger, reached: Callable[[Forward | None, Tensor], None]) -> None:
         self.is_unseen = False
         self._ledger = ledger
-        self._differentiated_in = -1  # the number of optimizer steps when derivatives were last taken
+        self._differentiated_in = -1  # number of optimizer steps when derivatives were last taken
         self._reached = reached
         self._has_warned = False
-        # Weak, so that the forward of a dropped loss does not wait forever.
+        # Weak, so that the forward pass of a dropped loss does not wait forever.
         self._waiting: WeakSet[Forward] = WeakSet()
         # Forwards inside weight blocks that have no hooked output; without this list they would be garbage collected.
         self._unseen: list[Forward] = []
 
     def __bool__(self) -> bool:
-        """Return whether a forward with hooked outputs, or derivatives taken of one, may still get a backward."""
+        """Return whether a forward pass with hooked outputs, or derivatives of one, may still get a backward pass."""
         return bool(self._waiting) or self.are_differentiated
 
     def hook(self, outputs: Sequence[Tensor], forward: Forward) -> None:
@@ -69,23 +70,24 @@ class PendingForwards:
                 self._unseen.append(forward)
 
     def may_have_ended_in(self, *, is_common: bool) -> bool:
-        """Return whether a gradient may come from a backward that reached no hooked output.
+        """Return whether a gradient may come from a backward pass that reached no hooked output.
 
-        If a parameter `is_common` to several wrappers, its gradient may also come from another wrapper's backward.
+        If the parameter `is_common` to several wrappers, the gradient may also come from another wrapper's backward
+        pass.
         """
         return self.is_unseen or (bool(self) and (not is_common or self.are_differentiated))
 
     @property
     def are_differentiated(self) -> bool:
-        """Whether derivatives have been taken with ``create_graph`` since the last step, as for a gradient penalty.
+        """Whether derivatives were taken with ``create_graph`` since the last step, for example for a gradient penalty.
 
-        A backward of these derivatives need not reach an output, and their graph may outlive that of the outputs. It
-        cannot outlive an optimizer step, which changes the parameters saved in it.
+        A backward pass through these derivatives need not reach an output, and their graph may outlive the outputs'
+        graph. But it cannot outlive an optimizer step, which changes the parameters saved in it.
         """
         return self._differentiated_in == self._ledger.status.optimizer_steps
 
     def backward_began(self, forward: Forward | None) -> None:
-        """Stop waiting for the backward of `forward`, which has begun and creates no graph."""
+        """Stop waiting for the backward pass of `forward`, which has begun and creates no graph."""
         if forward is not None:
             self._waiting.discard(forward)
 
@@ -109,8 +111,8 @@ class PendingForwards:
         warnings.warn_explicit(message, UserWarning, *place_of(call))
 
     def close(self) -> None:
-        """Drop the reference to the function to call."""
-        self._reached = _nothing  # it refers back to the reducer
+        """Drop the reference to the reducer's function."""
+        self._reached = _nothing  # it references the reducer
 
 
 def _nothing(_forward: Forward | None, _gradient: Tensor) -> None:

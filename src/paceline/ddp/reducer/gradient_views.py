@@ -1,9 +1,10 @@
-"""Bucket views: the gradients of one bucket as users see them, and whether users still refer to them.
+"""Bucket views: the gradients of one bucket as users see them, and checks for references that users keep.
 
 ``p.grad`` is a view of a bucket, which the next backward overwrites. By default, torch gives every gradient its own
-memory, so a reference kept across steps keeps its values. To guarantee the same without a copy in every step, reference
-counts are checked before a bucket is written to: the views' counts, because a user may keep ``p.grad`` itself, and
-their storage's count, because a user may keep something derived from it (``p.grad.detach()``, a slice, a NumPy array).
+memory, so a reference kept across steps keeps its values. To give the same guarantee without a copy in every step,
+reference counts are checked before a bucket is written: the counts of the views, because a user may keep ``p.grad``
+itself, and the count of their storage, because a user may keep something derived from it (``p.grad.detach()``, a slice,
+a NumPy array).
 
 Decision 0012 gives the reasons.
 """
@@ -24,7 +25,7 @@ _address, _storage = Tensor.data_ptr, attrgetter("storage")
 
 
 class BucketViews:
-    """The views of one bucket, over a separate storage whose reference count covers only the views and users.
+    """The views of one bucket, over a separate storage that only the views and users reference.
 
     Args:
         flat: the bucket's memory.
@@ -32,15 +33,15 @@ class BucketViews:
     """
 
     views: list[Tensor]
-    """For each parameter, its gradient. Users get these tensors themselves, and may point one to other memory
+    """The gradient of each parameter. Users get these tensors themselves, and may point one to other memory
     (``p.grad.data = …``); see :meth:`restore_moved`."""
     addresses: list[int]
     """Address of each gradient in the bucket."""
 
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        # A second storage over the same memory. Works, futures and hooks hold `flat`'s own one, so they do not count.
+        # A second storage over the same memory. Works, futures and hooks hold `flat`'s storage, so they do not count.
         self._memory = torch.utils.dlpack.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
-        # torch returns this same object to any Python code that asks a tensor over this memory for its storage.
+        # torch returns this same object to any Python code that asks one of these tensors for its storage.
         self.storage = self._memory.untyped_storage()
         self._parameters = parameters
         self.views = self._make_views()
@@ -52,7 +53,7 @@ class BucketViews:
         self.handles_alone = next(map(sys.getrefcount, map(_storage, [self])))
 
     def restore_moved(self) -> list[int]:
-        """Replace views that a user has pointed to other memory with new ones; returns their places."""
+        """Replace views that a user has pointed to other memory; returns their indices."""
         addresses = list(map(_address, self.views))
         if addresses == self.addresses:
             return []
@@ -65,14 +66,14 @@ class BucketViews:
     def is_referenced(self, lists: int, others: Collection[int] = ()) -> bool:
         """Return whether a user keeps a gradient that is no longer in ``p.grad``; call :meth:`restore_moved` first.
 
-        While ``p.grad`` is still the view, backward accumulates into it and anyone who refers to it sees the change, in
-        torch too.
+        While ``p.grad`` is still the view, backward accumulates into it, and every reference to it sees the change, as
+        in torch.
 
         Args:
             lists: the number of our lists that hold each view.
-            others: places of gradients that stay in ``p.grad`` now, so that ``p.grad`` counts as a user.
+            others: indices of gradients that stay in ``p.grad``, which then counts as a user.
         """
-        if self._references() != self._references_alone:  # something other than our own views refers to the memory
+        if self._references() != self._references_alone:  # something other than our own views references the memory
             return True
         counts, alone = list(map(sys.getrefcount, self.views)), _BASE_COUNT + lists
         if max(counts) <= alone:
@@ -81,11 +82,11 @@ class BucketViews:
         return any(place in others or self._parameters[place].grad is not self.views[place] for place in suspects)
 
     def is_in_use(self) -> bool:
-        """Return whether a user still refers to the memory, after our own views were dropped."""
+        """Return whether a user still references the memory after our own views were dropped."""
         return self._references() > self._references_alone - len(self.addresses)
 
     def _references(self) -> int:
-        """Count the tensors that refer to the memory, and the Python objects that refer to its storage."""
+        """Count the tensors that use the memory, and the Python objects that reference its storage."""
         return count_uses(self.storage) + sys.getrefcount(self.storage)
 
     def _make_views(self) -> list[Tensor]:
@@ -111,7 +112,7 @@ class AllBucketViews:
         self._handles = [part.handles_alone for part in parts]
 
     def are_untouched(self) -> bool:
-        """Return whether no view has moved and no user refers to a gradient of any bucket; true in most steps.
+        """Return whether no view has moved and no user references a gradient of any bucket; true in most steps.
 
         If true, :meth:`BucketViews.restore_moved` has no effect, and :meth:`BucketViews.is_referenced` returns False.
         """
@@ -125,7 +126,7 @@ class AllBucketViews:
 
 
 def shared(gradients: Mapping[int, Tensor]) -> list[int]:
-    """Return the keys of those `gradients` that something else refers to, directly or through their memory."""
+    """Return the keys of the `gradients` that are referenced elsewhere, directly or through their memory."""
     tensors = list(gradients.values())
     counts = list(map(sys.getrefcount, tensors))
     alone = _BASE_COUNT + 2  # the mapping and the list

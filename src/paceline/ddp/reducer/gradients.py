@@ -1,4 +1,4 @@
-"""Checks many gradients at once and copies them into buckets, if possible without running Python code for each."""
+"""Checks many gradients at once and copies them into buckets, without per-gradient Python code if possible."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ is_none: Callable[[object], bool] = partial(is_, None)
 
 
 def present(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Return the gradients that are not None, by the parameter's place."""
-    # The usual case at the end of a backward, detected without running Python code for each parameter.
+    """Return the gradients that are not None, keyed by parameter index."""
+    # The usual case at the end of a backward pass, detected without per-parameter Python code.
     if grads_are_none(parameters):
         return {}
     return {place: gradient for place, gradient in enumerate(map(gradient_of, parameters)) if gradient is not None}
@@ -47,7 +47,7 @@ def copy_into(bucket: Bucket, gradients: list[Any], parameters: Sequence[nn.Para
             copy_each(bucket.views, gradients)
         else:
             copy_times(bucket.views, gradients, factor, bucket.flat if bucket.largest < LARGE else None)
-    except (AttributeError, RuntimeError, TypeError):  # the caller copies one by one, which finds out why
+    except (AttributeError, RuntimeError, TypeError):  # the caller then copies one by one and handles each case
         return False
     # Freed here rather than at the end of backward, so that only one bucket's gradients exist twice at a time.
     for parameter in parameters:
@@ -56,7 +56,7 @@ def copy_into(bucket: Bucket, gradients: list[Any], parameters: Sequence[nn.Para
 
 
 def copy_times(targets: list[Tensor], sources: list[Any], factor: float, whole: Tensor | None = None) -> None:
-    """Copy `sources`, times `factor`, into `targets`; `whole`, if given, is their joint memory, multiplied at once."""
+    """Copy `sources`, times `factor`, into `targets`; `whole`, if given, is their joint memory, scaled in one call."""
     if whole is None:
         copy_scaled(targets, sources, factor)
     else:
@@ -65,7 +65,7 @@ def copy_times(targets: list[Tensor], sources: list[Any], factor: float, whole: 
 
 
 def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, rank: int) -> None:
-    """Copy gradients if some may be absent, sparse, older or another wrapper's; note these cases in `backward`."""
+    """Copy gradients, some of which may be absent, sparse, older or another wrapper's; record these in `backward`."""
     sources, targets, absent, sparse = [], [], [], []
     saved_gradients = dict(backward.saved_gradients)
     for index, view in zip(bucket.indices, bucket.views, strict=True):
@@ -74,7 +74,7 @@ def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, rank: 
         if gradient is None or gradient.is_sparse:
             view.zero_()  # the bucket holds the averages of the last step
             if gradient is not None:
-                sparse.append(index)  # it stays in p.grad, for the second pass
+                sparse.append(index)  # stays in p.grad for the second pass
             elif index not in backward.averaged_elsewhere:
                 absent.append(index)
             continue
@@ -103,9 +103,9 @@ def _check_strided(gradient: Tensor, name: str, rank: int) -> None:
 
 
 def find_out_of_bucket(backward: Backward, trained: Trained, unbucketed: Iterable[int]) -> None:
-    """At the end of backward, find this rank's gradients that are in no bucket, and the parameters without a gradient.
+    """At the end of backward, find this rank's gradients outside the buckets, and the parameters without a gradient.
 
-    Called when every bucket has been filled, which has set the copied gradients to None.
+    Called after every bucket has been filled, which sets the copied gradients to None.
     """
     elsewhere = backward.averaged_elsewhere
     found = {index: gradient for index, gradient in present(trained.parameters).items() if index not in elsewhere}

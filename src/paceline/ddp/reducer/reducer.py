@@ -1,7 +1,7 @@
 """The reducer: averages gradients over the ranks while backward is still running.
 
-Its steps are in :mod:`.step`. This module creates the reducer, changes it between steps, and averages without a
-backward.
+Training steps are in :mod:`.step`. This module creates the reducer, changes it between steps, and averages without a
+backward pass.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from paceline.errors import CommunicationError, UsageError
 
 @class_never_compiled
 class Reducer(Step):
-    """Owns the buckets of one wrapper and runs each synchronized backward from start to end.
+    """Owns the buckets of one wrapper and runs each synchronized backward pass from start to end.
 
     Args:
         named: the parameters to average.
         watch: detects changes of the module's parameters.
-        on_change: called as ``on_change(named, averaged)`` with all parameters to average if some are new, and whether
-            they are averaged now.
+        on_change: called as ``on_change(named, averaged)`` if there are new parameters, with all parameters to average
+            and whether they are averaged already.
         channel: the connection to the other ranks.
-        ledger: counts this rank's backwards and weights.
+        ledger: counts this rank's backward passes and weights.
         recorder: records spans while it is on.
-        buffers: broadcasts buffers at the end of backwards.
+        buffers: broadcasts buffers at the end of backward passes.
         options: the wrapper's options.
     """
 
@@ -74,7 +74,7 @@ class Reducer(Step):
         self.trained, self.watch, self._on_change = Trained(named), watch, on_change
         sparse = watch.sparse(self.trained.originals)
         names, parameters = self.trained.names, self.trained.parameters
-        # Not with GPUs, where reading the tail would make the host wait for everything queued on the device.
+        # Not on GPUs: to read the tail, the host would have to wait for all work queued on the device.
         tail = width(channel.size) if channel.host is channel else 0
         self.buckets = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype, tail)
         self.digest = StatusDigest(channel.rank, channel.size)
@@ -88,30 +88,30 @@ class Reducer(Step):
         self.number = abort.register(self)
 
     def _make_parts(self) -> None:
-        """Create the parts that depend on the present parameters."""
+        """Create the parts that depend on the current parameters."""
         trained = self.trained
         self.control = ControlBlock(trained.names, self.channel.rank, self.channel.size, self.channel.host.allocate)
         self.averages = Averages(trained, self.buckets)
         self.arrivals = Arrivals(trained.parameters, self.gradient_arrived)
         self.arrivals.use_layout(self.buckets.layout, order_known=False)
-        # Hooks from the start, to notice a gradient that arrives before any backward reaches an output.
+        # Install hooks from the start, to detect a gradient that arrives before any backward pass reaches an output.
         self.arrivals.begin(grads_were_none=True)
         self._place_digest()
         self._accumulators = Accumulators(trained.originals)
 
     def extend(self, extensions: Sequence[Extension]) -> None:
-        """Call `extensions` at their moments from now on, in this order."""
+        """Use `extensions` from now on, called in this order."""
         self.extensions = Extensions(extensions)
 
     # -- changes between two steps ------------------------------------------------------------------------------
 
     def follow_module(self) -> None:
-        """Switch to the module's present parameters, once all ranks agree on them; called before a step begins."""
+        """Switch to the module's current parameters once all ranks agree on them; called before a step begins."""
         if (change := self._detect_change()) is not None:
             self._take_in(change)
 
     def follow_module_on_all_ranks(self) -> None:
-        """Do the same as a collective on all ranks, because not all of them will run a backward."""
+        """Do the same as a collective that all ranks call, for when some ranks will not run a backward pass."""
         change = self._detect_change()
         changed, launched = self.channel.gather_rows(torch.tensor(int(change is not None)))
         self.channel.meet(launched, "comparison of the module's parameters")
@@ -127,7 +127,8 @@ class Reducer(Step):
             if refusal is None:
                 self._rebuild(change.named)
         except BaseException:
-            # Other ranks have rebuilt their buckets, or wait for this rank. Any further use of this wrapper is refused.
+            # The other ranks have rebuilt their buckets or are waiting for this rank, so refuse any further use of this
+            # wrapper.
             self.backward = Backward(sends_block=True)
             self.backward.enter(Phase.BROKEN)
             abort.unfinished.add(self.number)
@@ -137,7 +138,7 @@ class Reducer(Step):
 
     @torch.no_grad()
     def _announce_change(self) -> None:
-        """Run the collectives of a backward with zeros, and report the change in the control block."""
+        """Run the collectives of a backward pass on zeros, and report the change in the control block."""
         self.channel.check_open()
         backward = Backward(sends_block=True)
         backward.absent = range(len(self.trained.names))
@@ -176,19 +177,19 @@ class Reducer(Step):
         return self.buckets.named_layout()
 
     def restore_layout(self, layout: list[list[str]]) -> None:
-        """Use a checkpoint's layout, given as parameter names, instead of observing the order of arrival."""
+        """Use the layout from a checkpoint, given as parameter names, instead of observing the order of arrival."""
         self.resync_aborted()
         self.buckets.use_named(layout)
-        self.arrivals.observed = []  # the layout is the order of arrival now
+        self.arrivals.observed = []  # the layout now defines the order of arrival
         self._follow_layout()
 
     def check_finite(self, enabled: bool) -> None:
-        """Turn the check of gradients for NaN and Inf on or off, from the next backward on."""
+        """Turn the check of gradients for NaN and Inf on or off, starting with the next backward pass."""
         self.checks_finite = enabled
         self.extensions.is_stale = True
 
     def use_virtual_ranks(self, count: int, slices: Extension, before: Extension) -> None:
-        """Sum over `count` slices in one tree, from the next backward on.
+        """Sum over `count` slices in one tree, starting with the next backward pass.
 
         The extension `slices` sums this rank's part, and is called before the extension `before`.
         """
@@ -201,7 +202,7 @@ class Reducer(Step):
         self.extend([*others[:place], slices, *others[place:]])
 
     def use_finisher(self, make: Callable[[Channel, Recorder], Finisher]) -> None:
-        """Use the finisher that `make` returns for the buckets, from the next backward on; call it on all ranks."""
+        """Use the finisher returned by `make`, starting with the next backward pass. All ranks call this."""
         self.resync_aborted()
         self.finisher = make(self.channel, self.recorder)
         self._place_digest()
@@ -210,7 +211,7 @@ class Reducer(Step):
         return self
 
     def close(self) -> None:
-        """Remove the hooks from the parameters, and drop references back to the reducer."""
+        """Remove the hooks from the parameters, and drop references to the reducer."""
         self.arrivals.close()
         self.trained.release()
         self.extensions.close()
@@ -229,7 +230,7 @@ class Reducer(Step):
     # -- without a backward ---------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Average the gradients in ``p.grad`` now, without a backward; a missing gradient counts as zero."""
+        """Average the gradients in ``p.grad`` now, without a backward pass; a missing gradient counts as zero."""
         self.resync_aborted()
         self.follow_module()
         self.ledger.forget_dropped(self.trained.parameters, in_backward=False)
@@ -238,18 +239,19 @@ class Reducer(Step):
         self.complete()
 
     def launch_all(self) -> None:
-        """Begin to average the gradients in ``p.grad``; a later call of :meth:`complete` finishes this."""
-        # If buckets launch at the end, complete() does it: until then other ranks' layers may announce collectives.
+        """Begin to average the gradients in ``p.grad``; :meth:`complete` finishes the averaging."""
+        # If buckets are launched at the end, leave this to complete(): other ranks' layers may announce collectives
+        # first.
         if not self.begin().launches_at_end:
             self.advance()
 
     def read_late(self) -> None:
-        """Read the other ranks' control blocks of the last backward, in all wrappers that have not done so."""
+        """Read the other ranks' control blocks of the last backward pass, in all wrappers with unread blocks."""
         if abort.unfinished:
-            abort.read_all()  # in all wrappers, so that ranks that access different ones first read in the same order
+            abort.read_all()  # for all wrappers, so that all ranks read in the same order
 
     def resync_aborted(self) -> None:
-        """Run the collectives that other ranks are still waiting for after an exception; in all wrappers."""
+        """In all wrappers, run the collectives that other ranks are still waiting for after an exception."""
         if self.backward is not None and self.backward.phase is Phase.BROKEN:
             raise CommunicationError(
                 f"rank {self.channel.rank}: an earlier step of this model failed partway, so the ranks are out of "
@@ -262,7 +264,7 @@ class Reducer(Step):
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def check_idle(self) -> None:
-        """Raise if a backward has not ended."""
+        """Raise if a backward pass has not ended."""
         abort.notice_exception(self)
         if self.backward is not None and self.backward.phase is not Phase.UNREAD:
             raise UsageError(f"rank {self.channel.rank}: the last backward has not ended: {self.backward.phase.value}")

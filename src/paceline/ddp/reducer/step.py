@@ -1,4 +1,4 @@
-"""The step: everything a reducer does in an ordinary training step, from top to bottom in the order of events.
+"""The step: everything a reducer does in an ordinary training step, in the order of events.
 
     2. the outputs of a forward are hooked
     3. backward reaches one of them ──► begin
@@ -60,22 +60,22 @@ class Step(Exchange, Member):
     """The part of the reducer that runs steps; :class:`~.reducer.Reducer` sets it up and changes it."""
 
     forwards: PendingForwards
-    """The forwards that still await their backward."""
+    """The forward passes that await their backward pass."""
     sync_enabled = True
-    """False inside ``no_sync``: a backward that starts now stays local."""
+    """False inside ``no_sync``: a backward pass that starts now stays local."""
     expected_absent: set[int] | frozenset[int] = frozenset()
-    """Parameters whose gradient may be absent on some ranks without a report to the others."""
+    """Parameters whose gradient may be absent on some ranks without being reported."""
     common: Collection[int] = frozenset()
     """Parameters that other live wrappers also have; kept up to date by :class:`.SharedParameters`."""
     _accumulators: Accumulators
-    """The averaged parameters' nodes in autograd graphs; used to check whether a backward reaches the parameters."""
+    """The averaged parameters' autograd nodes, used to check whether a backward pass reaches the parameters."""
     _on_change: OnChange
-    """Function to call with all parameters to average when the module has new ones."""
+    """Called with all parameters to average when the module has new ones."""
 
     # -- 2. the outputs of a forward are hooked -----------------------------------------------------------------
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
-        """Hook the outputs of a forward: its backward reaches them first, before any of our gradients."""
+        """Hook the outputs of a forward pass, because the backward pass reaches them before any parameter."""
         if (block := self.ledger.blocks.forward_ended()) is not None:
             self.ledger.kept.look(self.trained.parameters)
         self.forwards.hook(outputs, Forward(block, counts_if_averaged=counts_if_averaged))
@@ -83,7 +83,7 @@ class Step(Exchange, Member):
     # -- 3. backward reaches one of them ------------------------------------------------------------------------
 
     def backward_reached(self, forward: Forward | None, _gradient: Tensor) -> None:
-        """Handle a backward that has reached an output of `forward`; None if it was noticed only by a gradient."""
+        """Handle a backward pass that reached an output of `forward`; None if only a gradient revealed it."""
         check_eager_backward(self.channel.rank)
         if (
             self.backward is None
@@ -98,16 +98,16 @@ class Step(Exchange, Member):
             self.start_unusual_backward(forward)
 
     def begin_all(self, forward: Forward | None) -> None:
-        """Begin a backward that autograd runs, in this wrapper and in all others it will reach."""
+        """Begin a backward pass run by autograd, in this wrapper and in all others that it will reach."""
         if unfinished:
             self.resync_aborted()
         try:
             self.begin_in_graph_task(forward)
-        finally:  # the peers begin the other wrappers in any case, so this rank owes those collectives too
+        finally:  # the peers begin the other wrappers anyway, so this rank owes their collectives too
             begin_others(self)
 
     def begin_in_graph_task(self, forward: Forward | None) -> None:
-        """Begin a backward whose end autograd will run in a callback of the graph task."""
+        """Begin a backward pass, and register its end as a callback of autograd's graph task."""
         if self.watch.detect() is not None:
             follow_modules(self)
         ledger = self.ledger
@@ -116,7 +116,8 @@ class Step(Exchange, Member):
             ledger.forget_dropped(self.trained.parameters, in_backward=True)
         backward = self.begin()
         backward.end_arrival_span = self.recorder.open(BACKWARD)  # type: ignore[method-assign, assignment]
-        # Only autograd holds this bound method, so it dies with the graph task; this is how an exception is noticed.
+        # Only autograd references this bound method, so it dies with the graph task. This is how an exception is
+        # detected.
         callback = self._advance_in_callback
         watch_task(self, backward, callback, ledger.task)
         queue_callback(callback)
@@ -125,7 +126,7 @@ class Step(Exchange, Member):
             ledger.keep_gradients(self.trained.names, self.trained.parameters, elsewhere, is_last=True)
 
     def begin(self) -> Backward:
-        """Begin a backward. Until this returns, no collective is owed to peers."""
+        """Begin a backward pass. Until this returns, no collective is owed to peers."""
         self.channel.check_open()
         if self.extensions.is_stale:
             self.extensions.refresh()
@@ -138,7 +139,7 @@ class Step(Exchange, Member):
         except BaseException:
             self.extensions.abort(backward)
             raise
-        # After the extensions, because one of them may set gradients aside.
+        # Check after the extensions run, because one of them may set gradients aside.
         backward.grads_were_none = grads_were_none = grads_are_none(self.trained.parameters)
         backward.owns_all_grads = grads_were_none and not backward.averaged_elsewhere
         backward.buckets_unreferenced = grads_were_none and not backward.is_shared and self.buckets.is_untouched()
@@ -167,11 +168,11 @@ class Step(Exchange, Member):
         if self.arrivals.counts_each:
             self.arrivals.arrived(index)
         if not backward.launches_at_end:
-            # The bucket with the digest waits for the end of backward: until then there may be more to report.
+            # The bucket with the digest waits for the end of backward, because until then there may be more to report.
             launched, last = backward.launched, self.overlapped_buckets
             while len(launched) < last and (full := self.arrivals.gradients_if_complete(len(launched), index)):
                 self._launch(backward, full)
-        self.channel.progress()  # the shared-memory channel has no thread, so its reductions advance in these hooks
+        self.channel.progress()  # with shared memory, which has no thread, reductions advance in these hooks
 
     # -- 5. a bucket is full ------------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ class Step(Exchange, Member):
         number = len(backward.launched)
         bucket, owned = self.buckets.buckets[number], self.buckets.owned[number]
         if number == 1:
-            strike("bucket")  # where tests kill a rank: one bucket is under way
+            strike("bucket")  # tests kill a rank here, while one bucket is in flight
         with self.recorder.span(LAUNCH, number) if backward.is_traced else NOT_TRACED:
             if not backward.buckets_unreferenced:
                 self.buckets.make_writable(number, backward.averaged_elsewhere)
@@ -200,7 +201,7 @@ class Step(Exchange, Member):
             backward_ended(backward)
         while len(backward.launched) < len(self.buckets.buckets):
             self._launch(backward)
-        if self.digest_in is None:  # else the launch of the last bucket has done this to fill its tail
+        if self.digest_in is None:  # otherwise done at the launch of the last bucket, to fill its tail
             find_out_of_bucket(backward, self.trained, self.buckets.unbucketed)
             # Not any(), because all must run: each may note something for the control block.
             reports = [has_report(backward) for has_report in self.extensions.has_report]
@@ -233,7 +234,7 @@ class Step(Exchange, Member):
             queue_callback(self._advance_in_callback)
 
     def advance(self) -> bool:
-        """Run the end of backward up to its next pause; returns whether it continues at once."""
+        """Run the end of backward up to its next pause; returns whether to continue immediately."""
         backward = self.backward
         if backward is None or backward.phase is Phase.BROKEN:
             return False
@@ -243,7 +244,7 @@ class Step(Exchange, Member):
                     self._launch_rest(backward)
                     return True
                 goes_on = self._finish(backward)
-            except BaseException:  # also KeyboardInterrupt: this rank has abandoned collectives that the others are in
+            except BaseException:  # including KeyboardInterrupt, because the other ranks are in collectives
                 break_off(self, backward)
                 raise
             if goes_on is None:
@@ -251,7 +252,7 @@ class Step(Exchange, Member):
             return bool(goes_on)
 
     def _finish(self, backward: Backward) -> bool | None:
-        """Wait and publish averages; returns None when done, else whether to continue at once."""
+        """Wait and publish averages; returns None when done, otherwise whether to continue immediately."""
         if backward.exchange is None:
             if not backward.sends_block:
                 self._wait_for(backward, None)
@@ -263,7 +264,7 @@ class Step(Exchange, Member):
         return next(backward.exchange, None)
 
     def _publish_agreed(self, backward: Backward, notes: Notes) -> None:
-        """Publish the averages of a step whose only reports are the ranks' weights, in `notes`."""
+        """Publish the averages of a step if the ranks reported only their weights, given as `notes`."""
         self.ledger.notes = notes
         self.finisher.scale(self.buckets.buckets, notes)
         self.buffers.wait()
@@ -284,7 +285,7 @@ class Step(Exchange, Member):
     # -- 3. in unusual ways ---------------------------------------------------------------------------------
 
     def start_unusual_backward(self, forward: Forward | None) -> None:
-        """Handle another output, ``no_sync``, derivatives, or the first backward after an exception."""
+        """Handle another output, ``no_sync``, derivatives, or the first backward pass after an exception."""
         notice_exception(self)  # first, because `is_under_way` may still refer to the previous backward
         if self.is_under_way:
             self.ledger.backward_goes_on(None if forward is None else forward.block)
@@ -303,7 +304,7 @@ class Step(Exchange, Member):
             self.forwards.warn_of_graph()
 
     def _accumulates(self) -> bool:
-        # It may be that only new parameters require gradients.
+        # Possibly only new parameters require gradients.
         return self._accumulators.are_accumulated() or Accumulators(self._new_parameters()).are_accumulated()
 
     def _begin_local(self, forward: Forward | None) -> None:
@@ -314,7 +315,7 @@ class Step(Exchange, Member):
             for extension in self.extensions.all:
                 extension.begin_local()
             self.ledger.keep_gradients(self.trained.names, self.trained.parameters, is_last=False)
-            # Ranks may run different numbers of local backwards, so their forwards do not count.
+            # Ranks may run different numbers of local backward passes, so their forward passes do not count.
             if forward is not None and forward.counts_if_averaged:
                 forward.counts_if_averaged = False
                 self.ledger.take_back_forward()
@@ -322,10 +323,9 @@ class Step(Exchange, Member):
             begin_others(self)
 
     def handle_stray_gradient(self, index: int, parameter: Tensor) -> None:
-        """Begin a backward at a gradient that arrived without an output, if a forward awaits such a backward.
+        """Begin a backward pass when a gradient arrives without an output, if a forward pass is waiting for one.
 
-        Gradients that have already arrived at parameters without a hook are found when the remaining buckets are
-        launched at the end.
+        Gradients of parameters without a hook that arrived earlier are found when the remaining buckets are launched.
         """
         if not self.sync_enabled or any(extension.other_wrapper_in_backward() for extension in self.extensions.all):
             return
@@ -339,34 +339,34 @@ class Step(Exchange, Member):
                 self.gradient_arrived(index, parameter)
 
     def _check_reached(self, backward: Backward, index: int, block: Block, waiting: int) -> None:
-        """Refuse a backward that was assumed to belong to `block` but reached none of its `waiting` forwards."""
+        """Refuse a backward pass attributed to `block` if it reached none of the block's `waiting` forward passes."""
         if self.forwards.waiting_in(block) == waiting:
             name, rank = self.trained.names[index], self.channel.rank
             backward.defer_error(
                 UsageError(
-                    f"rank {rank}: a backward reached {name!r} past the wrapper's outputs while a forward inside "
-                    "model.weight() waits for its own backward, so its gradient would be divided by that weight; run "
-                    "it before that forward or after that backward, or add its loss, times the weight, to that loss"
+                    f"rank {rank}: a backward pass bypassed the outputs and reached {name!r} while a forward pass "
+                    "inside model.weight() awaits its own; its weight would divide this gradient; run this before "
+                    "that forward or after its backward pass, or add this loss, times the weight, to the weighted loss"
                 )
             )
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a synchronized backward has begun and has neither ended nor failed."""
+        """Whether a synchronized backward pass has begun and has neither ended nor failed."""
         return self.backward is not None and self.backward.is_under_way
 
     def is_expected(self) -> bool:
-        """Return whether the backward under way will reach a forward of this wrapper and be synchronized."""
+        """Return whether the backward pass in progress will reach an output of this wrapper and be synchronized."""
         if self.backward is not None or not self.sync_enabled or not self.forwards:
             return False
         return self._accumulators.are_reached(self.common) or Accumulators(self._new_parameters()).are_reached(())
 
     def begin_early(self) -> None:
-        """Begin in a backward that reached another wrapper first, so that an exception ends it here too."""
+        """Begin although the backward pass reached another wrapper first, so that an exception also ends it here."""
         self.begin_in_graph_task(None)
 
     def _detect_change(self) -> Change | None:
-        """Return the module's change, and guard optimizer steps over its new parameters; None without new ones."""
+        """Return the module's change and guard optimizer steps on its new parameters; None without new parameters."""
         if (change := self.watch.detect()) is not None:
             self._on_change(change.named, False)
         return change
