@@ -86,7 +86,6 @@ def _over_nccl(part: str, ranks: Ranks) -> list[Check]:
     """Return the checks of NCCL on one rank and on several."""
     return [
         Check(part, "own-group", one_rank.own_group, NUMBERS, ranks),
-        Check(part, "nccl-options", one_rank.nccl_options, "do not use the option; send us the JSON", ranks),
     ]
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import paceline
 from gpu_checks.models import SMALL, TINY
-from gpu_checks.rows import NotRun, Place, Row, holds, not_run
+from gpu_checks.rows import Place, Row, holds, not_run
 from gpu_checks.wrapping import (
     alike,
     between,
@@ -29,7 +29,7 @@ from gpu_checks.wrapping import (
     with_buckets,
 )  # fmt: skip
 from paceline.core.state.digests import weights_sha256
-from paceline.errors import NonFiniteGradient, UsageError
+from paceline.errors import NonFiniteGradient
 
 
 def equality(place: Place) -> Iterator[Row]:
@@ -136,33 +136,6 @@ def shared_folder(place: Place) -> str:
     box: list[Any] = [tempfile.mkdtemp() if place.rank == 0 else None]
     dist.broadcast_object_list(box)
     return str(box[0])
-
-
-def nccl_options(place: Place) -> Iterator[Row]:
-    """Registered memory and high-priority streams give the same gradients, or are refused by name."""
-    options = getattr(paceline.ddp, "NcclOptions", None) if place.on_gpu else None
-    if options is None:
-        raise NotRun("this build has no NcclOptions" if place.on_gpu else "a CPU has no NCCL")
-    expected = _gradients_with(place)
-    for way in ("high_priority", "registered_buckets"):
-        what = f"NcclOptions({way}=True): gradients differ by"
-        try:
-            error = difference(_gradients_with(place, nccl=options(**{way: True})), expected)
-        except UsageError as refused:  # on every rank, before training
-            yield not_run(what, str(refused))
-            continue
-        yield holds(what, f"{error:.1e}", error < 1e-5)
-
-
-def _gradients_with(place: Place, **chosen: Any) -> list[Tensor]:
-    """Return the gradients of the third step."""
-    shape, batch = (SMALL, (4, 128)) if place.on_gpu else (TINY, (2, 8))
-    module = llama(place, shape, torch.float32)
-    model = with_buckets(module, **chosen)
-    for step in range(3):
-        model.zero_grad()
-        model(tokens(place, shape, step, batch)).backward()
-    return [gradient_of(parameter).clone() for parameter in module.parameters()]
 
 
 def others_of(place: Place) -> list[int]:

@@ -32,9 +32,7 @@ NCCL = ("nccl", "cuda:nccl")
 """Parts of a backend name that select NCCL for CUDA tensors."""
 
 
-def open_own_group(
-    group: dist.ProcessGroup, backend: str, timeout: timedelta | None, *, high_priority: bool = False
-) -> Any:
+def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | None) -> Any:
     """Open a process group with the ranks of `group`, in the same order. All of them call this together.
 
     In the end, the caller passes it to :func:`paceline.core.processes.nccl_communicators.release`.
@@ -44,7 +42,6 @@ def open_own_group(
         backend: a name for ``torch.distributed.new_group``. An NCCL communicator is split from `group`'s if that is
             bound to a device, so that only the group's ranks take part; torch would split it from the world's.
         timeout: the timeout for opening the group and for its collectives; None for torch's default.
-        high_priority: whether NCCL runs on a high-priority stream.
     """
     ranks, store = dist.get_process_group_ranks(group), get_known_groups()[group][1]
     timeout = timeout or get_default_timeout(backend)
@@ -63,7 +60,7 @@ def open_own_group(
     else:
         opened = bare_group(place, group.rank(), group.size())
     if on_cpu != backend:
-        attach_nccl(opened, group, ranks, place, name, timeout, high_priority=high_priority)
+        attach_nccl(opened, group, ranks, place, name, timeout)
     keep(opened, name, ranks)
     keep_in_children(opened)
     keep_in_children(group)  # torch forgets a destroyed group, and a fork may follow

@@ -520,7 +520,7 @@ def _() -> None:
         assert callable(getattr(backend, name))
     for name in ("eager_connect_single_device", "supports_splitting", "shutdown", "abort"):
         assert hasattr(backend, name)
-    options: Any = backend.Options(is_high_priority_stream=True)
+    options: Any = backend.Options()
     for name in ("_timeout", "split_from", "split_color", "global_ranks_in_group", "group_name"):
         assert hasattr(options, name)
 

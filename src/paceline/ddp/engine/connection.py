@@ -104,7 +104,7 @@ def connect(
         if options.virtual_ranks or dist.get_world_size(wrapper.process_group) > 1:
             is_first = dist.get_rank(wrapper.process_group) == 0
             check_lookups(replica.module, wrapper.parameters_to_ignore, warns=is_first)
-    channel = open_channel(wrapper.process_group, replica.device, options.nccl)
+    channel = open_channel(wrapper.process_group, replica.device)
     # Registered before anything below can raise, so that the channel is closed even if the wrapper is refused.
     finalize(wrapper, channel.close)
     make_equal(channel, replicated, init_sync)

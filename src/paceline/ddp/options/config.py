@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.comm.registered_memory import why_not
 from paceline.core.state.virtual_ranks import check_virtual_ranks
 from paceline.core.torch_internals.distributed.c10d import get_default_group
-from paceline.core.torch_internals.distributed.nccl import nccl_of
 from paceline.ddp.options.buckets import CAPACITY, FIRST_CAPACITY, MIB
 from paceline.errors import UsageError, WorldError, WrapError
 
@@ -22,21 +20,6 @@ Algorithm = Literal["ring", "tree", "halving-doubling", "hierarchical"]
 ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "halving-doubling", "hierarchical")
 UnusedParameters = Literal["allow", "warn", "error"]
 InitSync = Literal[True, False, "verify"]
-
-
-@dataclass(frozen=True)
-class NcclOptions:
-    """Settings of a wrapper's NCCL communicator."""
-
-    registered_buckets: bool = False
-    """Whether buckets are allocated in memory that is registered with NCCL, which it then reads and writes without a
-    copy if the hardware can (``torch.cuda.MemPool``)."""
-    high_priority: bool = False
-    """Whether NCCL's kernels run on a high-priority stream, ahead of backward kernels that are waiting."""
-
-    @property
-    def chosen(self) -> list[str]:
-        return [name for name, value in vars(self).items() if value]
 
 
 @dataclass(frozen=True)
@@ -63,8 +46,6 @@ class Options:
     """Optimizer steps between two comparisons of the replicas; 0 for none."""
     check_compute_every: int = 0
     """Steps between two checks that a slice's gradients are computed correctly; 0 for none."""
-    nccl: NcclOptions = NcclOptions()
-    """Settings of the communicator."""
     virtual_ranks: int = 0
     """Number of slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
 
@@ -79,7 +60,6 @@ class Options:
         checks: tuple[bool, int | None, int | None],
         sums: tuple[torch.dtype | None, Algorithm | None, int | None],
         lazy_buckets: bool,
-        nccl: NcclOptions | None,
     ) -> Options:
         """Check the wrapper's arguments.
 
@@ -90,7 +70,6 @@ class Options:
             lazy_buckets: ``lazy_bucket_allocation``.
             sums: ``reduce_dtype``, ``algorithm`` and ``virtual_ranks``, which determine the bits of the sums.
             checks: ``check_finite``, ``check_replicas_every`` and ``check_compute_every``.
-            init_sync, nccl: the arguments of these names.
         """
         check_lazy(lazy_buckets)
         old, new = buffer_sync
@@ -105,7 +84,6 @@ class Options:
             algorithm=check_algorithm(algorithm),
             check_replicas_every=check_interval("check_replicas_every", checks[1]),
             check_compute_every=check_computed(checks[2], virtual_ranks),
-            nccl=check_nccl(nccl),
             virtual_ranks=check_summable(virtual_ranks, algorithm, reduce_dtype),
             syncs_buffers=syncs,
             # As in torch, broadcast_buffers=False also leaves buffers alone at the start; forward_sync_buffers does
@@ -192,30 +170,6 @@ def check_init_sync(value: object) -> InitSync:
     if value is True or value is False or value == "verify":
         return value
     raise UsageError(f"init_sync must be True, False or 'verify', not {value!r}")
-
-
-def check_nccl(options: object) -> NcclOptions:
-    """Return the settings of the communicator; None gives the defaults."""
-    if options is None:
-        return NcclOptions()
-    if not isinstance(options, NcclOptions) or any(not isinstance(value, bool) for value in vars(options).values()):
-        raise UsageError(f"nccl={options!r}: give NcclOptions(registered_buckets=True, high_priority=True), or None")
-    return options
-
-
-def check_nccl_group(options: NcclOptions, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Refuse NCCL settings if the group has no NCCL communicator or the communicator does not support them."""
-    if not options.chosen:
-        return
-    backend = str(dist.get_backend_config(group))
-    nccl = nccl_of(group)
-    if device.type != "cuda" or nccl is None or "nccl" not in backend:
-        raise UsageError(
-            f"NcclOptions({options.chosen[0]}=True) is for gradients sent over NCCL, but the model is on "
-            f"{device} and the group's backend is {backend!r}; leave it out, or use 'cpu:gloo,cuda:nccl' and GPUs"
-        )
-    if options.registered_buckets and (reason := why_not(nccl, device)) is not None:
-        raise UsageError(f"NcclOptions(registered_buckets=True) cannot be used because {reason}; leave it out")
 
 
 def check_interval(name: str, every: int | None) -> int:

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.registered_memory import RegisteredMemory
 from paceline.core.processes.missing_ranks import failed
 from paceline.core.processes.nccl_communicators import release
 from paceline.core.telemetry.spans import COLLECTIVE, recorder
@@ -68,7 +67,7 @@ class Channel:
     sums_in_tree = False
     """Whether :func:`paceline.comm.arithmetic.reduce_into` defines the sums on every rank."""
 
-    def __init__(self, group: dist.ProcessGroup, own: Any, memory: RegisteredMemory | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.group = own
@@ -81,7 +80,6 @@ class Channel:
         """The channel for tensors in the host's memory; another one where gradients are on GPUs."""
         self.parent_group = group
         """The group that it was opened for."""
-        self._memory = memory  # where tensors on its device are allocated; None for the usual place
         # torch's own table, which a destroyed group leaves.
         self._process, self._living = os.getpid(), get_known_groups()
         self._options = AllreduceOptions()  # made once, because there is a launch for each bucket of each step
@@ -108,8 +106,6 @@ class Channel:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """Allocate a zeroed flat tensor, if possible in memory that reductions use without a copy."""
-        if self._memory is not None and torch.device(device) == self._memory.device:
-            return self._memory.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def free(self, tensor: Tensor) -> None:
@@ -256,10 +252,8 @@ def _join_all(channels: WeakSet[Channel]) -> None:
 class DeviceChannel(Channel):
     """A channel for tensors on one kind of device; :attr:`host` carries tensors in the host's memory."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, own: Any, device: torch.device, memory: RegisteredMemory | None = None
-    ) -> None:
-        super().__init__(group, own, memory)
+    def __init__(self, group: dist.ProcessGroup, own: Any, device: torch.device) -> None:
+        super().__init__(group, own)
         self._kind = device.type
 
     def _carrier_of(self, device: torch.device | str) -> Channel:

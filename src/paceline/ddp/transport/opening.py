@@ -11,18 +11,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.own_group import open_own_group
-from paceline.comm.registered_memory import RegisteredMemory
 from paceline.core.processes import OWN_BACKEND
 from paceline.core.processes.missing_ranks import called_by_all, collective
-from paceline.core.torch_internals.distributed.nccl import nccl_of
-from paceline.ddp.options.config import NcclOptions
 from paceline.ddp.transport.channel import Channel, DeviceChannel, HostChannel
 from paceline.errors import CommunicationError
 
 if TYPE_CHECKING:
     from paceline.comm.c10d.process_group import PacelineProcessGroup
 
-DEFAULT = NcclOptions()
 TEST_HOST_CHANNEL = "PACELINE_TEST_HOST_CHANNEL"
 """Environment variable of tests that makes ranks on CPUs open a host channel and read control blocks late, as
 beside GPUs; with the value ``always`` also after surprises."""
@@ -32,7 +28,6 @@ logger = logging.getLogger(__name__)
 def open_channel(
     group: dist.ProcessGroup,
     device: torch.device,
-    nccl: NcclOptions = DEFAULT,
     caller: str = "DistributedDataParallel(…)",
 ) -> Channel:
     """Open a channel among the ranks of `group` for gradients on `device`; all of them call it, for `caller`."""
@@ -42,7 +37,7 @@ def open_channel(
     backend = "nccl" if on_nccl else dist.get_backend(group)
     timeout = timeout_of(group, device)
     with called_by_all(caller), collective("connection of the ranks", group):
-        own = open_own_group(group, backend, timeout, high_priority=nccl.high_priority)
+        own = open_own_group(group, backend, timeout)
         is_shared = backend == OWN_BACKEND and own.native
         channel: Channel
         if on_cpu and is_shared:
@@ -52,8 +47,7 @@ def open_channel(
         elif on_cpu:
             channel = Channel(group, own)
         else:
-            memory = RegisteredMemory(nccl_of(own), device) if nccl.registered_buckets else None
-            channel = DeviceChannel(group, own, device, memory)
+            channel = DeviceChannel(group, own, device)
         # A Paceline group in shared memory carries host data already, so no second group is opened beside it.
         if not on_cpu or TEST_HOST_CHANNEL in os.environ:
             channel.use_host(_open_host_channel(group, timeout, own if is_shared and not on_cpu else None))

@@ -95,7 +95,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             algorithm of :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It does
             not overlap with backward, and two such wrappers must run in the same order on every rank. By default the
             backend sums.
-        nccl: :class:`~paceline.ddp.NcclOptions` for models on GPUs: registered memory, a high-priority stream.
         virtual_ranks: V, a power of two: the gradient is the mean over V slices of the global batch, summed in the same
             tree for any number of ranks that divides V, so the weights have the same bits on 1, 2, …, V ranks. Loop
             over ``paceline.accumulate(model, loader)``. See docs/same-bits.md.
@@ -155,7 +154,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         check_replicas_every: int | None = None,
         check_compute_every: int | None = None,
         algorithm: config.Algorithm | None = None,
-        nccl: config.NcclOptions | None = None,
         virtual_ranks: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -170,7 +168,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             sums=(reduce_dtype, algorithm, virtual_ranks),
             buffer_sync=(broadcast_buffers, forward_sync_buffers),
             lazy_buckets=lazy_bucket_allocation,
-            nccl=nccl,
         )
         config.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, module)
         self._inspect_module(module)
@@ -199,7 +196,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _begin(self, *, is_copy: bool = False) -> None:
         """Create the engine: a reducer (collectively, on all ranks), or a local one for a single rank or a copy."""
-        config.check_nccl_group(self._options.nccl, self.device, self.process_group)
         slices_of_rank(self._options.virtual_ranks, 0, dist.get_world_size(self.process_group))
         self._connection, self._comm_hooks = None, []
         # Weak, because the engine and the module's hooks hold these callbacks and must not keep the wrapper alive.

@@ -46,15 +46,13 @@ def attach_nccl(
     store: Store,
     name: str,
     timeout: timedelta,
-    *,
-    high_priority: bool = False,
 ) -> None:
     """Add a new NCCL communicator to `group`, for its CUDA tensors; `group` has the same `ranks` as `parent`.
 
     It is split from the parent's communicator if the parent is bound to a device, because then all ranks already have
     that communicator. All ranks call this together.
     """
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.global_ranks_in_group, options.group_name = list(ranks), name
     device, source = bound_device(parent), nccl_of(parent)

@@ -1,8 +1,8 @@
-"""A wrapper's own NCCL communicator: where it comes from, its settings, what is refused. Fakes stand for a GPU."""
+"""The NCCL communicator of a wrapper, time waited for it, refusals in graph capture; fakes stand in for a GPU."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,15 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import compression
-from paceline.comm.registered_memory import RegisteredMemory, why_not
 from paceline.compression import TopK
 from paceline.core.processes.world import World
 from paceline.core.torch_internals.distributed import nccl
 from paceline.core.torch_internals.distributed.c10d import HashStore, ProcessGroupGloo
-from paceline.ddp import DistributedDataParallel, NcclOptions
+from paceline.ddp import DistributedDataParallel
 from paceline.ddp.extensions import graph_capture
 from paceline.ddp.extensions.graph_capture import GraphCapture
-from paceline.ddp.options.config import check_nccl, check_nccl_group
 from paceline.ddp.transport import exposed_time
 from paceline.ddp.transport.exposed_time import MOST_PENDING, ExposedTime
 from paceline.errors import UsageError
@@ -38,8 +36,7 @@ class LikeNccl(ProcessGroupGloo):
     """A backend with the faces of NCCL's that are used, and a record of what is asked of it."""
 
     class Options:
-        def __init__(self, is_high_priority_stream: bool = False) -> None:
-            self.is_high_priority_stream = is_high_priority_stream
+        def __init__(self) -> None:
             self.split_from, self.split_color = None, None
 
     supports_splitting = True
@@ -71,88 +68,15 @@ def like_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("like_nccl")
 @pytest.mark.parametrize("bound", [GPU, None])
-@pytest.mark.parametrize("high_priority", [False, True])
-def test_a_communicator_is_split_from_its_parents_if_that_is_bound_to_a_device(
-    bound: torch.device | None, high_priority: bool
-) -> None:
+def test_a_communicator_is_split_from_its_parents_if_that_is_bound_to_a_device(bound: torch.device | None) -> None:
     parent, own = group_with_nccl(bound=bound), nccl.bare_group(HashStore(), 0, 1)
-    nccl.attach_nccl(own, parent, [0], HashStore(), "own", timedelta(seconds=20), high_priority=high_priority)
+    nccl.attach_nccl(own, parent, [0], HashStore(), "own", timedelta(seconds=20))
     backend = nccl.nccl_of(own)
     assert own.group_name == "own"
     assert backend.asked.split_from is (nccl.nccl_of(parent) if bound else None)
     assert backend.connected == ([GPU] if bound else [])
-    assert backend.asked.is_high_priority_stream is high_priority
     assert backend.asked._timeout == timedelta(seconds=20)
     assert backend.asked.global_ranks_in_group == [0]
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrong", [True, {"high_priority": True}, NcclOptions(high_priority=1)])  # type: ignore[arg-type]
-def test_settings_of_another_kind_are_refused(wrong: Any) -> None:
-    with pytest.raises(UsageError, match="give NcclOptions"):
-        check_nccl(wrong)
-
-
-def wrap_with_settings(world: World) -> list[str]:
-    said = []
-    for options in (NcclOptions(registered_buckets=True), NcclOptions(high_priority=True)):
-        try:
-            DistributedDataParallel(nn.Linear(2, 2), nccl=options)
-        except UsageError as error:
-            said.append(str(error))
-    DistributedDataParallel(nn.Linear(2, 2), nccl=NcclOptions())
-    return said
-
-
-def test_settings_of_nccl_are_refused_by_name_where_there_is_none(pools: Pools) -> None:
-    for said in pools.run(2, wrap_with_settings):
-        assert [line.partition(" is for gradients sent over NCCL, but the model is on cpu")[0] for line in said] == [
-            "NcclOptions(registered_buckets=True)",
-            "NcclOptions(high_priority=True)",
-        ]
-
-
-def test_what_torch_or_the_device_lacks_for_registered_memory_is_named() -> None:
-    class Backend:
-        register_mem_pool = mem_allocator = None
-        supports = False
-
-        def supports_tensor_alloc(self, device: torch.device) -> bool:
-            return self.supports and device == GPU
-
-    assert "lacks register_mem_pool, mem_allocator" in str(why_not(object(), GPU))
-    assert str(why_not(Backend(), GPU)).startswith("cuda:0, its driver or this NCCL cannot")
-    Backend.supports = True
-    assert why_not(Backend(), GPU) is None
-
-
-@pytest.mark.usefixtures("like_nccl")
-def test_registered_memory_is_refused_where_the_device_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = group_with_nccl(bound=None)
-    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
-    check_nccl_group(NcclOptions(high_priority=True), GPU, group)
-    with pytest.raises(
-        UsageError, match=r"registered_buckets=True\) cannot be used because this torch, .*, lacks register"
-    ):
-        check_nccl_group(NcclOptions(registered_buckets=True), GPU, group)
-
-
-def test_registered_memory_comes_from_a_pool_of_an_initialized_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    backend = SimpleNamespace(
-        _is_initialized=lambda: False,
-        eager_connect_single_device=lambda device: told.append(("connected", device)),
-        mem_allocator="nccl's",
-        register_mem_pool=lambda pool: told.append(("registered", pool)),
-    )
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda *used: (told.append(("used", *used)), nullcontext())[1])
-    cpu = torch.device("cpu")
-    assert RegisteredMemory(backend, cpu).zeros(3, torch.float64).tolist() == [0, 0, 0]
-    pool = "pool of nccl's"
-    assert told == [("connected", cpu), ("registered", pool), ("used", pool, cpu)]
 
 
 # -- time waited for communication -------------------------------------------------------------------------------------
