@@ -65,7 +65,7 @@ def options() -> int:
     import typer
 
     from paceline.tools.cli.main import app
-    from paceline.tools.cli.run_parser import help_parser
+    from paceline.tools.cli.run_options import help_parser
 
     total = sum(bool(action.option_strings) for action in help_parser()._actions)
     commands = [typer.main.get_command(app)]

@@ -54,10 +54,11 @@ class PowerSGD(Compressor):
         """Sum every P and the uncompressed gradients, then every Q."""
         self._residuals.add_to(gradients)
         matrices, plain = self._divide(gradients)
-        sums = torch.cat([part.reshape(-1) for part in (*(matrix.p for matrix in matrices), *plain)])
+        parts = [*(matrix.p for matrix in matrices), *plain]
+        sums = torch.cat([part.reshape(-1) for part in parts])
         yield self._all_reduce(sums)
         sums.div_(self.size)
-        means = sums.split([part.numel() for part in (*(matrix.p for matrix in matrices), *plain)])
+        means = sums.split([part.numel() for part in parts])
         for matrix, mean in zip(matrices, means, strict=False):
             matrix.p = orthonormal(mean.view_as(matrix.p))
             matrix.q = matrix.m.t() @ matrix.p

@@ -19,7 +19,7 @@ from paceline.core.state.rng import derive_seed
 from paceline.data.arguments import at_least, check_settings, find_place, short_seed
 from paceline.data.consumption import Consumption
 from paceline.data.dataset_digest import outline_digest
-from paceline.data.split.slicing import Slicing
+from paceline.data.split.partition import Slicing
 from paceline.errors import CheckpointMismatch, UsageError
 
 

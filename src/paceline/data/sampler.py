@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from paceline.core.state import data_position
@@ -166,22 +167,24 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             return
         (epoch, start), (count, shares) = self._started, self.slicing.shares()
         order = self._order.of(epoch)
-        for number in range(start, batch_count(len(order), self.batch_size, self.drop_last)):
-            begin, end = batch_bounds(number, len(order), self.batch_size)
-            batch = order[begin:end].tolist()
+        for number, indices in self._batches(order, start):
+            batch = indices.tolist()
             slices = [Slice(batch[slice(*slice_bounds(len(batch), at, count))], epoch, number, at) for at in shares]
             yield Slices(slices, [seed_of_slice(self.seed, epoch, number, at) for at in shares])
+
+    def _batches(self, order: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the numbers and indices of the global batches in `order`, from number `start` on."""
+        for number in range(start, batch_count(len(order), self.batch_size, self.drop_last)):
+            yield number, order[slice(*batch_bounds(number, len(order), self.batch_size))]
 
     def _tickets_by_rank(self) -> Iterator[Slice]:
         epoch, start = self._started
         order, speeds = self._order.of(epoch), self.slicing.speeds
         loads: list[float] = []
         # Start at the beginning of the window, because earlier micro-batches determine how later ones are split.
-        for number in range(start - start % self.window, batch_count(len(order), self.batch_size, self.drop_last)):
-            begin, end = batch_bounds(number, len(order), self.batch_size)
-            batch = order[begin:end]
+        for number, batch in self._batches(order, start - start % self.window):
             if self._costs is None:
-                low, high = slice_bounds(end - begin, self.rank, self.world_size, speeds)
+                low, high = slice_bounds(len(batch), self.rank, self.world_size, speeds)
                 indices = batch[low:high]
             else:
                 loads_so_far = loads if number % self.window else None

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.elastic.multiprocessing import start_processes
 
@@ -79,6 +79,14 @@ class RankProgram:
         return {**self.environment, **variables}
 
 
+class Times(NamedTuple):
+    """Times of a job in seconds: fields of :class:`paceline.launch.job.Job` and its supervision."""
+
+    grace: float
+    interval: float
+    hang_timeout: float | None
+
+
 class Agent:
     """Starts the ranks, watches them, and ends them.
 
@@ -88,6 +96,7 @@ class Agent:
     def __init__(
         self,
         program: RankProgram,
+        times: Times,
         files: RankFiles,
         caught: Caught,
         say: Callable[[str], None],
@@ -96,9 +105,7 @@ class Agent:
         boxes: JobFolder | None,
         report: JobReport,
     ) -> None:
-        self.grace = 30.0
-        self.interval = 0.1
-        self.hang_timeout: float | None = None
+        self._times = times
         self._program = program
         self._files = files
         self._caught = caught
@@ -117,7 +124,7 @@ class Agent:
         self._makes_room = False  # whether ranks were signalled to save a step and end so that more ranks can start
         self._moments = LastMoments(self._boxes)
         self._watch_processes({})
-        self._hangs = HangWatch(None if self._boxes is None else self._boxes.path, self.hang_timeout)
+        self._hangs = HangWatch(None if self._boxes is None else self._boxes.path, self._times.hang_timeout)
 
     def _watch_processes(self, processes: Mapping[int, Any]) -> None:
         self._ranks = RankProcesses(processes, self._files.errors, self._moments.note_failure)
@@ -178,7 +185,7 @@ class Agent:
         """Watch the ranks until all have ended; return whether to start them again."""
         while True:
             self._obey()
-            self._ranks.poll(self._hangs.pause(self.interval))
+            self._ranks.poll(self._hangs.pause(self._times.interval))
             self._hangs.check(self._ranks.pids(), self._say)
             if self._ranks.failed():
                 return self._has_made_room() or self._decide()
@@ -241,7 +248,7 @@ class Agent:
             self._say(f"{number.name}: the ranks end after this step and save it; another signal ends them at once")
             self._ranks.signalled.update(self._ranks.running())
             self._preemption.request_stop(number, pids)
-            self._ending.wait(number, self.grace)
+            self._ending.wait(number, self._times.grace)
             if not self._ranks.failed():
                 return  # the ranks had already ended
         elif number == signal.SIGINT:
@@ -249,7 +256,7 @@ class Agent:
         else:
             if number in STOP_SIGNALS and self._preemption.is_in_vain():
                 self._say("nothing is saved, as the training has no checkpoint folder")
-            self._ending.end(number, self.grace)
+            self._ending.end(number, self._times.grace)
         saved = self._preemption.saved()
         raise Stopped(number, None if saved is None else saved[1])
 
@@ -268,7 +275,7 @@ class Agent:
         saved = self._preemption.saved()
         if saved is None:
             return False
-        self._ending.wait(saved[0], self.grace)
+        self._ending.wait(saved[0], self._times.grace)
         if any(end.code not in (0, 128 + saved[0]) for end in self._ranks.ends.values()):
             return False
         if not self._makes_room:

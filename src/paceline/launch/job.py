@@ -21,7 +21,7 @@ from paceline.core.processes.world import TIMEOUT
 from paceline.core.telemetry.job_directory import PARENT, JobFolder
 from paceline.core.torch_internals.versions import is_command_line, warn_if_untested
 from paceline.errors import UsageError
-from paceline.launch.agent import Agent, RankProgram
+from paceline.launch.agent import Agent, RankProgram, Times
 from paceline.launch.failures import root_cause
 from paceline.launch.failures.job_report import JobReport
 from paceline.launch.failures.verdict import Verdict
@@ -32,7 +32,7 @@ from paceline.launch.rank.channels import Logs, RankFiles
 from paceline.launch.rank.failure_record import LAUNCHER
 from paceline.launch.rank.printed_lines import PrintedLines
 from paceline.launch.restart_policy import Restarts
-from paceline.launch.watching.settings import TIMEOUT_S, Supervision
+from paceline.launch.watching.settings import GRACE_S, TIMEOUT_S, Supervision
 from paceline.launch.watching.signals import FORWARDED, Caught, Stopped
 
 RANK = Path(__file__).parent / "rank"
@@ -68,7 +68,7 @@ class Job:
     nproc: int
     max_restarts: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    grace: float = 30.0
+    grace: float = GRACE_S
     interval: float = 0.1
     run_id: str = ""
     logs: Logs = field(default_factory=Logs)
@@ -142,8 +142,8 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         places = job.supervision.places(job.nproc)
         restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts, places)
         server = stack.enter_context(fork_server(job, printed.say))
-        agent = Agent(program, files, caught, printed.say, restarts, server, boxes, report)
-        agent.grace, agent.interval, agent.hang_timeout = job.grace, job.interval, job.supervision.hang_timeout
+        times = Times(job.grace, job.interval, job.supervision.hang_timeout)
+        agent = Agent(program, times, files, caught, printed.say, restarts, server, boxes, report)
         try:
             has_succeeded = agent.run()
         except Stopped as stop:  # all ranks have ended

@@ -99,6 +99,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over all ranks, in place. Collective."""
         self._announce(tensor.numel() << 2 | _code(tensor.dtype))
+        return self._sum(tensor)
+
+    def _sum(self, tensor: Tensor) -> Tensor:
         with collective("sum of SyncBatchNorm's gradients", self._group):
             dist.all_reduce(tensor, group=self._group)
         return tensor
@@ -113,8 +116,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if code & _COMPARE:
             self._compare(dtype, device)
         elif numel:
-            with collective("sum of SyncBatchNorm's gradients", self._group):
-                dist.all_reduce(torch.zeros(numel, dtype=dtype, device=device), group=self._group)
+            self._sum(torch.zeros(numel, dtype=dtype, device=device))
         else:
             self._combine(empty_message(self.num_features, dtype, device))
 
@@ -128,7 +130,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         rows = own_layer.new_empty(self._ranks(), 2)
         with collective("comparison of SyncBatchNorm's channels", self._group):
             dist.all_gather(list(rows.unbind()), own_layer, group=self._group)
-        ranks = dist.get_process_group_ranks(self._group)
+        ranks = self.ranks()
         (first_width, first_code), *others = rows.tolist()
         for rank, (width, code) in zip(ranks[1:], others, strict=True):
             if width != first_width:
@@ -148,7 +150,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         with collective("exchange of SyncBatchNorm's moments", self._group):
             dist.all_gather(list(rows.unbind()), message, group=self._group)
         everyone = reports(rows)
-        _check(everyone, self.num_features, dist.get_process_group_ranks(self._group))
+        _check(everyone, self.num_features, self.ranks())
         moments = combine(rows, sum(report.count for report in everyone))
         self._track(moments)
         return moments

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 
-SLOWDOWN = 1.1
+DEFAULT_SLOWDOWN = 1.1
 """Default of `min_slowdown`."""
 SHORTEST = 5
 """Minimum number of slow steps. Fewer may be spikes."""
@@ -70,7 +70,7 @@ class Straggler:
 
 
 def find_stragglers(
-    seconds: Any, names: Sequence[str | None] | None = None, *, min_slowdown: float = SLOWDOWN
+    seconds: Any, names: Sequence[str | None] | None = None, *, min_slowdown: float = DEFAULT_SLOWDOWN
 ) -> list[Straggler]:
     """Return the ranks that computed longer than the others, costliest first.
 

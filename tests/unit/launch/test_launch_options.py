@@ -14,8 +14,8 @@ from paceline.errors import UsageError
 from paceline.launch import host_limits, job
 from paceline.launch.agent import RankProgram
 from paceline.launch.job import Job, resolve_nproc
-from paceline.tools.cli import run_options, run_parser
-from paceline.tools.cli.run_parser import add_own_options
+from paceline.tools.cli import run_command, run_options
+from paceline.tools.cli.run_options import add_own_options
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "script.py"
 
 
-def parse(*arguments: str) -> run_options.Namespace:
-    return run_options.parse(arguments)
+def parse(*arguments: str) -> run_command.Namespace:
+    return run_command.parse(arguments)
 
 
 TWO_HOSTS = ("--nnodes", "2", "--master-addr", "first")
@@ -77,9 +77,9 @@ REFUSED = {
 def test_a_mistake_is_refused_before_anything_starts(
     script: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_options, "launch", lambda job: pytest.fail("started"))
+    monkeypatch.setattr(run_command, "launch", lambda job: pytest.fail("started"))
     with pytest.raises(UsageError) as refused:
-        run_options.start(arguments)
+        run_command.start(arguments)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -101,7 +101,7 @@ SPLITS = {
 @pytest.mark.parametrize(("own", "rest"), SPLITS.values(), ids=SPLITS)
 def test_what_follows_the_script_is_the_scripts(own: list[str], rest: list[str]) -> None:
     # 'script.py --log x' was refused: the launcher took it for an abbreviation of its own options.
-    parsed = run_options.parse([*own, *rest])
+    parsed = run_command.parse([*own, *rest])
     assert parsed.training_script in ("script.py", "script")
     assert parsed.training_script_args == rest
 
@@ -117,7 +117,7 @@ def test_more_virtual_local_ranks_than_visible_gpus_are_refused(monkeypatch: pyt
 def test_ranks_are_told_how_long_a_collective_waits(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(*arguments: str) -> str:
         parsed = parse(*arguments, script)
-        return run_options.single_host(parsed, run_options.rank_command(parsed), 1).env["PACELINE_TIMEOUT"]
+        return run_command.single_host(parsed, run_command.rank_command(parsed), 1).env["PACELINE_TIMEOUT"]
 
     monkeypatch.delenv("PACELINE_TIMEOUT", raising=False)
     assert told() == "600"
@@ -129,7 +129,7 @@ def test_ranks_are_told_how_long_a_collective_waits(script: str, monkeypatch: py
 def test_the_prefix_of_teed_lines_is_taken_where_torchrun_has_it(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def prefix(*arguments: str) -> str:
         parsed = parse(*arguments, script)
-        return run_options.single_host(parsed, run_options.rank_command(parsed), 1).logs.prefix
+        return run_command.single_host(parsed, run_command.rank_command(parsed), 1).logs.prefix
 
     monkeypatch.delenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", raising=False)
     assert prefix() == ""
@@ -141,20 +141,20 @@ def test_the_prefix_of_teed_lines_is_taken_where_torchrun_has_it(script: str, mo
 
 def test_completions_of_the_command_torchrun_are_not_ours_to_print() -> None:
     # `paceline run --help` of torch 2.15 offered a script that completes another command.
-    assert "print-completion" not in run_parser.parser().format_help()
+    assert "print-completion" not in run_options.parser().format_help()
     with pytest.raises(UsageError, match="has no option --print-completion"):
-        run_options.parse(["--print-completion", "zsh"])
+        run_command.parse(["--print-completion", "zsh"])
 
 
 def test_the_help_names_options_that_torchrun_has() -> None:
     # It is not torchrun's own, which would import torch.
-    named = set(re.findall(r"--[a-z-]+", run_parser.help_parser().format_help()))
+    named = set(re.findall(r"--[a-z-]+", run_options.help_parser().format_help()))
     own = argparse.ArgumentParser(add_help=False)
     add_own_options(own)
     for theirs in (get_args_parser(), own):
         named -= set(re.findall(r"--[a-z-]+", theirs.format_help()))
     assert named <= {"--help", "--lr", "--shutdown-timeout"}  # the last: in torch 2.11 it is ours
-    assert run_parser.parser().format_help() == run_parser.help_parser().format_help()
+    assert run_options.parser().format_help() == run_options.help_parser().format_help()
 
 
 HOSTS = {
@@ -175,7 +175,7 @@ HOSTS = {
 
 @pytest.mark.parametrize(("arguments", "several"), HOSTS.values(), ids=HOSTS)
 def test_other_hosts_are_recognised(arguments: list[str], several: bool) -> None:
-    assert run_options.several_hosts(parse(*arguments, "script.py")) is several
+    assert run_command.several_hosts(parse(*arguments, "script.py")) is several
 
 
 def test_options_reach_the_job(script: str) -> None:
@@ -183,7 +183,7 @@ def test_options_reach_the_job(script: str) -> None:
         *("--nproc", "3", "--max-restarts", "2", "--rdzv-id", "job-7", "--shutdown-timeout", "5"),
         *("--signals-to-handle", "SIGTERM,SIGUSR1", "--role", "rider", "--tee", "0:1,1:2", script, "-a"),
     )
-    made = run_options.single_host(parsed, run_options.rank_command(parsed), 3)
+    made = run_command.single_host(parsed, run_command.rank_command(parsed), 3)
     assert list(made.command)[1:] == ["-u", "script.py", "-a"]
     assert (made.nproc, made.max_restarts, made.run_id, made.grace) == (3, 2, "job-7", 5)
     assert made.signals == [signal.SIGTERM, signal.SIGUSR1]
@@ -241,7 +241,7 @@ PASSED_ON = {
 
 @pytest.mark.parametrize(("given", "text", "found"), PASSED_ON.values(), ids=PASSED_ON)
 def test_options_of_ours_among_a_scripts_arguments_are_found(given: str, text: str, found: list[str]) -> None:
-    assert run_options.own_options_in(given.split(), text) == found
+    assert run_command.own_options_in(given.split(), text) == found
 
 
 def test_an_option_behind_the_script_is_passed_on_with_a_warning(
@@ -249,8 +249,8 @@ def test_an_option_behind_the_script_is_passed_on_with_a_warning(
 ) -> None:
     # `paceline run train.py --nproc 2` trained on one rank, in silence.
     started: list[Job] = []
-    monkeypatch.setattr(run_options, "launch", lambda job: started.append(job) or 0)
-    assert run_options.start([script, "--nproc", "2"]) == 0
+    monkeypatch.setattr(run_command, "launch", lambda job: started.append(job) or 0)
+    assert run_command.start([script, "--nproc", "2"]) == 0
     assert (started[0].nproc, list(started[0].command[-3:])) == (1, [script, "--nproc", "2"])
     assert capsys.readouterr().err == (
         "warning: --nproc 2 after the script's name is passed to the script; to give it to paceline run, write: "

@@ -20,7 +20,7 @@ PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True)
-class Engine:
+class Starter:
     """A program that starts processes, and the environment variables that describe each process."""
 
     name: str
@@ -33,7 +33,7 @@ class Engine:
     node: str = ""
 
 
-SRUN = Engine(
+SRUN = Starter(
     # SLURM_STEP_*: only srun sets them; a batch script itself is one process, whatever SLURM_NTASKS says.
     "srun",
     "SLURM_PROCID",
@@ -44,7 +44,7 @@ SRUN = Engine(
     "SLURM_NODEID",
 )
 MPI = (
-    Engine(
+    Starter(
         "mpirun (Open MPI)",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -52,9 +52,9 @@ MPI = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri"),
     ),
-    Engine("mpiexec (MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ()),
+    Starter("mpiexec (MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ()),
 )
-ENGINES = (*MPI, SRUN)
+STARTERS = (*MPI, SRUN)
 """In order of precedence. mpirun and mpiexec start helpers on other nodes through srun, so a rank there also has the
 variables of that srun step, which count helpers."""
 UNKNOWN = ("PMIX_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE")
@@ -62,7 +62,7 @@ UNKNOWN = ("PMIX_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID", "FLUX_TASK_RANK", 
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables in `environment`, if one of the :data:`ENGINES` started this process."""
+    """Set torchrun's variables in `environment`, if one of the :data:`STARTERS` started this process."""
     variables = adopted(environment)
     if variables and is_typed(environment):  # the other ranks would never start
         size = variables["WORLD_SIZE"]
@@ -83,20 +83,20 @@ def adopt(environment: MutableMapping[str, str]) -> None:
 
 
 def adopted(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a process that one of the :data:`ENGINES` started; empty if none did.
+    """Return torchrun's variables for a process that one of the :data:`STARTERS` started; empty if none did.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` are kept if they are already set.
     """
     if "RANK" in environment:
         return {}
-    engine = _engine(environment)
-    if engine is not None and environment[engine.size] != "1":
-        variables = _variables(engine, environment)
-        # Batch scripts set it along with MASTER_ADDR, for scripts that read their rank from the engine's variables.
+    starter = _starter(environment)
+    if starter is not None and environment[starter.size] != "1":
+        variables = _variables(starter, environment)
+        # Batch scripts set it along with MASTER_ADDR, for scripts that read their rank from the starter's variables.
         size = environment.get("WORLD_SIZE", variables["WORLD_SIZE"])
         if size != variables["WORLD_SIZE"]:
             raise WorldError(
-                f"WORLD_SIZE={size}, but {engine.name} started {variables['WORLD_SIZE']} processes; unset "
+                f"WORLD_SIZE={size}, but {starter.name} started {variables['WORLD_SIZE']} processes; unset "
                 "WORLD_SIZE, or start as many processes"
             )
         return variables
@@ -120,47 +120,47 @@ def is_typed(environment: Mapping[str, str]) -> bool:
 
 
 def is_alone(environment: Mapping[str, str]) -> bool:
-    """Return whether one of the :data:`ENGINES` started this process as its only one.
+    """Return whether one of the :data:`STARTERS` started this process as its only one.
 
     ``MASTER_ADDR`` may still be set, by a batch script that starts one rank for each allocated task.
     """
-    engine = None if "RANK" in environment or environment.get("WORLD_SIZE", "1") != "1" else _engine(environment)
-    return engine is not None and environment[engine.size] == "1"
+    starter = None if "RANK" in environment or environment.get("WORLD_SIZE", "1") != "1" else _starter(environment)
+    return starter is not None and environment[starter.size] == "1"
 
 
-def _engine(environment: Mapping[str, str]) -> Engine | None:
-    for engine in ENGINES:
+def _starter(environment: Mapping[str, str]) -> Starter | None:
+    for starter in STARTERS:
         # srun --mpi=pmi2 also sets mpiexec's rank and size, but not its local rank and size.
-        is_sruns = engine is not SRUN and engine.local_size not in environment and SRUN.size in environment
-        if engine.rank in environment and engine.size in environment and not is_sruns:
-            return engine
+        is_sruns = starter is not SRUN and starter.local_size not in environment and SRUN.size in environment
+        if starter.rank in environment and starter.size in environment and not is_sruns:
+            return starter
     return None
 
 
-def _variables(engine: Engine, environment: Mapping[str, str]) -> dict[str, str]:
+def _variables(starter: Starter, environment: Mapping[str, str]) -> dict[str, str]:
     try:
-        rank, size = int(environment[engine.rank]), int(environment[engine.size])
-        node = int(environment.get(engine.node, "0"))
-        sizes = _counts(environment.get(engine.local_size, str(size)))
+        rank, size = int(environment[starter.rank]), int(environment[starter.size])
+        node = int(environment.get(starter.node, "0"))
+        sizes = _counts(environment.get(starter.local_size, str(size)))
         local_size = sizes[node if len(sizes) > 1 else 0]
-        local_rank = int(environment.get(engine.local_rank, str(rank)))
+        local_rank = int(environment.get(starter.local_rank, str(rank)))
     except (ValueError, IndexError):
-        names = (engine.rank, engine.size, engine.local_rank, engine.local_size, engine.node)
+        names = (starter.rank, starter.size, starter.local_rank, starter.local_size, starter.node)
         values = ", ".join(f"{name}={environment[name]!r}" for name in names if name in environment)
         raise WorldError(
-            f"this process was started by {engine.name}, but its variables cannot be read ({values}); set "
+            f"this process was started by {starter.name}, but its variables cannot be read ({values}); set "
             "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
         ) from None
     # Under Slurm, mpirun's ranks have the host list of the step that started the helpers. It lacks the first host.
-    hosts = environment.get("SLURM_STEP_NODELIST", "") if engine is SRUN else ""
+    hosts = environment.get("SLURM_STEP_NODELIST", "") if starter is SRUN else ""
     address = LOOPBACK if local_size == size else _first_host(hosts)
     address = environment.get("MASTER_ADDR", address)
     if not address:
         raise WorldError(
-            f"{engine.name} started {size} processes on several hosts, but does not report the host of rank 0; set "
+            f"{starter.name} started {size} processes on several hosts, but does not report the host of rank 0; set "
             "MASTER_ADDR to that host on all ranks (mpirun -x MASTER_ADDR=host), or start torchrun on each host"
         )
-    if not engine.node:  # unknown; assume that all hosts have the same number of ranks
+    if not starter.node:  # unknown; assume that all hosts have the same number of ranks
         node = rank // local_size
     numbers = {
         "RANK": rank,
@@ -169,7 +169,7 @@ def _variables(engine: Engine, environment: Mapping[str, str]) -> dict[str, str]
         "LOCAL_WORLD_SIZE": local_size,
         "GROUP_RANK": node,
     }
-    port = environment.get("MASTER_PORT") or str(_port(engine, environment))
+    port = environment.get("MASTER_PORT") or str(_port(starter, environment))
     return {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
@@ -190,8 +190,8 @@ def _first_host(hosts: str) -> str:
     return "" if match is None else match[1] + (match[2] or "") + (match[3] or "")
 
 
-def _port(engine: Engine, environment: Mapping[str, str]) -> int:
+def _port(starter: Starter, environment: Mapping[str, str]) -> int:
     """Return a port that is the same in all processes of the job, and most likely different in other jobs."""
-    job = [environment[name] for name in engine.job if name in environment] or [str(os.getppid())]
-    digest = hashlib.sha256("/".join([engine.name, *job]).encode()).digest()
+    job = [environment[name] for name in starter.job if name in environment] or [str(os.getppid())]
+    digest = hashlib.sha256("/".join([starter.name, *job]).encode()).digest()
     return PORTS[int.from_bytes(digest[:4], "big") % len(PORTS)]

@@ -1,8 +1,12 @@
-"""Cuts an order of indices into global batches, and each global batch into one slice per rank."""
+"""Cuts an order of indices into global batches, including the last one, and each global batch into slices."""
 
 from __future__ import annotations
 
-from paceline.data.split.speeds import shares_by_speed
+from collections.abc import Sequence
+
+from paceline.core.state.virtual_ranks import check_same_count, check_virtual_ranks, slices_of_rank
+from paceline.data.split.speeds import checked_speeds, shares_by_speed
+from paceline.errors import UsageError
 
 
 class Slice(list[int]):
@@ -38,3 +42,40 @@ def slice_bounds(length: int, rank: int, world_size: int, speeds: tuple[float, .
     share, longer = divmod(length, world_size)
     begin = rank * share + min(rank, longer)
     return begin, begin + share + (rank < longer)
+
+
+class Slicing:
+    """One slice per rank, of equal length or by speed; or `virtual_ranks` equal slices, the same number per rank."""
+
+    virtual_ranks: int | None = None
+    """Number of slices per global batch; None for one slice per rank."""
+
+    def __init__(self, batch_size: int, rank: int, world_size: int, speed: Sequence[float] | None) -> None:
+        self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
+        self.unlike_by = "" if speed is None else "speed"
+        """Name of the argument that makes slices differ in length; empty if there is none."""
+        self.speeds = checked_speeds(speed, world_size, batch_size)
+        """The ranks' speeds; None if slices do not depend on them."""
+
+    def use_virtual_ranks(self, count: int) -> None:
+        """Cut every global batch into `count` slices, from the next pass on."""
+        count = check_virtual_ranks("virtual_ranks", count)
+        check_same_count("the loader", self.virtual_ranks, count)
+        slices_of_rank(count, self._rank, self._world_size)  # refuses a count that ranks cannot share equally
+        if self.unlike_by:
+            raise UsageError(
+                f"{self.unlike_by}= cuts batches into slices of different lengths and virtual_ranks={count} into equal "
+                "ones; leave one of the two out"
+            )
+        if count > self._batch_size:
+            raise UsageError(
+                f"a global batch of {self._batch_size} samples cannot be cut into virtual_ranks={count} slices; give a "
+                f"batch_size of at least {count}"
+            )
+        self.virtual_ranks = count
+
+    def shares(self) -> tuple[int, Sequence[int]]:
+        """Return the number of slices of a global batch, and the numbers of this rank's slices."""
+        if self.virtual_ranks is None:
+            return self._world_size, (self._rank,)
+        return self.virtual_ranks, slices_of_rank(self.virtual_ranks, self._rank, self._world_size)

@@ -15,9 +15,12 @@ from paceline.launch.failures.verdict import LIMIT
 
 TIMEOUT_S = 600
 """Default timeout of collectives."""
+GRACE_S = 30
+"""Default time for ranks to end after a signal to the launcher."""
 GRACE_HELP = (
     "Time for ranks to end after a signal to the launcher, and to save their last step if they use a Checkpointer; "
-    "then they are killed. The same as torchrun's --shutdown-timeout. Default 30."
+    "then they are killed. The same as torchrun's --shutdown-timeout. "
+    f"Default {GRACE_S}."
 )
 REQUEUE_HELP = (
     "Exit code if a signal ended the job and its last step is saved, so that a batch system can requeue it. Default "
@@ -46,15 +49,14 @@ class LauncherOption(NamedTuple):
 
     name: str
     type: Any
-    default: Any
     metavar: str
     help: str
 
 
 OPTIONS = (
-    LauncherOption("requeue_exit_code", int, None, "N", REQUEUE_HELP),
-    LauncherOption("hang_timeout", float, None, "SECONDS", HANG_HELP),
-    LauncherOption("min_nproc", int, None, "N", MIN_NPROC_HELP),
+    LauncherOption("requeue_exit_code", int, "N", REQUEUE_HELP),
+    LauncherOption("hang_timeout", float, "SECONDS", HANG_HELP),
+    LauncherOption("min_nproc", int, "N", MIN_NPROC_HELP),
 )
 
 
@@ -93,8 +95,8 @@ def add_options(group: Any) -> None:
     group.add_argument(
         "--grace", dest="shutdown_timeout", type=int, default=SUPPRESS, metavar="SECONDS", help=GRACE_HELP
     )
-    for name, kind, default, metavar, text in OPTIONS:
-        group.add_argument(flag_of(name), type=kind, default=default, metavar=metavar, help=text)
+    for name, kind, metavar, text in OPTIONS:
+        group.add_argument(flag_of(name), type=kind, default=None, metavar=metavar, help=text)
 
 
 def supervision_of(options: Mapping[str, Any]) -> Supervision:

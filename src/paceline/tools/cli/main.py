@@ -33,7 +33,7 @@ class Run(Verbatim):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Return the options that begin with `incomplete`."""
-        from paceline.tools.cli.run_parser import help_parser
+        from paceline.tools.cli.run_options import help_parser
 
         names = help_parser()._option_string_actions if incomplete.startswith("-") else {}
         return [Completion(name) for name in names if name.startswith(incomplete)]
@@ -71,13 +71,13 @@ def paceline(
 @app.command("run", cls=Run)
 def run(context: typer.Context) -> None:
     """Start a script as N ranks: paceline run --nproc 2 script.py"""
-    from paceline.tools.cli.run_parser import asks_for_help, help_parser
+    from paceline.tools.cli.run_options import asks_for_help, help_parser
 
     if asks_for_help(context.args):
         help_parser().print_help()
         return
     load_torch()
-    from paceline.tools.cli.run_options import start
+    from paceline.tools.cli.run_command import start
 
     raise typer.Exit(start(context.args))
 

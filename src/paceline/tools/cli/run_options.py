@@ -1,199 +1,175 @@
-"""``paceline run``: build the job that the options describe, and launch it."""
+"""The parser of ``paceline run``: torchrun's options, Paceline's options, and the help.
+
+The help comes from a small separate parser, so that ``--help`` does not load torch.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import signal
-import sys
-from argparse import Namespace
-from collections.abc import Sequence
-from glob import glob
-from importlib.machinery import PathFinder
-from typing import Any
+from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter, Namespace
+from collections.abc import Mapping, Sequence
+from textwrap import fill
+from typing import NoReturn
 
 from paceline.core.output.commands import or_near
-from paceline.core.output.messages import say
-from paceline.core.torch_internals.versions import is_command_line, warn_if_untested
 from paceline.errors import UsageError
-from paceline.launch.failures.job_report import OPTION
-from paceline.launch.fork_server.policy import source
-from paceline.launch.job import Job, launch, resolve_nproc, timeout_environment
-from paceline.launch.rank.channels import Logs
-from paceline.launch.watching.settings import Supervision, supervision_of
-from paceline.tools.cli.run_parser import parse, parser
+from paceline.launch.watching.settings import (
+    MAX_RESTARTS_HELP,
+    REPORT_HELP,
+    TIMEOUT_S,
+    add_options,
+)
+from paceline.launch.watching.signals import FORWARDED
 
-LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
+USAGE = "paceline run [options] script.py [the script's arguments]"
+ABOUT = """Start a script as N ranks that train together, as torchrun does.
+
+    paceline run --nproc 2 train.py --lr 0.1   as 'python train.py --lr 0.1'
+    paceline run --nproc 2 -m package.train    as 'python -m package.train'
+
+Options go before the script; arguments after it are passed to the script. On one host, only the loopback interface is \
+used, ranks end when the launcher ends, and the first rank to fail is reported."""
+TORCHRUNS = """torchrun's options:
+  All torchrun options are accepted; see 'torchrun --help'. With --nnodes, or a rendezvous on another host, torchrun's \
+launcher starts the ranks.
+
+  several hosts    --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --master-addr --master-port
+  the program      -m, --module --no-python --role
+  the output       --tee (3 prefixes each line with its rank) --log-dir --redirects --local-ranks-filter"""
 
 
-def start(arguments: Sequence[str]) -> int:
-    """Run ``paceline run`` with these `arguments`; return the exit code."""
-    options = parse(arguments)
-    nproc, note = resolve_nproc(options.nproc_per_node)
-    command = rank_command(options)
-    text = None if options.no_python else source(command[2:])[1]
-    if passed_on := own_options_in(options.training_script_args, text):
-        say(
-            f"warning: {' '.join(passed_on)} after the script's name is passed to the script; to give it to paceline "
-            f"run, write: paceline run {' '.join(passed_on)} … {options.training_script}"
+class LinesFormatter(HelpFormatter):
+    """Keeps the line breaks of the description, and aligns wrapped lines with the text after a gap."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(self._filled(line, width) for line in text.splitlines())
+
+    @staticmethod
+    def _filled(line: str, width: int) -> str:
+        start = re.match(r" *(\S+( \S+)* {2,})?", line)
+        assert start is not None
+        # Options stay whole: --node-rank is not broken at its hyphen.
+        indent = " " * min(start.end(), width // 3)
+        return fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+
+
+def add_own_options(parser: ArgumentParser) -> None:
+    """Add to `parser` the options that torchrun does not have."""
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "--nproc",
+        dest="nproc_per_node",
+        default=SUPPRESS,
+        metavar="N",
+        help="Number of ranks on this host: a number, gpu, cpu or auto (GPUs if there are any, else cores). Default 1.",
+    )
+    ranks.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        help=f"Timeout of collectives, unless the script sets one. Default {TIMEOUT_S} (10 minutes).",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--report", metavar="FILE", help=REPORT_HELP + " For one host.")
+    output.add_argument(
+        "--prefix-ranks", action="store_true", help="Begin each printed line with its rank (rank 0 | …). For one host."
+    )
+    add_options(parser.add_argument_group("failures"))
+
+
+def help_parser() -> ArgumentParser:
+    """Return the parser that prints the help: Paceline's options and the most common ones of torchrun."""
+    parser = ArgumentParser(
+        "paceline run",
+        USAGE,
+        ABOUT,
+        TORCHRUNS,
+        formatter_class=LinesFormatter,
+        add_help=False,
+    )
+    add_own_options(parser)
+    failures = parser._action_groups[-1]
+    failures.add_argument("--max-restarts", type=int, metavar="N", help=MAX_RESTARTS_HELP)
+    parser.add_argument("-h", "--help", action="store_true", help="Show this message and exit.")
+    return parser
+
+
+def asks_for_help(arguments: list[str]) -> bool:
+    """Return whether ``--help`` is among the options before the script; only options in the help are known here."""
+    before_script, _ = split(arguments, help_parser()._option_string_actions)
+    return not {"-h", "--help"}.isdisjoint(before_script)
+
+
+NOT_OURS = ("--print-completion", "--print_completion")
+"""Options of torch 2.15 that print torchrun's shell completions; removed here."""
+
+
+def parser() -> ArgumentParser:
+    """Return torchrun's parser with Paceline's options added; mistakes become :class:`UsageError`."""
+    from torch.distributed.argparse_util import env
+    from torch.distributed.run import get_args_parser
+
+    base: ArgumentParser = get_args_parser()
+    if "--shutdown-timeout" not in base._option_string_actions:  # torch 2.11, whose own launcher always waits 30 s
+        base.add_argument(
+            *("--shutdown-timeout", "--shutdown_timeout"),
+            action=env,
+            type=int,
+            help="Seconds that ranks have to end after a signal to the launcher. Default 30.",
         )
-    if several_hosts(options):
-        others = supervision_of(vars(options)) != Supervision()
-        for name, given in (
-            (OPTION, options.report is not None),
-            ("--prefix-ranks", options.prefix_ranks),
-            ("--min-nproc (torchrun's --nnodes MIN:MAX is for hosts)", options.min_nproc is not None),
-            ("--requeue-exit-code or --hang-timeout", others),
-        ):
-            if given:
-                raise UsageError(f"{name} works on one host only; omit it, or omit --nnodes and the rendezvous")
-        from paceline.launch.multi_host import check_meeting_point, launch_hosts
+    add_own_options(base)
+    _set_defaults(base._option_string_actions)
+    # torchrun's help would list all of its options.
+    base.format_help = help_parser().format_help  # type: ignore[method-assign]
+    for name in NOT_OURS:
+        base._option_string_actions.pop(name, None)
 
-        single_host(options, command, nproc)  # refuses invalid values
-        check_meeting_point(options, int(options.nnodes.rpartition(":")[2]))
-        if is_command_line():
-            warn_if_untested()
-        # torchrun's launcher passes this process's environment to the ranks.
-        os.environ.update(timeout_environment(options.timeout))
-        return launch_hosts(options, command, nproc)
-    job = single_host(options, command, nproc)
-    if note:
-        say(note)
-    return launch(job)
+    def refuse(message: str) -> NoReturn:
+        if "training_script" in message:
+            message = "no script given; use: paceline run [options] script.py [its arguments]"
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        if unknown:
+            message = f"paceline run has no option {unknown[0]}{or_near(unknown[0], base._option_string_actions)}"
+        raise UsageError(message)
+
+    base.error = refuse  # type: ignore[method-assign]
+    return base
 
 
-def rank_command(options: Namespace) -> list[str]:
-    """Return the command that each rank runs, after checking that it exists."""
-    script = options.training_script
-    if options.run_path:
-        raise UsageError("--run-path is not supported; omit it")
-    if options.logs_specs:
-        raise UsageError("--logs-specs is not supported; use --log-dir, --redirects and --tee")
-    if options.no_python:
-        if options.module:
-            raise UsageError("--no-python and --module contradict each other; give one of them")
-        if shutil.which(script) is None:
-            raise UsageError(f"the command {script!r} does not exist or is not executable; check its name")
-        return [script, *options.training_script_args]
-    # torchrun uses the interpreter in PYTHON_EXEC.
-    interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
-    if options.module:
-        # Only the top-level name, because finding a submodule would import its package in the launcher.
-        top = script.partition(".")[0]
-        if interpreter == sys.executable and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-            raise UsageError(f"no module named {top!r}; install it, or change to its folder")
-        # Unbuffered, as with torchrun, so that the last output of a killed rank is not lost.
-        return [interpreter, "-u", "-m", script, *options.training_script_args]
-    if not os.path.exists(script):
-        near = or_near(script, glob("*.py"))
-        raise UsageError(f"the script {script!r} does not exist{near}")
-    return [interpreter, "-u", script, *options.training_script_args]
+def _set_defaults(actions: Mapping[str, Action]) -> None:
+    """Change the defaults of torchrun's options, unless the environment sets them."""
+    # torchrun's parser has already read the defaults that the user set in PET_… variables.
+    if "PET_SIGNALS_TO_HANDLE" not in os.environ:
+        actions["--signals-to-handle"].default = ",".join(number.name for number in FORWARDED)
+    if "PET_MAX_RESTARTS" not in os.environ:
+        # None lets the job choose. torchrun's default of 0 looks like a 0 that the user gave.
+        actions["--max-restarts"].default = None
+    if "PET_MASTER_ADDR" not in os.environ:
+        actions["--master-addr"].default = ""  # on several hosts the first one has to be named
 
 
-def own_options_in(arguments: Sequence[str], text: str | None) -> list[str]:
-    """Return the `arguments` of a script that are options of ``paceline run`` and do not appear in its `text`."""
-    known = parser()._option_string_actions
-    misplaced: list[str] = []
-    for index, word in enumerate(arguments):
-        name, equals, _ = word.partition("=")
-        # --help after the script's name is for the script.
-        if not name.startswith("--") or name == "--help" or name not in known:
-            continue
-        if text is None or not re.search(rf"\b{name[2:].replace('-', '[-_]')}\b", text):
-            has_value = not equals and known[name].nargs is None
-            misplaced += arguments[index : index + 1 + has_value]
-    return misplaced
+def parse(arguments: Sequence[str]) -> Namespace:
+    """Parse the options before the script; keep the script and its arguments unchanged."""
+    option_parser = parser()
+    own_arguments, rest = split(arguments, option_parser._option_string_actions)
+    options = option_parser.parse_args(own_arguments)
+    options.training_script_args = rest
+    return options
 
 
-def several_hosts(options: Namespace) -> bool:
-    """Return whether the options describe more than this host."""
-    try:
-        low, _, high = options.nnodes.partition(":")
-        least, most = int(low), int(high or low)
-    except ValueError:
-        raise UsageError(f"--nnodes={options.nnodes!r} is neither a number nor MIN:MAX; give one such as 2") from None
-    if not 1 <= least <= most:
-        raise UsageError(f"--nnodes={options.nnodes} is out of range; give MIN:MAX with 1 <= MIN <= MAX")
-    if most == 1 and options.node_rank != 0:
-        raise UsageError(f"--node-rank={options.node_rank}, but --nnodes is 1; give the number of hosts")
-    if options.standalone:
-        return False
-    # The port is optional, and an IPv6 address is in brackets.
-    host = options.rdzv_endpoint.rpartition(":")[0] or options.rdzv_endpoint
-    return (
-        most > 1
-        # etcd is for several hosts; c10d and static on loopback are common for a single host.
-        or options.rdzv_backend not in ("static", "c10d")
-        or host.strip("[]") not in LOOPBACKS
-        or options.master_addr.strip("[]") not in LOOPBACKS
-    )
+def split(arguments: Sequence[str], known: Mapping[str, Action]) -> tuple[list[str], list[str]]:
+    """Split `arguments` after the script.
 
-
-def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
-    """Return the job that the options describe."""
-    grace = options.shutdown_timeout
-    if grace is None:
-        name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-        # torch's variable and default, so that a job ends as under torchrun.
-        grace = _number(name, os.environ.get(name, "30"))
-    only = options.local_ranks_filter
-    logs = Logs(
-        options.log_dir,
-        options.redirects,
-        options.tee,
-        frozenset(_number("--local-ranks-filter", part) for part in only.split(",")) if only else frozenset(),
-        # The option was added in torch 2.15.
-        getattr(options, "log_line_prefix_template", "") or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
-        options.prefix_ranks,
-    )
-    return Job(
-        command,
-        nproc,
-        max_restarts=options.max_restarts,
-        grace=grace,
-        interval=options.monitor_interval,
-        # torchrun's default "none" is the same for all jobs, so an empty id requests a random one.
-        run_id="" if options.rdzv_id == "none" or options.standalone else options.rdzv_id,
-        logs=logs,
-        signals=[_signal(name.strip()) for name in options.signals_to_handle.split(",")],
-        env=timeout_environment(options.timeout),
-        role=options.role,
-        virtual_local_rank=options.virtual_local_rank,
-        start_options=_start_options(options),
-        report=options.report,
-        supervision=supervision_of(vars(options)),
-    )
-
-
-def _start_options(options: Namespace) -> dict[str, Any]:
-    wanted_options: dict[str, Any] = {}
-    filters = {"stdout": options.duplicate_stdout_filters, "stderr": options.duplicate_stderr_filters}
-    for stream, wanted in filters.items():
-        if wanted and not options.log_dir:
-            raise UsageError(f"--duplicate-{stream}-filters needs a folder for the logs; give --log-dir")
-        wanted_options[f"duplicate_{stream}_filters"] = wanted or None
-    if options.numa_binding:
-        from torch.numa.binding import AffinityMode, NumaOptions
-
-        wanted_options["numa_options"] = NumaOptions(affinity_mode=AffinityMode(options.numa_binding))
-    return wanted_options
-
-
-def _signal(name: str) -> signal.Signals:
-    try:
-        number = signal.Signals[name]
-    except KeyError:
-        raise UsageError(
-            f"--signals-to-handle: {name!r} is not a signal on this system; give names such as SIGTERM"
-        ) from None
-    if number in (signal.SIGKILL, signal.SIGSTOP):
-        raise UsageError(f"--signals-to-handle: no process can handle {name}; remove it")
-    return number
-
-
-def _number(name: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise UsageError(f"{name}: {value!r} is not an integer; give a number such as 30") from None
+    argparse looks at all of them, and would treat a script's ``--log x`` as an ambiguous option of the launcher.
+    """
+    index = 0
+    while index < len(arguments) and arguments[index].startswith("-") and arguments[index] not in ("-", "--"):
+        name, _, _ = arguments[index].partition("=")
+        abbreviated = {full for full in known if name.startswith("--") and full.startswith(name)}
+        actions = {known[full] for full in ({name} if name in known else abbreviated)}
+        # An option that is unknown or ambiguous is left to argparse, which refuses it; "-t3" is "-t" with its value.
+        takes_next = "=" not in arguments[index] and len(actions) == 1 and actions.pop().nargs is None
+        index += 2 if takes_next else 1
+    if arguments[index : index + 1] == ["--"]:
+        index += 1
+    return list(arguments[: index + 1]), list(arguments[index + 1 :])

@@ -36,10 +36,7 @@ LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
     ("profile", str | None, None, typer.Option(metavar="FOLDER", help=PROFILE_HELP)),
     ("max_restarts", int | None, None, typer.Option(metavar="N", help=MAX_RESTARTS_HELP)),
     ("report", str | None, None, typer.Option(metavar="FILE", help=REPORT_HELP)),
-    *(
-        (name, kind | None, default, typer.Option(metavar=metavar, help=text))
-        for name, kind, default, metavar, text in OPTIONS
-    ),
+    *((name, kind | None, None, typer.Option(metavar=metavar, help=text)) for name, kind, metavar, text in OPTIONS),
 )
 """Options of ``paceline train`` that are not in a recipe's configuration: name, type, default and help."""
 
