@@ -5,7 +5,7 @@
 #   on the second host:    NODE_RANK=1 MASTER_ADDR=first-host examples/torchrun_two_hosts.sh
 #
 # What can be set: NPROC (ranks on each host, default 2), MASTER_PORT (29500), and the script with its arguments, by
-# default examples/plain_loop.py. Inside each host Paceline's ranks on CPUs use shared memory, between hosts Gloo.
+# default examples/plain_loop.py. On several hosts, ranks on CPUs communicate through Gloo.
 #
 # Tested on two network namespaces of one machine (docs/clusters.md). On GPUs: docs/gpu-status.md. If Gloo picks a
 # network that the other host cannot reach, name the right one: GLOO_SOCKET_IFNAME=eth0 (NCCL_SOCKET_IFNAME).
