@@ -1,4 +1,4 @@
-"""Checkpoints that exist completely or not at all: verified, readable without pickle, for any number of ranks."""
+"""Checkpoints: saved completely or not at all, verified, read without pickle, restored on any number of ranks."""
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any

@@ -31,7 +31,7 @@ class Capture:
 
 
 def shared(entry: Registered, keep: bool = True) -> Capture:
-    """Return the state of an object that all ranks share; with `keep`, DTensors are whole, otherwise local parts."""
+    """Return the state of a shared object, with full DTensors if `keep` is true, otherwise with this rank's parts."""
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
         whole = whole_of(tensor)  # a collective
@@ -55,7 +55,7 @@ def generators() -> Registered:
 
 def hand_over(capture: Capture) -> None:
     """Send `capture` to rank 0, unless rank 0 declines it because the save has failed."""
-    # Rank 0 asks first, because a large send would wait forever if rank 0 had failed.
+    # Rank 0 asks first, because a large send would hang if rank 0 had failed.
     is_wanted = torch.zeros(1, dtype=torch.bool, device=carrier())
     _receive(is_wanted, 0)
     if not is_wanted:
@@ -92,7 +92,7 @@ def broadcast_tensors(
     if world.size == 1:
         return dict(tensors)
     received: dict[str, torch.Tensor] = {}
-    # In runs: one collective per small tensor would be slow, and a single one for all would need a second copy.
+    # Send runs of tensors, because one collective per small tensor is slow, and one for all needs a second copy.
     for run in runs(specs):
         moved = packed(run, tensors if world.rank == 0 else None).to(carrier())
         if moved.numel():

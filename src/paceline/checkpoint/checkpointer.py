@@ -1,7 +1,7 @@
 """The Checkpointer: saves the objects registered with it, and restores them, on any number of ranks.
 
-Rank 0 writes, verifies and reads. The other ranks send it their states and receive their part, so only rank 0's
-host needs the folder. Rank 0 makes every decision, and an error on any rank is raised on every rank.
+Rank 0 writes, verifies and reads. The other ranks send their states to rank 0 and receive their parts from it, so only
+rank 0's host needs the folder. Rank 0 makes every decision, and an error on any rank is raised on every rank.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             also kept.
         best: whether the largest (``"max"``) or the smallest (``"min"``) number is best; by default the smallest for a
             name that ends in "loss", otherwise the largest.
-        every: how often :meth:`step` saves: a number of steps or a time. By default it does not save.
+        every: how often :meth:`step` saves: a number of steps or a time. By default, it never saves.
         async_save: whether :meth:`save` returns after copying all states to rank 0's memory, while a thread writes the
             copy and training continues. Rank 0's host needs memory for the copy and for the other ranks' own states.
             One save is written at a time. The next :meth:`save`, :meth:`wait` or :meth:`close` raises its errors.
@@ -91,7 +91,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._path, self._keep = Path(folder).absolute(), Keep(keep, keep_best, better)
         self._opened: RunFolder | None = None  # on rank 0
         self._is_closed = False
-        self._in_flight = False  # a background save was started but not awaited; equal on all ranks
+        self._in_flight = False  # a background save was started but not awaited; the same on all ranks
         self._registered: dict[str, Registered] = {}
         this = weakref.ref(self)  # weak, so that a deleted Checkpointer releases its folder
         contents = Contents(self._path, self._registered, lambda: getattr(this(), "_opened", None))
@@ -115,7 +115,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Args:
             name: a unique name of lower-case letters, digits and underscores.
             object: anything with ``state_dict`` and ``load_state_dict``. Its state consists of tensors, ``None``,
-                booleans, numbers, strings, bytes, lists, tuples and dicts. A method ``check_state_dict`` can refuse a
+                booleans, numbers, strings, bytes, lists, tuples and dicts. A method ``check_state_dict`` can reject a
                 state before anything is loaded.
             per_rank: whether each rank has a different state. If not, rank 0's state is saved for all.
 
@@ -148,7 +148,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Raises:
             CommunicationError: if a rank has ended.
             CheckpointError: if the last step could not be saved after a signal. If a due save fails, rank 0 only warns,
-                once for each cause, and the next one tries again.
+            once for each cause, and the next due save tries again.
             Preempted: on every rank, when the last step was saved after a signal; a ``SystemExit``.
         """
         if self.mark_step(metadata):
@@ -160,7 +160,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         metadata: Mapping[str, Any] | None = None,
         saving: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> bool:
-        """Mark the end of a training step; return whether a save is due, which the caller has to make.
+        """Mark the end of a training step; return whether the caller has to save now.
 
         After a signal, the last step is saved here, in the context `saving`.
         """
@@ -197,7 +197,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             step: number of completed optimizer steps; the same on every rank.
             metadata: numbers, strings, lists and dicts that :meth:`metadata` returns, such as ``{"acc1": 71.2}``. Rank
                 0's metadata is saved.
-            protect: whether to keep the checkpoint until it is deleted by hand.
+            protect: whether to keep the checkpoint until you delete it yourself.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint could not be written. No checkpoint is deleted. With
@@ -229,7 +229,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     @on_all_ranks("Checkpointer.latest()")
     def latest(self) -> Path | None:
-        """Return the path of the newest whole checkpoint on rank 0's host, or None.
+        """Return the path of the newest intact checkpoint on rank 0's host, or None.
 
         Every byte is verified. Damaged checkpoints are skipped, and rank 0 warns about each one once.
         """
@@ -238,7 +238,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     @on_all_ranks("Checkpointer.steps()")
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, whole or damaged, on disk and in memory, in ascending order."""
+        """Return the steps of all checkpoints, intact or damaged, on disk and in memory, in ascending order."""
         return list(self._ask(RunFolder.steps))
 
     @on_all_ranks("Checkpointer.best()")
@@ -248,7 +248,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     @on_all_ranks("Checkpointer.metadata()")
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """Return the metadata of the checkpoint of `step`, by default of the newest whole one.
+        """Return the metadata of the checkpoint of `step`, by default of the newest intact checkpoint.
 
         Raises:
             NoCheckpoint: if the checkpoint does not exist, or its metadata is damaged.
@@ -263,8 +263,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     ) -> int:
         """Load a checkpoint into the registered objects; return its step.
 
-        All objects are compared with the checkpoint before anything is loaded. If an object still refuses its state,
-        the earlier states of all objects are restored on every rank.
+        All objects are compared with the checkpoint before anything is loaded. If an object still rejects its state,
+        every rank restores the earlier states of all objects.
 
         Objects receive their states on the CPU; modules and optimizers move them to the devices of their parameters.
         Random generators are restored if the number of ranks is the same; otherwise they keep their state, and rank 0
@@ -277,7 +277,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         folder.
 
         Args:
-            step: the step to load; by default the newest whole one. A damaged checkpoint of this step is an error.
+            step: the step to load; by default, that of the newest intact checkpoint. It is an error if the checkpoint
+                of this step is damaged.
             allow_changed_settings: whether settings of optimizers (learning rate, momentum, weight decay, …) can differ
                 from the checkpoint. If so, this run's settings are kept, and rank 0 warns about each difference.
             only: the names of the objects to load, for example the model for the best weights. The other objects, the

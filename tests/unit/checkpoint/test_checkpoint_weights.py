@@ -58,7 +58,7 @@ def test_what_is_not_there_or_does_not_fit_is_refused_by_name(tmp_path: Path) ->
     (tmp_path / "text").write_text("hello, world")
     with pytest.raises(NoCheckpoint, match=r"there is no checkpoint at .*nowhere"):
         load_weights(tmp_path / "nowhere")
-    with pytest.raises(NoCheckpoint, match=r"no whole checkpoint in"):
+    with pytest.raises(NoCheckpoint, match=r"no intact checkpoint in"):
         load_weights(tmp_path)
     with pytest.raises(CheckpointError, match=r"text cannot be read: it is not a safetensors file"):
         load_weights(tmp_path / "text")

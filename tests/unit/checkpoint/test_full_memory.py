@@ -96,7 +96,7 @@ def test_memory_that_fills_up_on_the_way_sends_the_last_step_to_disk(tmp_path: P
     ("given", "code", "told"),
     [
         # Every failed save restarted all ranks, and the job ended with exit code 0 and an empty folder.
-        ({}, 1, "CheckpointError: the training has ended, but none of it is saved: all 3 saves to "),
+        ({}, 1, "CheckpointError: training has ended, but none of it was saved: all 3 saves to "),
         pytest.param({"close": False}, 1, "error: the job ended, but no step is saved in ", marks=pytest.mark.slow),
         pytest.param({"free": 12}, 0, "", marks=pytest.mark.slow),
     ],
@@ -110,7 +110,7 @@ def test_a_full_disk_does_not_end_the_training_and_an_end_without_a_save_is_a_fa
     assert err.count("CheckpointWarning: ") == 1, "once for each cause"
     assert "step-00000005: No space left on device: " in err
     assert "KiB are needed, " in err
-    assert "training goes on, and the next save tries again" in err
+    assert "training continues, and the next save tries again" in err
     assert [path.name for path in small.glob("step-*")] == (["step-00000015"] if "free" in given else [])
 
 
@@ -133,7 +133,7 @@ def test_a_save_that_is_due_and_fails_is_said_once_and_the_next_one_tries_again(
                 checkpointer.step()
             checkpointer.due.finish(checkpointer)
     [warning] = warned
-    assert "training goes on, and the next save tries again" in str(warning.message)
+    assert "training continues, and the next save tries again" in str(warning.message)
     assert checkpointer.due.failed == [1, 2, 3, 4]
     checkpointer.step()
     checkpointer.close()

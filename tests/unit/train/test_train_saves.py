@@ -70,7 +70,7 @@ def test_training_goes_on_and_the_next_save_tries_again(
     assert found[0][1] == told, "rank 0 alone"
     for step, message in zip((2, 5), told, strict=True):  # and once, until a save is written
         assert f"rank 0 could not save step {step} to {tmp_path}/cut/step-0000000{step}: File too large; " in message
-        assert "training goes on, and the next save tries again" in message
+        assert "training continues, and the next save tries again" in message
     names = sorted(path.name for path in (tmp_path / "cut").iterdir())
     assert names == [f"step-0000000{step}" for step in (1, 4, 6)]
 

@@ -144,7 +144,7 @@ def _spec_in(entry: Any) -> Spec:
 
 
 def _count(value: Any) -> int:
-    # By type, because True is an int. torch cannot count to 2**63.
+    # Check the type itself, because True is an int. Sizes in torch are below 2**63.
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{str(value)[:40]!r} is not a count")
     return value

@@ -1,4 +1,4 @@
-"""Safetensors files: written as a stream that is hashed on the way, and read with the safetensors library.
+"""Safetensors files: hashed while they are written, and read with the safetensors library.
 
 The format (https://github.com/huggingface/safetensors): the length of the header in 8 bytes, the header as JSON with
 dtype, shape and offsets per tensor, then the tensors' bytes, row-major and little-endian, without holes.
@@ -51,7 +51,7 @@ class Spec:
     dtype: str
 
     def empty(self, device: str = "cpu") -> torch.Tensor:
-        """Return a tensor of this spec with undefined values."""
+        """Return an uninitialized tensor of this spec."""
         return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
 
     @property
@@ -90,7 +90,7 @@ def runs(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
 
 
 def packed(run: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """Return the concatenated bytes of one run's `tensors`; without `tensors`, as many undefined bytes."""
+    """Return the concatenated bytes of one run's `tensors`; without `tensors`, as many uninitialized bytes."""
     if tensors is None:
         return torch.empty(sum(spec.nbytes for spec in run.values()), dtype=torch.uint8)
     views = [bytes_view(stored(tensors[name])) for name in run]
@@ -180,6 +180,6 @@ def opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
-    # KeyError: a dtype that torch does not have. TypeError: a dimension that torch cannot count.
+    # KeyError: a dtype that torch does not have. TypeError: a dimension that is too large for torch.
     except (SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"it is not a safetensors file ({str(error).partition(chr(10))[0]})") from None

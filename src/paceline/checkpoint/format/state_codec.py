@@ -1,9 +1,9 @@
 """Encodes nested states as plain JSON and a flat set of named tensors, and decodes them, without pickle.
 
-``None``, booleans, integers, finite floats, strings and lists are stored as they are. Everything else is an object with
+``None``, booleans, integers, finite floats, strings and lists are stored unchanged. Everything else is an object with
 one key, its kind::
 
-    {"dict": {"lr": 0.1}}             a dict with string keys    {"items": [[0, ...]]}    one with other keys
+    {"dict": {"lr": 0.1}}             a dict with string keys    {"items": [[0, ...]]}    a dict with other keys
     {"OrderedDict": ...}, {"Counter": ...}   with the node of a dict inside
     {"tuple": [...]}, {"Size": ...}   a tuple, a torch.Size      {"bytes": "aGk="}        base64
     {"float": "nan"}                  nan, inf or -inf           {"int": "-0x1f..."}      beyond 64 bits
@@ -43,12 +43,12 @@ class Unencodable(Exception):
 class Encoder:
     """Encodes values and collects their tensors in :attr:`tensors`, named by their path.
 
-    A tensor in the same memory as an earlier one (tied weights) is not collected again. Both nodes name the first one,
-    and :attr:`aliases` maps the second name to the first.
+    A tensor in the same memory as an earlier one (tied weights) is not collected again. Both nodes refer to the first
+    tensor, and :attr:`aliases` maps the second name to the first.
 
     Args:
-        whole: turns a DTensor into the tensor to collect. Without it, DTensors are refused. Tied DTensors are collected
-            under each name.
+        whole: turns a DTensor into the tensor to collect. Without it, DTensors are rejected. Tied DTensors are
+            collected under each name.
     """
 
     def __init__(self, whole: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
@@ -92,7 +92,7 @@ class Encoder:
         ]
         if all(type(key) is str for key in value):
             for key in value:
-                _plain(key, path)  # refuses a string that UTF-8 cannot encode
+                _plain(key, path)  # raises for a string that UTF-8 cannot encode
             return {"dict": dict(encoded)}
         return {"items": [[_key(key, path), node] for key, node in encoded]}
 
@@ -202,7 +202,7 @@ def tensors_in(node: Any) -> Iterator[tuple[str, bool]]:
 
 
 def _from_items(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a dict of key-value `pairs`; refuse keys that an attacker has chosen to have colliding hashes."""
+    """Return a dict of key-value `pairs`; raise if an attacker has chosen keys with colliding hashes."""
     most = max(Counter(hash(key) for key, _ in pairs).values(), default=0)
     if most > _SAME_HASH:
         raise ValueError(f"{most} of a dict's keys have the same hash")

@@ -105,7 +105,7 @@ def _check_tensors(path: Path, file: File) -> None:
 
 @contextmanager
 def _regular(path: Path) -> Iterator[int]:
-    """Open the regular file `path`; refuse links, devices and pipes."""
+    """Open the regular file `path`; raise for links, devices and pipes."""
     try:
         # O_NONBLOCK, because opening a pipe would wait for a writer. O_NOFOLLOW, because a link may lead anywhere.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

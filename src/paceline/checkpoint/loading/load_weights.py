@@ -32,10 +32,10 @@ def load_weights(
         model.load_state_dict(paceline.load_weights("runs/7"))
         paceline.load_weights("runs/7/step-00000120", model)
 
-    The folder is only read, and a run may be using it.
+    The folder is only read, so a run may be using it.
 
     Args:
-        path: a run's folder (the newest whole checkpoint is read), a checkpoint's folder, or a ``model.safetensors``
+        path: a run's folder (the newest intact checkpoint is read), a checkpoint's folder, or a ``model.safetensors``
             file, which cannot be verified and has complex tensors as pairs of reals.
         model: the model to load the weights into; wrapped, compiled or plain. Names, shapes and dtypes must fit.
         name: the name of the registered model; the Trainer uses ``"model"``.
@@ -96,7 +96,7 @@ def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Ten
     elif (newest := step_folders.newest(folder, set())) is not None:
         folder, listed = newest
     else:
-        raise NoCheckpoint(f"there is no whole checkpoint in {folder}; check the path")
+        raise NoCheckpoint(f"there is no intact checkpoint in {folder}; check the path")
     return listed.step, *read_object(folder, listed, name)
 
 

@@ -37,7 +37,7 @@ def restore(
     *,
     is_part: bool = False,
 ) -> Saved:
-    """Compare a checkpoint with `entries`, load it into them and this rank's random generators, and return it.
+    """Compare a checkpoint with `entries`, restore them and this rank's random generators from it, and return it.
 
     If loading fails on any rank, every rank restores the earlier states and raises an error.
 

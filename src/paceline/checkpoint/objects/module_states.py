@@ -1,7 +1,8 @@
-"""States of modules: compares them with saved states, and converts saved states to the form of the module.
+"""States of modules: compares them with saved states, and converts saved states to the module's form.
 
-Plain, compiled and tensor-parallel models share one checkpoint format, so each can load the checkpoints of the others:
-keys are saved without the ``torch.compile`` prefix, and DTensors are saved whole and distributed again on load.
+Plain, compiled and tensor-parallel models share one checkpoint format, so each of them can load the others'
+checkpoints: keys are saved without the ``torch.compile`` prefix, and DTensors are saved whole and distributed again on
+load.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Descriptions of optimizers in checkpoints, compared with this run's optimizer before its state is loaded.
 
-torch's ``load_state_dict`` compares only the number of parameters in each group. It replaces this run's settings by the
-saved ones, and accepts Adam's state for SGD and one group's state for another. It also casts state, such as an fp32
-copy of a bf16 parameter, to the parameter's dtype. So a checkpoint also has:
+torch's ``load_state_dict`` compares only the number of parameters in each group. It replaces this run's settings with
+the saved ones, and accepts Adam's state for SGD and one group's state for another. It also casts state, such as an fp32
+copy of a bf16 parameter, to the parameter's dtype. A checkpoint therefore also contains:
 
     class      the name of the optimizer's class
     options    per group, the settings at registration, before training and schedules change them
@@ -67,7 +67,7 @@ def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -
 
 
 def check_groups(name: str, optimizer: Optimizer, saved: Any, step: int) -> None:
-    """Compare an optimizer's groups with those `saved` in `step`."""
+    """Compare an optimizer's groups with the groups `saved` in `step`."""
     try:
         saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
     except (TypeError, KeyError):
@@ -157,7 +157,7 @@ def laid_out(optimizer: Optimizer, state: Any) -> Any:
 
 
 def bring_back_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Undo the casts of ``load_state_dict(state)`` for parameters whose dtype is the saved one."""
+    """Undo the casts of ``load_state_dict(state)`` for parameters with the same dtype as in the checkpoint."""
     indices = (index for group in state["param_groups"] for index in group["params"])
     dtypes = (dtype for group in saved["dtypes"] for dtype in group)
     for index, parameter, dtype in zip(indices, parameters(optimizer), dtypes, strict=True):

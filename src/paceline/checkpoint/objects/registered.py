@@ -1,4 +1,4 @@
-"""A registered object: captures its state, compares it with a saved one, and loads the saved one."""
+"""A registered object: captures its state, and compares and loads saved states."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Registered:
         return not isinstance(self.object, nn.Module) and bool(getattr(self.object, "state_is_constant", False))
 
     def check_window(self, step: int) -> None:
-        """Refuse to save a model in the middle of an accumulation window."""
+        """Raise if this is a model in the middle of an accumulation window."""
         if isinstance(self.object, Accumulates) and self.object.holds_local_gradients():
             raise UsageError(
                 f"step {step} was not saved: {self.name!r} is in the middle of an accumulation window, and a resume "

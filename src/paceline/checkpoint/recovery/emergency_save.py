@@ -70,7 +70,7 @@ class Rescue:
         self.was_called = False
 
     def __call__(self, error: BaseException) -> None:
-        """Save the last boundary, unless another rank has saved it, it has wrong weights, or the user erred."""
+        """Save the last boundary, unless another rank did, its weights are wrong, or `error` is a user's mistake."""
         self.was_called = True
         barrier = self._boundary.barrier
         blamed = getattr(error, "blamed", None) is not None
@@ -96,7 +96,7 @@ class Rescue:
                 raise CheckpointError(f"the completed step {step} was not rescued: {problem}") from problem
 
     def _save(self, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates], memory: Path) -> None:
-        if int(os.environ.get(RESTARTS, "0")):  # otherwise no restart reads it from memory
+        if int(os.environ.get(RESTARTS, "0")):  # without a restart, nobody would read the checkpoint from memory
             try:
                 store = Storage(memory)
                 # Written before the checkpoint, because this rank may be killed.
@@ -105,7 +105,7 @@ class Rescue:
                 store.prune(step, Keep(1, None, "max"))
                 return
             except (OSError, UsageError) as error:
-                if memory.parent.parent in self._contents.folder.parents:  # a Trainer without a folder
+                if memory.parent.parent in self._contents.folder.parents:  # a Trainer without a checkpoint folder
                     raise
                 reason = error.strerror if isinstance(error, OSError) else error
                 say(f"note: no room in memory for step {step} ({reason}); it is saved to {self._contents.folder}")

@@ -12,15 +12,15 @@ from paceline.core.processes import consensus
 
 
 class Interrupts:
-    """A context manager that delays Ctrl-C until :meth:`check` or the end of the block; a second one raises at once.
+    """Context manager that delays Ctrl-C until :meth:`check` or the end of the block.
 
-    It has no effect if it is nested, in a thread, if other code handles SIGINT, or in the ranks of a job, which the
-    launcher ends together.
+    A second Ctrl-C raises immediately. The context manager has no effect if it is nested or if other code handles
+    SIGINT. It also has no effect in a thread, or in the ranks of a job, which the launcher ends together.
     """
 
     def __init__(self) -> None:
-        self._pending = False  # a Ctrl-C was pressed
-        self._installed = False  # this object handles SIGINT
+        self._pending = False  # whether Ctrl-C was pressed
+        self._installed = False  # whether this object handles SIGINT
 
     def check(self) -> None:
         """Raise ``KeyboardInterrupt`` if Ctrl-C was pressed. Call this only at points that allow a resume."""

@@ -25,7 +25,7 @@ ASK_S = 1.0
 
 
 class StopRequests:
-    """Receives stop requests on this rank, and reaches agreement on them among all ranks.
+    """Receives stop requests on this rank, and makes all ranks agree on them.
 
     Args:
         boundary: the step boundary, which exchanges the requests.
@@ -61,11 +61,11 @@ class StopRequests:
                 if _is_unhandled(number):
                     signal.signal(number, self.note)
                     self._installed.append(number)
-            if signal.SIGTERM in self._installed:  # the launcher sends it to ranks that are READY
+            if signal.SIGTERM in self._installed:  # the launcher sends SIGTERM to ranks that are READY
                 self._publish(Stopping.READY)
 
     def agreed(self) -> signal.Signals | None:
-        """Return the signal that ends all ranks after this step, or None. Can be a collective without a barrier."""
+        """Return the signal that ends all ranks after this step, or None. Can be a collective if no barrier exists."""
         if not self._saves:
             return None
         wishes = self._boundary.wishes if self._boundary.barrier is not None else self._wishes()
@@ -86,7 +86,7 @@ class StopRequests:
         self._publish(Stopping.NOT)
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle signal `number`: note the first request, and end the process at the second."""
+        """Handle signal `number`: record the first request, and end the process on the second."""
         now, bit = time.monotonic(), 1 << STOP_SIGNALS.index(signal.Signals(number))
         is_second = bool(self._boundary.wish & bit) and now - self._noted > ECHO_S
         if os.getpid() != self._process or is_second:  # a forked child ends at once
@@ -130,7 +130,7 @@ class StopRequests:
 def _is_unhandled(number: signal.Signals) -> bool:
     """Return whether a signal would end the process.
 
-    In a single process without a launcher, Ctrl-C stays Python's ``KeyboardInterrupt``.
+    In a single process without a launcher, Ctrl-C still raises ``KeyboardInterrupt``.
     """
     handler = signal.getsignal(number)
     if number == signal.SIGINT:

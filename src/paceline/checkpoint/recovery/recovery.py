@@ -55,7 +55,7 @@ class Recovery:
 
     def __init__(self, world: World, contents: Contents) -> None:
         job = job_folder()
-        # From rank 0, because other ranks may use another path for the same folder.
+        # Use rank 0's key, because other ranks may use a different path for the same folder.
         key = str(consensus.decide(world, lambda: key_of(contents.folder)))
         records = None if job is None or os.environ["WORLD_SIZE"] != str(world.size) else job / STEPS / key
         self.memory = None if records is None else rescued_folder(records)
@@ -142,7 +142,7 @@ class Recovery:
 
     def _leave(self) -> None:
         """At this rank's exit, rescue the step if a rank is lost; the script may have swallowed the error."""
-        # A forked child inherits this exit handler, but is not the rank.
+        # A forked child inherits this exit handler, but only its parent is the rank.
         if self._barrier is not None and os.getpid() == self._process and not self._rescue.was_called:
             # Set first, so that the other ranks do not consider this rank lost.
             self._barrier.record.has_exited = True

@@ -16,8 +16,8 @@ from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 class SaveInterval:
     """Decides which steps are saved, by number or by time on rank 0's clock.
 
-    Rank 0 does not decide at every step. Each decision also sets the step of the next one, halfway through the steps
-    that fit into the remaining time.
+    Rank 0 does not decide at every step. Each decision also schedules the next decision, after half of the steps that
+    fit into the remaining time.
     """
 
     def __init__(self, every: int | timedelta | None) -> None:
@@ -107,7 +107,7 @@ class DueSaves:
             self._lost(self._begun, error, is_last)
 
     def written(self) -> None:
-        """Note that a save is durable."""
+        """Record that a save is durable."""
         self._is_durable, self._cause = True, None
         if self._record is not None:
             self._record.is_durable = True
@@ -116,18 +116,18 @@ class DueSaves:
         """Raise an error at the end of training if all saves to `folder` have failed."""
         if self.failed and not self._is_durable:
             raise CheckpointError(
-                f"the training has ended, but none of it is saved: all {len(self.failed)} saves to {folder} failed; "
-                "remove the cause that the first warning states, and train again"
+                f"training has ended, but none of it was saved: all {len(self.failed)} saves to {folder} failed; "
+                "fix the cause given in the first warning, and train again"
             )
 
     def _lost(self, step: int, error: CheckpointError, is_last: bool) -> None:
         self.failed.append(step)
         if self._record is not None:
             self._record.has_lost_save = True
-        # Compared by cause, because the text contains the step, and a full disk should not warn at every save.
+        # Compare the cause, not the text, which contains the step: a full disk should not warn at every save.
         cause = getattr(error.__cause__, "errno", None) or type(error.__cause__)
         if not self._warns or (cause == self._cause and not is_last):
             return
         self._cause = cause
-        consequence = "this was the last save" if is_last else "training goes on, and the next save tries again"
+        consequence = "this was the last save" if is_last else "training continues, and the next save tries again"
         warn(f"{error}; {consequence}", CheckpointWarning)

@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 
 @contextmanager
 def on_all_ranks(call: str) -> Iterator[None]:
-    """Mark `call`, which every rank makes, so that a slow disk on rank 0 is not reported as a hang."""
+    """Decorator for a call that every rank makes; a slow disk on rank 0 is then not reported as a hang."""
     with recorder.span(CHECKPOINT), called_by_all(call):
         yield
 
@@ -37,7 +37,7 @@ def validate_path(folder: Any) -> None:
 
 
 def newest_rescued(folder: Path) -> tuple[Path, Manifest] | None:
-    """Return the path and manifest of the newest whole checkpoint in a `folder` of rescued ones, or None."""
+    """Return the path and manifest of the newest intact checkpoint in a `folder` of rescued checkpoints, or None."""
     if not folder.is_dir():
         return None
     # Without warnings, because users cannot repair a checkpoint in memory.
@@ -69,7 +69,7 @@ class RunFolder:
             return self.writer.save(order, states)
 
     def newest(self) -> str | None:
-        """Return the path of the newest whole checkpoint, or None."""
+        """Return the path of the newest intact checkpoint, or None."""
         with self._storage.settled:
             newest_checkpoint = self._rescued(None) or self._storage.newest()
         return None if newest_checkpoint is None else str(newest_checkpoint[0])
@@ -85,7 +85,7 @@ class RunFolder:
             return self._keep.best(self._storage.notes()) if self._keep.metric else None
 
     def metadata(self, step: int | None) -> Mapping[str, Any]:
-        """Return the metadata of the checkpoint of `step`, or of the newest whole one."""
+        """Return the metadata of the checkpoint of `step`, or of the newest intact checkpoint."""
         with self._storage.settled:
             if self._rescued(step) is not None:  # a rescued checkpoint has no metadata
                 return {}
@@ -93,7 +93,7 @@ class RunFolder:
             return self._read(step, metadata.read_verified).metadata
 
     def choose(self, step: int | None) -> tuple[Path, Manifest]:
-        """Return the checkpoint of `step`, or the newest whole one, after a background save has ended."""
+        """Return the checkpoint of `step`, or the newest intact checkpoint, after a background save has ended."""
         self.writer.join()
         return self._rescued(step) or self._on_disk(step)
 
@@ -103,7 +103,7 @@ class RunFolder:
         return self._storage
 
     def _on_disk(self, step: int | None) -> tuple[Path, Manifest]:
-        """Return the path and manifest of the checkpoint of `step`, or of the newest whole one."""
+        """Return the path and manifest of the checkpoint of `step`, or of the newest intact checkpoint."""
         store = self._storage
         if step is not None:
             return store.path(step), self._read(step, read_whole)
@@ -112,7 +112,7 @@ class RunFolder:
         damaged = ", ".join(step_name(step) for step in store.steps())
         if damaged:
             raise NoCheckpoint(
-                f"no checkpoint in {store.folder} is whole (damaged: {damaged}); restore one from a copy, or start in "
+                f"no checkpoint in {store.folder} is intact (damaged: {damaged}); restore one from a copy, or start in "
                 "another folder"
             )
         raise NoCheckpoint(f"there is no checkpoint in {store.folder}; check the path, or start without restore()")
@@ -128,7 +128,7 @@ class RunFolder:
         except Damaged as damage:
             raise NoCheckpoint(
                 f"the checkpoint {store.path(step)} is damaged: {damage}; choose another step, or None for the newest "
-                "whole checkpoint"
+                "intact checkpoint"
             ) from None
 
     def _rescued(self, step: int | None) -> tuple[Path, Manifest] | None:

@@ -129,6 +129,6 @@ def parts(world_size: int, own_captures: Sequence[Capture]) -> Iterator[Iterator
     try:
         yield all_parts()
     finally:
-        # Except for the rank whose transfer has begun, because it can no longer be declined.
+        # Skip the rank whose transfer has begun, because it can no longer be declined.
         for rank in waiting:
             captures.decline(rank)

@@ -89,7 +89,7 @@ class Writer:
         """
         assert self._thread is None, "call finish() before the next save"
         with self._explained(order):
-            draft = self._store.start(order.step, order.size)  # first, because it raises if the disk has no room
+            draft = self._store.start(order.step, order.size)  # first, because it raises if the disk is too full
             if not self.in_background:
                 return self._write(order, draft, states)
             try:
@@ -139,7 +139,7 @@ class Writer:
 
     def _write(self, order: Save, draft: Path, states: Iterable[Part]) -> Path:
         path = write(self._store, order, draft, states)
-        # Old checkpoints are deleted only after this one is durable.
+        # Delete old checkpoints only after this one is durable.
         self._store.prune(order.step, self._keep)
         self._store.warn_of_later(order.step)
         return path

@@ -1,9 +1,10 @@
-"""Rollback of optimizer steps that are followed by another backward in the same training step.
+"""Rolls back optimizer steps that are followed by another backward pass in the same training step.
 
-If each backward of a training step has its own optimizer (adversarial training, for example), a rank can end in the
-second backward, after the first optimizer has stepped on all ranks. Therefore that optimizer and its parameters are
-copied before it steps. Optimizers that step back to back, and the last optimizer of a training step, need no copies.
-Once new gradients have arrived between two optimizer steps of a training step, later training steps make copies.
+If each backward pass of a training step has its own optimizer (as in adversarial training), a rank can end during the
+second backward pass, after the first optimizer has stepped on all ranks. The first optimizer and its parameters are
+therefore copied before it steps. Optimizers that step back to back, and the last optimizer of a training step, need no
+copies. Once new gradients have arrived between two optimizer steps of a training step, later training steps make
+copies.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class OptimizerRollback:
 
     def __init__(self) -> None:
         self._early: set[int] = set()
-        """Optimizers that stepped before another backward, by id."""
+        """Optimizers that stepped before another backward pass, by id."""
         self._stepped: list[int] = []
         """Optimizers that have stepped or are about to step, by id."""
         self._seen: dict[int, list[tuple[Callable[[], Any], int]]] = {}
@@ -43,7 +44,7 @@ class OptimizerRollback:
         return self.copies.keys() >= set(self._stepped)
 
     def has_new_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether no optimizer has stepped yet, or this one has received new gradients since the last step."""
+        """Return whether no optimizer has stepped yet, or `optimizer` has new gradients since the last step."""
         if not self.has_begun or id(optimizer) not in self._seen:
             return not self.has_begun
         earlier = [(gradient(), version) for gradient, version in self._seen[id(optimizer)]]
@@ -52,7 +53,7 @@ class OptimizerRollback:
         return any(old is not new or old_version != version for (old, old_version), (new, version) in pairs)
 
     def step(self, optimizer: torch.optim.Optimizer, registered: list[torch.optim.Optimizer]) -> None:
-        """Note that `optimizer`, one of the `registered` ones, is about to step."""
+        """Record that `optimizer`, which is in `registered`, is about to step."""
         if self.has_begun and self.has_new_gradients(optimizer):
             self._early.update(self._stepped)
         # If an earlier step cannot be rolled back, further copies are useless.

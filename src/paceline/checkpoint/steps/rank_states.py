@@ -1,7 +1,7 @@
 """A rank's own states, kept in memory that outlives the rank: random generators, buffers, registered objects.
 
 The rank fills four slots of a file in turn, see :mod:`paceline.checkpoint.steps.slot_file`. If the rank is killed, the
-file still has its states at the end of the previous step, and those at the current step's barrier, possibly twice.
+file still has its states at the end of the previous step and at the barrier of the current step (possibly twice).
 
 Plain values are stored with ``marshal``, which is fast and runs no code when it is read.
 """
@@ -24,7 +24,7 @@ from paceline.checkpoint.steps.slot_file import SlotFile, as_stored, layout_of, 
 from paceline.core.state.rng import rng_state_of
 
 _MT19937 = 624 * 4 + 4
-"""Size of the state of NumPy's Mersenne Twister in bytes: its words and the position in them."""
+"""Size in bytes of the state of NumPy's Mersenne Twister: its words, and the position in them."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class OwnStatesFile:
     def _in_numpy(self) -> Any:
         """Return the state of NumPy's generator, which is cached because numpy.random.get_state() is slow.
 
-        The generator's memory does not show whether it holds back the second number of a pair, so a cached state that
-        includes such a number is not used.
+        The generator's memory does not show whether it keeps the second number of a pair for the next call, so a cached
+        state that includes such a number is not used.
         """
         numpy = sys.modules.get("numpy")
         if numpy is None:
@@ -85,7 +85,7 @@ class OwnStatesFile:
 
 
 def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStates | None:
-    """Return the latest states for `step` in a rank's file, with `prepared` the first ones; None if it has none."""
+    """Return the latest states for `step` in a rank's file, or the first with `prepared`; None if there are none."""
     content = bytearray(path.read_bytes())
     fitting = [slot for slot in slots_in(content) if slot.step == step]
     if not fitting:

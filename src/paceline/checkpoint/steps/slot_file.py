@@ -1,4 +1,4 @@
-"""Files in memory that outlive the rank that writes them, with slots that are whole or invalid.
+"""Files in memory that outlive the rank that writes them, with slots that are either complete or invalid.
 
 A slot begins with its write number, which is set to 0 first and written last. If a rank is killed during a write, the
 other slots stay valid.
@@ -46,7 +46,7 @@ class SlotFile:
             self._grow(total)
         self._number += 1
         at = self._number % SLOTS * self._capacity
-        self._map[at : at + 8] = bytes(8)  # invalid until the last line
+        self._map[at : at + 8] = bytes(8)  # the slot is invalid until the last line
         self._map[at + _HEAD.size : at + _HEAD.size + len(plain)] = plain
         place = at + aligned(_HEAD.size + len(plain))
         for tensor, size in zip(tensors, sizes, strict=True):
@@ -93,7 +93,7 @@ class Slot:
 
 
 def slots_in(content: bytearray | mmap.mmap) -> list[Slot]:
-    """Return the whole slots of a file's `content`."""
+    """Return the complete slots of a file's `content`."""
     capacity, slots = len(content) // SLOTS, []
     for at in range(0, SLOTS * capacity, capacity):
         number, step, plain, _ = _HEAD.unpack_from(content, at)

@@ -142,7 +142,7 @@ class Boundary:
                 self.barrier.complete(self.step, captures.own(watched.own), watched.buffers.current())
             except OSError as error:
                 # The states have grown since they were prepared. The record does not report the step as completed, so
-                # that a rescue does not mistake the prepared states for those at its end.
+                # that a rescue does not mistake the prepared states for the states at the end of the step.
                 self._leave_full_memory(error)
         elif self._record is not None:
             self._record.complete(self.step)
@@ -155,7 +155,7 @@ class Boundary:
     def states(self) -> Iterator[Registered]:
         """Yield the objects that all ranks share, with their states at the boundary.
 
-        This ends the training, because modules and optimizers are changed in place.
+        Training cannot continue afterwards, because modules and optimizers are changed in place.
         """
         assert self._snapshots is not None
         if self._versions != [self._rollback.version_of(parameter) for parameter in self._watched.parameters]:
@@ -181,7 +181,7 @@ class Boundary:
         self._snapshots = None
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if os.getpid() != self._process:  # a forked child has the hook, but is not the rank
+        if os.getpid() != self._process:  # a forked child inherits the hook, but only its parent is the rank
             return
         is_first = not self._rollback.has_begun
         if not self._is_armed and not is_first and (box := black_box()) is not None:

@@ -19,7 +19,7 @@ from paceline.errors import CheckpointError
 SMALL = 2**16
 """Maximum number of elements of tensors that are copied; larger ones are usually parameters or constant buffers."""
 _NONE = torch.empty((0,) * 9)
-"""Stands for a buffer that is None."""
+"""Placeholder for a buffer that is None."""
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 
 
@@ -171,7 +171,7 @@ class SmallBuffers:
         return [_NONE if (buffer := getattr(part, name)) is None else buffer for part, name in self._places]
 
     def load(self, values: Iterable[torch.Tensor]) -> None:
-        """Load the result of :meth:`current` at the end of the last step, whatever shapes the buffers have now."""
+        """Load the result of :meth:`current` at the end of the last step, even if the buffers now have other shapes."""
         if new := sorted(name for _, name in self._everything().keys() - self._known):
             raise CheckpointError(f"buffer {new[0]!r} was registered after the first step; register it before, as None")
         for (part, name), value in zip(self._places, values, strict=True):

@@ -31,7 +31,7 @@ def needed(tensors: Collection[torch.Tensor]) -> int:
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Check that the file system of `folder` has room for `size` bytes, if it reports its free space."""
+    """Check that the file system of `folder` has space for `size` bytes, if it reports its free space."""
     free = _free(folder)
     if free is not None and free < size + MARGIN:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {_both(size, free)}")

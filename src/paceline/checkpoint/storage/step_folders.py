@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: one folder per step, which appears whole or not at all.
+"""The folder of a run's checkpoints: one folder per step, which appears completely or not at all.
 
     step-00000120/            a checkpoint
     .writing-step-00000120/   being written; after a killed save it is removed when the folder is opened
@@ -40,7 +40,7 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps that have a folder in `folder`, whole or damaged, in ascending order."""
+    """Return the steps that have a folder in `folder`, intact or damaged, in ascending order."""
     try:
         folders = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     except OSError as error:
@@ -51,7 +51,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def newest(folder: Path, named: set[int]) -> tuple[Path, Manifest] | None:
-    """Return the path and manifest of the newest whole checkpoint in `folder`, or None.
+    """Return the path and manifest of the newest intact checkpoint in `folder`, or None.
 
     Warn about each damaged one, unless its step is in `named`, and add it to `named`.
     """
@@ -96,7 +96,7 @@ class Storage:
                     "choose a folder that this user can create and write to"
                 ) from None
             warn(
-                f"the checkpoint folder {folder} cannot be written to: {reason(error)}; training goes on, and every "
+                f"the checkpoint folder {folder} cannot be written to: {reason(error)}; training continues, and every "
                 "save tries again",
                 CheckpointWarning,
             )
@@ -105,11 +105,11 @@ class Storage:
             raise
 
     def steps(self) -> list[int]:
-        """Return the steps that have a folder, whole or damaged, in ascending order."""
+        """Return the steps that have a folder, intact or damaged, in ascending order."""
         return steps_in(self.folder)
 
     def newest(self) -> tuple[Path, Manifest] | None:
-        """Return the newest whole checkpoint, or None; warn about each damaged one, once."""
+        """Return the newest intact checkpoint, or None; warn once about each damaged one."""
         return newest(self.folder, self._named)
 
     def path(self, step: int) -> Path:
@@ -165,7 +165,7 @@ class Storage:
         return final
 
     def abandon(self, draft: Path) -> None:
-        """Remove a temporary folder, as far as possible."""
+        """Remove as much of a temporary folder as possible."""
         shutil.rmtree(draft, ignore_errors=True)
 
     def notes(self) -> dict[int, Notes]:
