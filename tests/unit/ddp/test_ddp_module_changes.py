@@ -272,7 +272,7 @@ def test_what_is_not_alike_on_all_ranks_is_refused_on_all(pools: Pools, change: 
     """Also on those that changed nothing, in the same step: nobody waits for a rank that refused alone."""
     for first, second in pools.run(SIZE, refused, build, change):
         assert first == second
-        assert "the module was given other parameters after it was wrapped" in first
+        assert "the module's parameters were changed after it was wrapped" in first
         assert said in first, first
 
 

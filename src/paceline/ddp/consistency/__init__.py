@@ -1,1 +1,1 @@
-"""Keeps replicas equal: their initial values, their buffers, and changes of the module."""
+"""Keeps replicas equal: initial values, buffers, and changes to the module."""

@@ -1,8 +1,8 @@
 """Buffer synchronization: keeps a module's buffers equal on all ranks.
 
-The broadcast for a counted forward comes after it: with the next synchronized backward (:mod:`.buffers_at_rest`), or
-before the next counted forward, whichever is first. Inside ``join`` every broadcast is announced to the ranks without
-data and runs before the forward.
+Buffers are broadcast after a counted forward pass: with the next synchronized backward pass (:mod:`.buffers_at_rest`)
+or before the next counted forward pass, whichever comes first. Inside ``join``, every broadcast is announced to the
+ranks without data and runs before the forward pass.
 
 Decision 0024 says why.
 """
@@ -23,10 +23,10 @@ from paceline.ddp.transport.channel import Channel
 
 
 class Statistics(Protocol):
-    """Adds up buffers that need a separate exchange to be the same on every rank."""
+    """Buffers that need an exchange other than a broadcast to become equal on every rank."""
 
     def launch(self) -> None:
-        """Launch the exchange at the end of a synchronized backward."""
+        """Launch the exchange at the end of a synchronized backward pass."""
 
     def wait(self, *, are_rank_0s: bool) -> None:
         """Wait for the exchange, and update the buffers; `are_rank_0s` if rank 0's buffers were just broadcast."""
@@ -38,16 +38,16 @@ class BufferSync:
 
     Args:
         buffers: the module's buffers.
-        channel: reaches all ranks.
+        channel: connects all ranks.
         join_events: announces each broadcast to ranks without data.
-        ledger: counts forwards, for comparison with other ranks.
-        is_wanted: returns whether training forwards synchronize buffers now.
-        may_differ: whether the buffers may differ between ranks now.
+        ledger: counts forward passes, for comparison with other ranks.
+        is_wanted: returns whether forward passes in training mode currently synchronize buffers.
+        may_differ: whether the buffers may differ between ranks at first.
     """
 
     _forwards: int
-    """Counted forwards since buffers were last equal; the same number on every rank. Forwards under ``no_sync`` do not
-    count, because ranks may run different numbers of them."""
+    """Number of counted forward passes since the buffers were last equal; the same on every rank. Passes under
+    ``no_sync`` do not count, because their number may differ between ranks."""
     statistics: Statistics | None = None
     """Adds up BatchNorm's statistics over the slices of virtual ranks; None without them."""
 
@@ -72,27 +72,27 @@ class BufferSync:
         return bool(self._is_wanted())
 
     def each_ranks_own(self) -> dict[str, Tensor]:
-        """Return the buffers, by name, that training forwards do not synchronize now: the ignored ones, or all."""
+        """Return, by name, the buffers that forward passes in training mode do not currently synchronize."""
         return self._buffers.ignored() | ({} if self._is_wanted() else self._buffers.named())
 
     def begin_step(self) -> None:
-        """Make the buffers equal, unless they already are; called by all ranks before a forward or a step of slices."""
+        """Make the buffers equal unless they already are; called on all ranks before a forward pass or sliced step."""
         if self._forwards:
             self.synchronize()
 
     def restored(self) -> None:
-        """Note that the buffers have been reset to their values from before the step, which are equal on all ranks."""
+        """Record that the buffers have been reset to their values before the step, which are equal on all ranks."""
         self._forwards = 0
 
     def forward_begins(self) -> bool:
-        """Count a forward that all ranks run, and return whether buffers are broadcast for it.
+        """Count a forward pass that all ranks run, and return whether it synchronizes buffers.
 
-        If so, make the buffers equal first, unless they already are.
+        If so, first make the buffers equal unless they already are.
         """
         travels = bool(self._is_wanted())
         self._ledger.forward(broadcasts=travels)
-        # A second forward before the backward starts from rank 0's buffers, as with torch DDP; with virtual ranks it
-        # continues with the buffers of its slice, because rank 0 may be in another one.
+        # A second forward pass before the backward pass starts from rank 0's buffers, as in torch DDP. With virtual
+        # ranks it continues with the buffers of its own slice, because rank 0 may be working on another slice.
         if travels and self.statistics is None:
             self.begin_step()
         self._forwards += 1
@@ -111,10 +111,13 @@ class BufferSync:
     # -- with a backward ----------------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Launch the broadcast at the end of a synchronized backward, if forwards have run; the same on all ranks."""
+        """Launch the broadcast at the end of a synchronized backward pass, if any forward pass was counted before it.
+
+        All ranks make the same decision.
+        """
         if self.statistics is not None:
             self.statistics.launch()
-        # Inside join() every forward announces a separate broadcast.
+        # Inside join(), every forward pass announces a separate broadcast.
         if not self._buffers.places or self._join_events.enabled:
             return
         if self._forwards and self._is_wanted():
@@ -125,13 +128,13 @@ class BufferSync:
         """Wait for the broadcast, if one was launched, and copy its values into the buffers."""
         if is_broadcast := self._at_rest.is_under_way:
             self._at_rest.wait()
-        if self.statistics is not None:  # after the broadcast of rank 0's buffers, which are as before the step
+        if self.statistics is not None:  # after the broadcast, which restores the values from before the step
             self.statistics.wait(are_rank_0s=is_broadcast)
 
     # -- inside join --------------------------------------------------------------------------------------------
 
     def exchange(self) -> None:
-        """Collective: copy the buffers of the first rank that has data."""
+        """Copy the buffers of the first rank that has data to all ranks; collective."""
         self._buffers.broadcast(self._channel, self._join_events.source)
 
     def taken_along(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The buffers of a module that are synchronized, by name."""
+"""The buffers of a module that are synchronized between ranks, by name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from paceline.ddp.transport.channel import Channel
 
 
 class Buffers:
-    """Finds the buffers of `module` by name, except the `ignored` ones; the module's gradients are on `device`."""
+    """Finds the buffers of `module` by name, except the `ignored` ones; the model's gradients are on `device`."""
 
     def __init__(self, module: nn.Module, ignored: set[str], device: torch.device) -> None:
         self.device = device
-        # Module and name rather than tensors: a module may assign a new tensor to a buffer (pytorch issue 63916).
+        # Modules and names instead of tensors, because a module may assign a new tensor to a buffer (pytorch issue
+        # 63916).
         self.places: list[tuple[str, nn.Module, str]] = []
         self._left_out: list[tuple[str, nn.Module, str]] = []
         self._ignored = ignored
-        # The modules whose buffers are known; buffers that one of them adds later stay local.
+        # Modules whose buffers are known; buffers that they register later stay local.
         self._parts: WeakSet[nn.Module] = WeakSet()
         self.renew(module)
 
@@ -42,12 +43,12 @@ class Buffers:
                 full = f"{prefix}.{name}" if prefix else name
                 if full in self._ignored:
                     self._left_out.append((full, part, name))
-                # Norms without statistics keep these names, set to None permanently.
+                # Norm layers without statistics keep these buffer names with the value None.
                 is_left_out = name in part._non_persistent_buffers_set or not getattr(part, "track_running_stats", True)
                 if (buffer is None and is_left_out) or full in self._ignored or id(buffer) in seen:
                     continue
                 if buffer is not None:
-                    seen.add(id(buffer))  # sent once even if two modules share it
+                    seen.add(id(buffer))  # broadcast only once if two modules share it
                 if part not in known or (id(part), name) in before:
                     self.places.append((full, part, name))
 
@@ -63,7 +64,8 @@ class Buffers:
         return _present(self._left_out)
 
     def broadcast(self, channel: Channel, source: int = 0) -> None:
-        # Through .data, which does not bump autograd's version counters: two forwards may precede a backward.
+        # Through .data, so that autograd's version counters stay the same: a backward pass may still follow an earlier
+        # forward.
         channel.broadcast([local_of(buffer.data) for buffer in self.named().values()], source)
 
 

@@ -1,8 +1,8 @@
-"""The broadcast of buffers during a synchronized backward, which makes them equal between steps.
+"""The broadcast of buffers during a synchronized backward pass, which makes them equal between steps.
 
-torch DDP broadcasts before each training forward, so between steps each rank has its own running statistics for
-BatchNorm, and evaluation results differ by rank. Here the broadcast runs with the backward that follows the forward.
-The number of broadcasts is the same, and no forward waits for another rank.
+torch DDP broadcasts before each forward pass in training mode. Between its steps, each rank therefore has different
+running statistics for BatchNorm, and evaluation results differ by rank. Here, the broadcast runs with the backward pass
+that follows the forward pass. The number of broadcasts is the same, and no forward pass waits for another rank.
 
 Decision 0024 says why.
 """
@@ -21,26 +21,27 @@ from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.errors import DesyncError
 
-_ALIGNMENT = 16  # bytes, the size of the largest dtype: a view of any dtype may start at a multiple
+_ALIGNMENT = 16  # bytes, the size of the largest dtype: views of any dtype may start at multiples of this
 
 
 class BuffersAtRest:
-    """Copies rank 0's `buffers` to all ranks of the channel, without blocking between launch and wait."""
+    """Broadcasts rank 0's `buffers` over the channel, without blocking between launch and wait."""
 
     def __init__(self, buffers: Buffers, channel: Channel) -> None:
         self._buffers, self._channel = buffers, channel
-        # The flat tensors to broadcast, one per device; allocated on first use, and when buffers change shape or dtype.
+        # The flat tensors to broadcast, one per device; allocated on first use and when the buffers' shapes or dtypes
+        # change.
         self._flats: list[Tensor] = []
-        # For each dtype, because a GPU copies tensors of one dtype in one kernel: the numbers of the buffers, and for
-        # each buffer a view of its part of a flat tensor, in the buffer's shape.
+        # Grouped by dtype, because a GPU can copy many tensors of one dtype in a single kernel: the indices of the
+        # buffers, and for each buffer a view of its part of a flat tensor, in the buffer's shape.
         self._places: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
-        # Likewise for tensors marked as conjugate or negative; torch cannot copy many of these at once.
+        # The same for tensors marked as conjugate or negative, which torch cannot copy in one kernel.
         self._marked: list[tuple[int, Tensor]] = []
         # The name, shape, dtype and device of each buffer in the flat tensors.
         self._layout: list[tuple[str, torch.Size, torch.dtype, torch.device]] = []
         self._is_new_layout = False
         self._changed: list[tuple[str, torch.Size, torch.dtype, torch.device]] = []
-        # During a broadcast, the buffers and the collectives that send them; otherwise empty.
+        # During a broadcast: the buffers, and the collectives that send them. Empty otherwise.
         self._tensors: list[Tensor] = []
         self._launched: list[Launched] = []
         self.is_under_way = False
@@ -48,7 +49,7 @@ class BuffersAtRest:
     @torch.no_grad()
     def launch(self) -> None:
         """Launch the broadcast; called by all ranks."""
-        # Through .data, which does not bump autograd's version counters: another backward may follow.
+        # Through .data, so that autograd's version counters stay the same: another backward pass may follow.
         named = self._buffers.named()
         self._tensors = [local_of(buffer.data) for buffer in named.values()]
         pairs = zip(named, self._tensors, strict=True)
@@ -67,8 +68,8 @@ class BuffersAtRest:
         if self._is_new_layout:
             for flat in self._flats:
                 flat[self._channel.rank] = self._digest()
-        # Sum integers that are zero on all ranks except rank 0, which is exact for every dtype and for NaN. A broadcast
-        # over shared memory cannot be launched here and waited for later.
+        # All ranks except rank 0 contribute zeros to an integer sum, which is exact for every dtype and for NaN. A
+        # broadcast over shared memory cannot be launched here and waited for later.
         self._launched = [self._channel.all_reduce(flat) for flat in self._flats]
         self.is_under_way = True
 
@@ -80,7 +81,7 @@ class BuffersAtRest:
             for launched in self._launched:
                 self._channel.meet(launched, "broadcast of buffers")
         except DesyncError as error:
-            if is_new:  # the layouts of two ranks take different numbers of bytes
+            if is_new:  # the layouts of two ranks differ in their number of bytes
                 raise self._of_other_forms("another rank", f" ({error})") from error
             raise
         if is_new:
@@ -96,9 +97,9 @@ class BuffersAtRest:
     def _allocate(self) -> None:
         for flat in self._flats:
             self._channel.free(flat)
-        # Each flat tensor begins with one layout digest per rank, which that rank fills in.
+        # Each flat tensor begins with one layout digest per rank, written by that rank.
         head = -(-4 * self._channel.size // _ALIGNMENT) * _ALIGNMENT
-        # Even if all buffers are still None, because another rank may have filled one.
+        # Even if all local buffers are still None, because another rank may already have filled one.
         ends: dict[torch.device, int] = {} if self._tensors else {self._buffers.device: head}
         offsets = []
         for tensor in self._tensors:
@@ -106,7 +107,7 @@ class BuffersAtRest:
             offsets.append(start)
             size = tensor.numel() * tensor.element_size()
             ends[tensor.device] = -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
-        # In units of int32, which every backend can sum; the ends are multiples of its size.
+        # In units of int32, which every backend can sum; all ends are multiples of its size.
         flats = {device: self._channel.allocate(end // 4, torch.int32, device) for device, end in ends.items()}
         self._flats = list(flats.values())
         self._places, self._marked = {}, []
@@ -146,5 +147,5 @@ class BuffersAtRest:
         some = ", ".join(forms[:5]) + ", …" * (len(forms) > 5) or "all None"
         return DesyncError(
             f"rank {self._channel.members[self._channel.rank]}: its new buffers are {some}, but {others} has different "
-            f"ones{reason}; give them one shape on all ranks in the same step, or register caches with persistent=False"
+            f"ones{reason}; use the same shapes on all ranks in each step, or register caches with persistent=False"
         )

@@ -1,4 +1,4 @@
-"""Equal replicas at the start: the same parameters by name, shape and dtype, and then the same values."""
+"""Initial synchronization: compares parameters by name, shape and dtype, then makes their values equal."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
     """Compare the replicas' parameters and buffers, then broadcast rank 0's values, or verify that they are equal.
 
     Args:
-        channel: reaches all ranks; every rank calls this.
+        channel: connects all ranks; every rank calls this function.
         tensors: parameters and buffers by name.
         init_sync: ``True`` to broadcast, ``"verify"`` to compare, ``False`` for neither.
     """
     if init_sync is False:
         return
-    # First, because broadcasting tensors of different shapes would hang or mix them up.
+    # Compare first, because broadcasting tensors of different shapes would hang or mix them up.
     _compare(channel, [(name, _description(tensor)) for name, tensor in tensors])
     if init_sync == "verify":
         remedy = (
-            "seed all ranks alike, load the same checkpoint everywhere, or use init_sync=True to broadcast rank 0's"
+            "use the same seed or the same checkpoint on all ranks, or use init_sync=True to broadcast rank 0's values"
         )
         _compare(channel, [(name, _value(tensor)) for name, tensor in tensors], remedy)
     else:
@@ -37,7 +37,7 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
 
 
 class _Value(str):
-    """A digest; messages say `other values` rather than print it."""
+    """A digest; messages show it as `other values` instead of printing it."""
 
 
 def _description(tensor: Tensor) -> str:
@@ -45,8 +45,8 @@ def _description(tensor: Tensor) -> str:
 
 
 def _describe_form(tensor: Tensor) -> str:
-    """Describe the properties of a parameter's memory that must be equal on all ranks."""
-    # Including strides: a bucket holds the gradient in the parameter's own memory layout.
+    """Return the properties of a parameter's memory that must be equal on all ranks."""
+    # Strides matter too: a bucket holds each gradient in the memory layout of its parameter.
     strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
     shard = f", with a shard of {tuple(local_of(tensor).shape)} here" if is_sharded(tensor) else ""
     return f"shape {tuple(tensor.shape)}{shard}, {tensor.dtype}{strides}"
@@ -66,21 +66,21 @@ def _compare(
 
 
 def check_same_change(channel: Channel, named: Named, new: Named) -> None:
-    """Compare the module's parameters after a change, and the values of the `new` ones; on all ranks."""
+    """Compare the module's parameters after a change, and the values of the `new` ones; called by all ranks."""
     remedy = "make the same change on every rank, or wrap the module again"
     added = {id(parameter) for _, parameter in new}
     usual = [(name, f"{_describe_form(p)}, on {p.device.type}") for name, p in named if id(p) not in added]
-    # The new ones first: the message names the first difference.
+    # New parameters come first, because the message names the first difference.
     described = [(name, f"{_describe_form(p)}, on {p.device.type}, new") for name, p in new] + usual
     try:
         _compare(channel, described, remedy)
         _compare(channel, [(name, _value(parameter)) for name, parameter in new], remedy)
     except ReplicaMismatch as error:
-        raise ReplicaMismatch(f"the module was given other parameters after it was wrapped: {error}") from None
+        raise ReplicaMismatch(f"the module's parameters were changed after it was wrapped: {error}") from None
 
 
 def _first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int, remedy: str) -> str:
-    """Describe in one sentence where rank `rank` differs from rank 0, with the `remedy`."""
+    """Describe in one sentence how rank `rank` differs from rank 0, followed by the `remedy`."""
     here, there = dict(reference), dict(theirs)
     for name, form in reference:
         if name not in there:
@@ -92,7 +92,7 @@ def _first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, 
     for name in there:
         if name not in here:
             return f"{name!r} is in the model of rank {rank} but not on rank 0; {remedy}"
-    # The names and forms are the same, so the order differs; buckets are assigned in this order.
+    # The names and shapes are the same, so only the order differs; buckets are assigned in this order.
     place = next(place for place, (a, b) in enumerate(zip(reference, theirs, strict=True)) if a != b)
     return (
         f"parameter {place} is {theirs[place][0]!r} on rank {rank} but {reference[place][0]!r} on rank 0, so the order "

@@ -1,12 +1,12 @@
 """The parameters of a wrapper's module, and changes to them after the module was wrapped.
 
-A new head, an adapter, an unfrozen parameter, ``load_state_dict(assign=True)``, ``model.to(dtype)``: none of these
-calls the wrapper, so the wrapper looks at the module when a synchronized backward begins.
+A module may get a new head, an adapter, an unfrozen parameter, ``load_state_dict(assign=True)`` or ``model.to(dtype)``.
+None of these calls the wrapper, so the wrapper inspects the module when a synchronized backward pass begins.
 
-A rank that finds different parameters first runs one round of a backward's collectives with zeros, and reports this in
-its control block (:meth:`.Reducer.follow_module`). If all ranks do, they compare names, shapes, dtypes and the new
-values, and each rebuilds its buckets. A rank without a change takes part in the round with its own backward, so a
-change on only some ranks is an error on all of them and leaves no rank waiting.
+A rank that finds different parameters first runs one round of a backward pass's collectives with zeros, and reports the
+change in its control block (:meth:`.Reducer.follow_module`). If all ranks report one, they compare names, shapes,
+dtypes and the new values, and each rank rebuilds its buckets. A rank without a change takes part in this round with its
+own backward pass. So a change on only some ranks raises an error on all of them, and no rank is left waiting.
 
 Decision 0013 says why.
 """
@@ -34,7 +34,7 @@ from paceline.errors import UsageError
 
 Named = list[tuple[str, nn.Parameter]]
 OnChange = Callable[[Named, bool], None]
-"""Function that takes all parameters to average, and whether they are already being averaged."""
+"""Function called with all parameters to average, and with whether they are already being averaged."""
 Form = tuple[torch.Size, torch.dtype, torch.device]
 _requires_grad, _look = attrgetter("requires_grad"), attrgetter("shape", "dtype")
 
@@ -53,7 +53,7 @@ class ModuleWatch:
     """Detects when the parameters of a wrapper's module differ from the averaged parameters.
 
     Args:
-        modules: the wrapper's ``_modules``, so that a new ``model.module`` is noticed too.
+        modules: the wrapper's ``_modules``, so that assigning a new ``model.module`` is detected too.
         ignored: names of parameters that are not averaged; extended with names that the module lists later.
         trained: the parameters that are averaged.
     """
@@ -61,7 +61,7 @@ class ModuleWatch:
     def __init__(self, modules: dict[str, Any], ignored: set[str], trained: Named) -> None:
         self._modules, self._ignored = modules, ignored
         self.change: Change | None = None
-        """How the module differed from the averaged parameters when it was last inspected; None if it did not."""
+        """The difference found at the last inspection of the module; None if there was none."""
         self.changes = 0
         """Number of times that the module was found to have changed."""
         self._looked_in = -1  # the graph task of the last inspection
@@ -83,27 +83,29 @@ class ModuleWatch:
         return next((name for name, parameter in named if parameter.requires_grad and name in self._ignored), None)
 
     def follow(self, trained: Named) -> None:
-        """From now on, expect the module to have the parameters `trained`, which are averaged."""
+        """From now on, expect the module to have the parameters `trained`, which are being averaged."""
         self._trained = [parameter for _, parameter in trained]  # kept alive so that their ids are not reused
         self._forms = {id(parameter): _form(parameter) for parameter in self._trained}
         self.change = None
         self._remember()
 
     def detect(self) -> Change | None:
-        """Return how the module has changed, or None if it has no new parameters to average."""
+        """Return the module's change, or None if it has no new parameters to average."""
         task = current_task()
-        # Once per graph task: the module does not change during one, and the hook of every output may ask.
+        # Inspect only once per graph task: the module does not change during it, and the hook of every output calls
+        # this.
         if task == self._looked_in != -1:
             return self.change
         self._looked_in = task
-        # A pending change may have been undone, for example by freezing, which _differs() does not see.
+        # Look again if a change is pending: it may have been undone, for example by freezing, which _differs() does not
+        # see.
         if self.change is not None or self._differs():
             self.change = self._find()
             self._remember()
         return self.change
 
     def unchanged(self) -> Change:
-        """Return a change without new parameters, for comparison with ranks whose module has changed."""
+        """Return a change without new parameters, to compare with ranks whose module has changed."""
         return Change([pair for pair in self.named_parameters() if id(pair[1]) in self._forms], [])
 
     def sparse(self, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
@@ -113,7 +115,7 @@ class ModuleWatch:
 
     def _find(self) -> Change | None:
         self._ignored |= set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-        # A tensor that functional_call temporarily puts in a parameter's place is not a leaf, or is gone afterwards.
+        # Skip tensors that functional_call puts in a parameter's place: they are not leaves, or are only temporary.
         named = [
             (name, parameter)
             for name, parameter in self.named_parameters()
@@ -132,8 +134,9 @@ class ModuleWatch:
         self._dicts: list[dict[str, Any]] = [self._modules, *(part._modules for part in parts)]
         self._dicts += [part._parameters for part in parts]
         self._copies = [dict(children) for children in self._dicts]
-        # Dicts compare values by identity first, then by ==, which for tensors returns a tensor: its truth value raises
-        # unless it has one element. So one-element parameters are compared separately, by identity.
+        # Dicts compare values by identity first, then with ==, which returns a tensor for two tensors. Its truth value
+        # raises an error unless it has exactly one element, so one-element parameters are compared separately, by
+        # identity.
         self._single = [
             (part._parameters, key, value)
             for part in parts
@@ -157,7 +160,7 @@ class ModuleWatch:
             any(held[key] is not value for held, key, value in self._single)
             or any(map(_requires_grad, self._others))
             or list(map(_look, self._trained)) != self._looks
-            or self._trained[0].device != self._device  # a module is moved as a whole
+            or self._trained[0].device != self._device  # one is enough, because modules are moved as a whole
         )
 
 
@@ -175,7 +178,7 @@ def find_refusal(change: Change, channel: Channel, finisher: Finisher, device: t
     if not isinstance(finisher, AllReduce):
         return UsageError(
             f"parameters such as {change.new[0][0]!r} were added to the module after a communication hook was "
-            "registered, and its state may not fit them; wrap the module again and register the hook with the wrapper"
+            "registered, and the hook's state may not fit them; wrap the module again and register the hook again"
         )
     devices = sorted({str(parameter.device) for _, parameter in change.named} | {str(device)})
     if len(devices) > 1:
@@ -187,16 +190,16 @@ def find_refusal(change: Change, channel: Channel, finisher: Finisher, device: t
 
 
 class Trained:
-    """The parameters that are averaged, by their index in the module's order.
+    """The averaged parameters, indexed in the module's order.
 
-    The object lives as long as the wrapper. Its lists are replaced between two backwards if the module's parameters
-    have changed.
+    The object lives as long as the wrapper. When the module's parameters change, its lists are replaced between two
+    backward passes.
     """
 
     names: list[str]
     """Names of the parameters."""
     originals: list[nn.Parameter]
-    """Parameters as the module holds them."""
+    """Parameters as stored in the module."""
     parameters: list[nn.Parameter]
     """Parameters whose ``grad`` is averaged; for a DTensor, a parameter that wraps this rank's shard."""
 
@@ -208,6 +211,6 @@ class Trained:
         self.parameters = [as_local(parameter) for parameter in self.originals]
 
     def release(self) -> None:
-        """Remove the hooks that lay out the gradients of DTensors for the reducer."""
+        """Remove the hooks that convert the gradients of DTensors to the layout the reducer needs."""
         for parameter in self.parameters:
             release(parameter)

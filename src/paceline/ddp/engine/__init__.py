@@ -1,1 +1,1 @@
-"""The engine of a wrapper: a reducer with its extensions, or a local engine for a single rank or an untrained copy."""
+"""Engines of a wrapper: a reducer with its extensions, or a local engine for a single rank or an untrained copy."""

@@ -53,22 +53,22 @@ class Connection:
     reducer: Reducer
     """Averages gradients."""
     replica_check: ReplicaCheck
-    """Compares the replicas from time to time."""
+    """Compares the replicas periodically."""
     virtual_ranks: VirtualRanks | None = None
     """Sums the gradients of a rank's slices; None without virtual ranks."""
     compute_check: ComputeCheck | None = None
-    """Computes some slices twice to check them; None without ``check_compute_every``."""
+    """Recomputes some slices to check them; None without ``check_compute_every``."""
 
     def with_virtual_ranks(self, options: Options) -> Connection:
-        """Return the connection with gradients and statistics summed over slices; on all ranks."""
-        from paceline.ddp.slices.compute_check import ComputeCheck  # few wrappers have virtual ranks
+        """Return the connection, extended with sums of gradients and statistics over slices; called on all ranks."""
+        from paceline.ddp.slices.compute_check import ComputeCheck  # few wrappers need this import
         from paceline.ddp.slices.gradients import VirtualRanks
 
         count, every = options.virtual_ranks, options.check_compute_every
         virtual_ranks = VirtualRanks(self.reducer, count)
         self.buffers.statistics = virtual_ranks.statistics
-        # After the two extensions that may refuse a backward, because SharedParameters notes that parameters are
-        # shared, and before the extensions that look at the gradients of all slices.
+        # After the two extensions that may refuse a backward pass, because SharedParameters records that parameters are
+        # shared, and before the extensions that read the gradients of all slices.
         self.reducer.use_virtual_ranks(count, virtual_ranks, before=self.joined_steps)
         check = ComputeCheck(every, self.reducer, virtual_ranks) if every else None
         return replace(self, virtual_ranks=virtual_ranks, compute_check=check)
@@ -86,13 +86,13 @@ def connect(
     """Open a channel between the ranks, make their replicas equal, and start averaging; called by all ranks.
 
     Args:
-        wrapper: holds the process group. While alive, it is asked, through torch's attributes, whether forwards
-            synchronize buffers, and is used for ``join``.
+        wrapper: provides the process group and takes part in ``join``. Its torch attributes determine whether forward
+            passes synchronize buffers. It is referenced weakly.
         replica: the wrapper's replica.
         options: the wrapper's options.
         recorder: records spans.
         on_change: called with new parameters, see :class:`.Reducer`.
-        makes_equal: whether to act on ``init_sync``; if not, the replicas are left as they are.
+        makes_equal: whether to apply ``init_sync``; otherwise the replicas stay unchanged.
     """
     init_sync = makes_equal and options.init_sync
     replicated = replica.initial_tensors(options) if makes_equal else []
@@ -105,14 +105,14 @@ def connect(
             is_first = dist.get_rank(wrapper.process_group) == 0
             check_lookups(replica.module, wrapper.parameters_to_ignore, warns=is_first)
     channel = open_channel(wrapper.process_group, replica.device)
-    # Registered before anything below can raise, so that the channel is closed even if the wrapper is refused.
+    # Registered before anything below can raise, so that the channel is closed even if construction fails.
     finalize(wrapper, channel.close)
     make_equal(channel, replicated, init_sync)
     buffers_may_differ = channel.size > 1 and not (replicated and init_sync)
     connection = _average_over(channel, wrapper, replica, options, recorder, on_change, buffers_may_differ)
     if options.virtual_ranks:
         connection = connection.with_virtual_ranks(options)
-    # The module outlives the wrapper, and must not keep its hooks.
+    # The module outlives the wrapper and must not keep its hooks.
     finalize(wrapper, connection.reducer.close)
     return connection
 
@@ -126,7 +126,7 @@ def _average_over(
     on_change: OnChange,
     buffers_may_differ: bool,
 ) -> Connection:
-    alive = weakref.ref(wrapper)  # weak: the wrapper holds everything created here
+    alive = weakref.ref(wrapper)  # weak, because the wrapper holds everything created here
     recorder.groups[channel.name] = channel.members
     joined_steps = JoinedSteps(wrapper, channel, lambda: replica.module)
     every = options.check_replicas_every
@@ -153,7 +153,7 @@ def _extensions_of(
     joined_steps: JoinedSteps,
     replica_check: ReplicaCheck,
 ) -> list[Extension]:
-    """Return the extensions for the rare cases of a step, in call order."""
+    """Return the extensions for the rare cases of a step, in the order of their calls."""
     channel, trained = reducer.channel, reducer.trained
     cannot_be_captured = {
         CHECK_FINITE: lambda: reducer.checks_finite,
@@ -173,12 +173,13 @@ def _extensions_of(
     }
     joined_steps.launches_at_end = lambda shadowed: reducer.finisher.launches_at_end(shadowed=shadowed)
     return [
-        # These two may refuse a backward. GraphCapture first, because the other looks at gradients and sets some aside.
+        # These two may refuse a backward pass. GraphCapture comes first, because SharedParameters inspects gradients
+        # and sets some of them aside.
         GraphCapture(reducer.exposed_time.device, channel.rank, cannot_be_captured),
         SharedParameters(reducer),
-        # JoinedSteps next, because it must not announce a refused backward to ranks without data.
+        # JoinedSteps comes next, so that it does not announce a refused backward pass to ranks without data.
         joined_steps,
-        # Before all extensions that look at averages, because late and sparse gradients complete them.
+        # Before all extensions that read averages, because late and sparse gradients complete them.
         OutOfBucket(trained, reducer.buckets, channel),
         UnusedParameters(options.unused, reducer),
         replica_check,

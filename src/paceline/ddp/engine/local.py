@@ -1,7 +1,7 @@
 """The local engine, for a single rank and for a copy of a wrapper until it is trained; it never communicates.
 
-A single rank pays for it only if micro-batches are weighted or checked. Most copies are never trained, so a copy
-connects to its peers only in its first synchronized backward.
+On a single rank, it costs time only if micro-batches are weighted or checked. Most copies are never trained, so a copy
+connects to its peers only in its first synchronized backward pass.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from paceline.errors import DesyncError
 
 @class_never_compiled
 class LocalEngine:
-    """Leaves gradients unchanged except with ``model.weight(w)``: Σ gradient / Σ w over micro-batches, as on many
-    ranks.
+    """Gradient engine without communication; changes gradients only to apply ``model.weight(w)``.
+
+    Weighted gradients become Σ gradient / Σ w over micro-batches, the same as with several ranks.
 
     Args:
         replica: the parameters, and the ledger that counts the steps.
         check_finite: whether gradients are checked for NaN and Inf.
         on_change: called with all parameters when the module has new ones.
-        connect: creates a reducer, together with all ranks, and puts it in this engine's place. A copy needs a reducer
-            when it is trained, and a communication hook needs the reducer's buckets.
+        connect: creates a reducer, together with all ranks, to replace this engine. A copy needs a reducer when it is
+            trained, and a communication hook needs the reducer's buckets.
         has_peers: whether this is a copy in a world of several ranks, whose gradients only a reducer can average.
     """
 
     sync_enabled = True
-    """False inside ``no_sync``: a backward that starts now stays local."""
+    """False inside ``no_sync``: a backward pass that starts now stays local."""
     exposed_time = None
     """None, because there is no communication to wait for."""
 
@@ -61,18 +62,18 @@ class LocalEngine:
     ) -> None:
         self._watch, self._ledger, self._check_finite = replica.watch, replica.ledger, check_finite
         self._on_change, self._connect, self._has_peers = on_change, connect, has_peers
-        # The reducer that has replaced this engine; outputs hooked before that still call this engine.
+        # The reducer that has replaced this engine; outputs that were hooked earlier still call this engine.
         self._reducer: Reducer | None = None
-        # The running backward, if it needs work at its end.
+        # The running backward pass, if there is work to do at its end.
         self._task: weakref.ref[GraphTask] | None = None
-        # Its share of the parameters that other wrappers also have.
+        # This wrapper's share of the parameters that other wrappers also have.
         self._share = NOTHING_SHARED
         self._follow(replica.trained)
 
     def _follow(self, named: Named) -> None:
         self._trained = Trained(named)
         self._accumulators = Accumulators(self._trained.originals)
-        # A copy takes part in sharing once it is trained: copy.copy() gives it the parameters of another wrapper.
+        # A copy may have another wrapper's parameters (copy.copy()), but it shares them only once it is trained.
         self._sharing = Sharing(Trained([]) if self._has_peers else self._trained, self._ledger, ranks=[0])
 
     def _inspect_module(self) -> None:
@@ -83,11 +84,11 @@ class LocalEngine:
             self._on_change(change.named, True)
 
     def check_finite(self, enabled: bool) -> None:
-        """Turn the check of gradients for NaN and Inf on or off, from the next backward on."""
+        """Turn the check of gradients for NaN and Inf on or off, starting with the next backward pass."""
         self._check_finite = enabled
 
     def hook_outputs(self, outputs: Sequence[Tensor], *, counts_if_averaged: bool) -> None:
-        """Hook the outputs of a forward; its micro-batch may be weighted."""
+        """Hook the outputs of a forward pass, whose micro-batch may be weighted."""
         if hooked := [output for output in outputs if output.grad_fn is not None]:
             if (block := self._ledger.blocks.forward_ended()) is not None:
                 self._ledger.kept.look(self._trained.parameters)
@@ -99,7 +100,7 @@ class LocalEngine:
             self._reducer.backward_reached(Forward(block), gradient)
             return
         task = self._task() if self._task is not None else None
-        # A thread of autograd may still hold the task of a backward that an exception has ended.
+        # An autograd thread may still hold the task of a backward pass that was interrupted by an exception.
         if task is not None and has_ended(task.number):
             self._task_ended(None)
         elif task is not None:  # under way
@@ -119,10 +120,10 @@ class LocalEngine:
             return
         self._ledger.backward_began(block)
         self._ledger.forget_dropped(parameters, in_backward=True)
-        if self._is_end_needed():  # skipped in an ordinary backward of one rank, to save time
+        if self._is_end_needed():  # skipped in an ordinary backward pass of a single rank, to save time
             check_eager_backward(0)
             self._share = self._sharing.begin()
-            # Only the callback holds the task: if it is freed before the callback runs, backward raised.
+            # Only the callback holds the task, so if it is freed before the callback runs, the backward pass raised.
             task = GraphTask()
             self._task = weakref.ref(task, self._task_ended)
             queue_callback(partial(self._end, task))
@@ -139,13 +140,13 @@ class LocalEngine:
         self._finish()
 
     def _task_ended(self, _: object) -> None:
-        """Restore other wrappers' averages if an exception made autograd drop the graph task before its end."""
+        """Restore other wrappers' averages if an exception made autograd drop the graph task early."""
         if self._task is not None:
             self._task = None
             self._sharing.abort(self._share)
 
     def synchronize(self) -> None:
-        """Scale the gradients to the weighted mean, without a backward; in a copy, connect and average them."""
+        """Scale the gradients to the weighted mean without a backward pass; in a copy, connect and average them."""
         if self._has_peers:
             self.connected().synchronize()
             return
@@ -159,7 +160,7 @@ class LocalEngine:
         weighting = self._ledger.status.weighting
         if weighting == WEIGHTED | UNWEIGHTED:
             raise DesyncError(
-                "some micro-batches of this step ran inside model.weight() and some outside; weigh all or none"
+                "some micro-batches of this step ran inside model.weight() and some outside; use it for all or for none"
             )
         if weighting & WEIGHTED:
             self._ledger.add_up()
@@ -167,7 +168,7 @@ class LocalEngine:
             self._scale(compute_scale(self._ledger.notes))
         self._ledger.synchronized()
         self._ledger.stop_agreed = self._ledger.status.asks_to_stop
-        # This wrapper's average is already in p.grad, so only averages that were set aside are added.
+        # p.grad already holds this wrapper's average, so only averages that were set aside are added.
         self._sharing.show(dict.fromkeys(self._share.set_aside), self._share)
         self._sharing.end()
         if self._check_finite:
@@ -181,7 +182,7 @@ class LocalEngine:
             multiply_each(dense, scale)
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad * scale  # not in place: its values may be expanded
+                parameter.grad = parameter.grad * scale  # not in place, because its values may be expanded
 
     def _refuse_non_finite(self) -> None:
         gradients = {index: parameter.grad for index, parameter in enumerate(self._trained.parameters)}
@@ -205,7 +206,7 @@ class LocalEngine:
     def connected(self) -> Reducer:
         """Return a reducer with buckets, which replaces this engine; called by all ranks."""
         if self._reducer is None:
-            self._inspect_module()  # first, so that the reducer has buckets for the module's current parameters
+            self._inspect_module()  # first, so that the reducer creates buckets for the module's current parameters
             self._reducer = self._connect()
             assert self._reducer is not None, "the wrapper is gone"
             self._reducer.sync_enabled = self.sync_enabled
@@ -220,7 +221,7 @@ class LocalEngine:
     # -- between peers ------------------------------------------------------------------------------------------
 
     def check_equal(self) -> None:
-        """Refuse gradients that are not the same on every rank; a copy connects to check this."""
+        """Raise an error if gradients differ between ranks; a copy connects to its peers for this check."""
         if self._has_peers:
             self.connected().check_equal()
 
@@ -228,10 +229,10 @@ class LocalEngine:
         """Do nothing, because only a reducer reads reports from other ranks."""
 
     def resync_aborted(self) -> None:
-        """Do nothing, because only a reducer can owe collectives to other ranks."""
+        """Do nothing, because only a reducer can have collectives left to catch up on."""
 
     def check_idle(self) -> None:
-        """Do nothing, because here a backward is always complete when ``backward()`` returns."""
+        """Do nothing, because the local engine's backward pass is always complete when ``backward()`` returns."""
 
     def bucket_bytes(self) -> list[int]:
         """Return an empty list, because only a reducer has buckets."""
@@ -246,4 +247,4 @@ class LocalEngine:
 
 
 GradientEngine: TypeAlias = Reducer | LocalEngine
-"""Either kind of engine that averages a wrapper's gradients."""
+"""Either engine that averages the gradients of a wrapper."""

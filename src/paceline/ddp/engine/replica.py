@@ -1,4 +1,4 @@
-"""The replica: one rank's module as the wrapper sees it, without any communication."""
+"""The replica: one rank's module from the wrapper's point of view, without any communication."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from paceline.errors import UsageError
 
 
 class MeanLosses:
-    """Multiplies gradients as they arrive, starting with the first ``model.weight()`` block that has a mean loss."""
+    """Multiplies gradients as they arrive, starting with the first ``model.weight()`` block with a mean loss."""
 
     def __init__(self, watch: ModuleWatch, ledger: Ledger) -> None:
         self._watch, self._ledger = watch, ledger
-        self._hooked: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]] = {}  # by the parameter's id
+        self._hooked: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]] = {}  # keyed by the parameter's id
         finalize(self, _remove, self._hooked)
 
     def hook_parameters(self) -> None:
         for _, parameter in self._watch.named_parameters():
             hooked = self._hooked.get(id(parameter))
             if parameter.requires_grad and (hooked is None or hooked[0]() is not parameter):
-                # Marked as unserializable: torch warns when a tensor with any other hook is pickled.
+                # Marked as unserializable, because torch warns about any other hook when a tensor is pickled.
                 arrives = unserializable_hook(partial(_multiplied, self._ledger, weakref.ref(parameter)))
                 self._hooked[id(parameter)] = weakref.ref(parameter), parameter.register_hook(arrives)
 
@@ -54,10 +54,10 @@ def _multiplied(ledger: Ledger, to: weakref.ref[Tensor], gradient: Tensor) -> Te
         return None
     if any(partner.is_under_way for partner in partners):
         raise UsageError(
-            "one backward runs through two DistributedDataParallel wrappers that share a parameter; its gradient is "
-            'one sum, and model.weight(…, reduction="mean") would multiply both parts of it; use summed losses instead'
+            "one backward pass runs through two DistributedDataParallel wrappers that share a parameter, so "
+            'model.weight(…, reduction="mean") would multiply the gradients of both; use summed losses instead'
         )
-    # A mean over no items is NaN, and would stay NaN when multiplied by a weight of 0.
+    # A mean over no items is NaN, and multiplying it by a weight of 0 would leave it NaN.
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 
@@ -65,7 +65,7 @@ class Replica:
     """Knows which parameters and buffers of a module are synchronized, and counts this rank's steps.
 
     Args:
-        modules: the wrapper's ``_modules``, so that a new ``model.module`` is noticed too.
+        modules: the wrapper's ``_modules``, so that assigning a new ``model.module`` is detected too.
         ignored: names of parameters and buffers that are not synchronized.
     """
 
@@ -74,13 +74,13 @@ class Replica:
     trained: Named
     """The parameters that are averaged."""
     watch: ModuleWatch
-    """Detects when the module's parameters are no longer these."""
+    """Detects when the module's parameters differ from `trained`."""
     buffers: Buffers
-    """Finds the buffers that are synchronized."""
+    """The buffers that are synchronized."""
     ledger: Ledger
     """Counts steps and adds up weights, which the control block reports to the other ranks."""
     mean_losses: MeanLosses
-    """Multiplies the gradients of mean losses inside ``weight``."""
+    """Multiplies the gradients of mean losses in ``model.weight()`` blocks."""
 
     def __init__(self, modules: dict[str, Any], ignored: set[str]) -> None:
         trained = trained_parameters(modules["module"], ignored)
