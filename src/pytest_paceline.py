@@ -1,4 +1,4 @@
-"""pytest's entry to :mod:`paceline.testing`: ``@pytest.mark.ranks(2)``.
+"""pytest's entry point for :mod:`paceline.testing`: ``@pytest.mark.ranks(2)``.
 
 pytest loads this file in every environment with Paceline. Until a test has the marker, it only registers the marker and
 its fixtures. It is outside of the package, so that other test suites do not import torch.
@@ -30,7 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("paceline_ranks", marker.args, indirect=True, ids=names)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist's hook reads the order
+@pytest.hookimpl(tryfirst=True)  # first, because pytest-xdist's hook reads the order
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Load the plug-in itself if a test has the marker, which a conftest.py may also have added."""
     config, items = session.config, session.items
@@ -79,5 +79,5 @@ def _on_a_rank(request: pytest.FixtureRequest, name: str, key: str) -> Any:
 
 @pytest.fixture
 def kill(faults: Any) -> Any:
-    """Return the function that orders a rank's end: ``kill(1, at="backward")``. Every rank calls it."""
+    """Return a function that kills a rank: ``kill(1, at="backward")``. Every rank calls it."""
     return faults.kill

@@ -73,7 +73,7 @@ _HOMES = {
     "World": "core.processes.world",
     "init": "core.processes.world",
 }
-"""The module of each public name that is imported on first use. Public names that are not listed here are modules."""
+"""The module of each public name that is imported on first use. All other public names are modules themselves."""
 
 if not _is_command_line():
     _warn_if_untested()  # before imports that could fail with an untested torch

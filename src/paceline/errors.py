@@ -78,7 +78,7 @@ def installing(extra: str) -> str:
 
     For a clone or a file, the name ``paceline`` alone is not enough for pip to find it.
     """
-    import json  # here, like the next two, because few programs need this message
+    import json  # imported here, like the next two, because few programs need this message
     from importlib.metadata import PackageNotFoundError, distribution
     from urllib.parse import unquote, urlsplit
 
@@ -88,7 +88,7 @@ def installing(extra: str) -> str:
         origin = {}
     if origin.get("dir_info", {}).get("editable"):
         return f"in {unquote(urlsplit(origin['url']).path)} run: pip install -e '.[{extra}]'"
-    if not origin:  # installed from an index
+    if not origin:  # installed from a package index
         return f"run: pip install 'paceline[{extra}]'"
     kind = f"{origin['vcs_info']['vcs']}+" if "vcs_info" in origin else ""
     return f"run: pip install 'paceline[{extra}] @ {kind}{origin['url']}'"

@@ -36,7 +36,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def assert_replicas_equal(model: nn.Module) -> None:
-    """Assert that all parameters and buffers of `model` have the same bits on all ranks.
+    """Assert that all parameters and buffers of `model` are bit-identical on all ranks.
 
     Raises:
         AssertionError: on every rank. Names the first tensor that differs, a rank, and the difference.
@@ -77,7 +77,7 @@ def assert_no_desync(seconds: float = 10.0) -> None:
     """Assert that all ranks reach this call after the same collectives in the same order.
 
     Uses the store instead of a collective, so that it can name a missing rank. In tests with the ``ranks`` marker,
-    collectives are compared by name; elsewhere only by how many Gloo or NCCL counted.
+    collectives are compared by name; elsewhere, only their number is compared, as counted by Gloo or NCCL.
 
     Raises:
         AssertionError: if a rank does not call it within `seconds`, or has called different collectives.
@@ -121,7 +121,7 @@ def _number() -> int:
     try:
         group: Any = get_default_group()
         return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # the backend does not count them
+    except RuntimeError:  # the backend does not count collectives
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Fault injection for tests: kills or stops a rank during a forward, a backward or an optimizer step.
+"""Fault injection for tests: kills or stops a rank during a forward pass, a backward pass or an optimizer step.
 
 Works with any model, because it uses torch's global hooks.
 """
@@ -30,7 +30,7 @@ class Order:
     """Signal number."""
     moment: str
     step: int
-    """How many times the rank must reach the moment for the fault to happen."""
+    """The fault happens when the rank reaches the moment for the `step`-th time."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Faults:
     _times: Counter[str] = field(default_factory=Counter)
     """How many times the rank has reached each moment."""
     _depth: int = 0
-    """Number of nested forwards; only the outermost counts as a moment."""
+    """Nesting depth of the running forward; only the outermost forward counts as a moment."""
     _stepping: int | None = None
     """Id of the optimizer whose step is running; the outermost one if steps are nested (ZeroRedundancyOptimizer)."""
     _hooked: bool = False
@@ -74,7 +74,7 @@ class Faults:
             return
         self._hooked = True
         register_module_forward_pre_hook(self._before_forward)
-        # also after a forward that raised
+        # called even if the forward pass raised
         register_module_forward_hook(self._after_forward, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -88,7 +88,7 @@ class Faults:
             raise UsageError(f"step={step!r} is invalid; give a whole number above 0")
         if rank != self.rank:
             return
-        self.orders.append(Order(number, moment, step + self._times[moment]))  # counted from this call on
+        self.orders.append(Order(number, moment, step + self._times[moment]))  # the step is counted from this call on
         if moment == "now":
             self._times[moment] += step - 1
             self._strike(moment)
@@ -105,7 +105,7 @@ class Faults:
         if self._depth == 0 and module.training and self.orders:
             is_due = [True]
 
-            def strike_once(_: Tensor) -> None:  # a backward through several outputs counts once
+            def strike_once(_: Tensor) -> None:  # a backward pass through several outputs counts once
                 if is_due:
                     is_due.clear()
                     self._strike("backward")

@@ -46,7 +46,8 @@ def assert_equals_one_process(
     """Assert that training on all ranks gives the gradients and weights of one process with the whole global batch.
 
     Each rank trains ``wrap(build())`` on its slice of every global batch, and an unwrapped copy on the whole batch.
-    Gradients and weights are compared after each step. All ranks must call it, and raise the same error.
+    Gradients and weights are compared after each step. All ranks must call this function; if it fails, they all raise
+    the same error.
 
     Args:
         build: makes the module.
@@ -65,7 +66,7 @@ def assert_equals_one_process(
     check_world("assert_equals_one_process()")
     rank, size = dist.get_rank(), dist.get_world_size()
     model = wrap(build())
-    try:  # check first, or the message would be about gradients
+    try:  # check first, otherwise the message would be about gradients
         assert_replicas_equal(model)
     except AssertionError as error:
         raise AssertionError(f"before the first step, {error}; the wrapper must make them equal") from None
@@ -76,7 +77,7 @@ def assert_equals_one_process(
     for number in range(steps):
         inputs, targets = data(number) if callable(data) else data[number]
         mine, mine_targets = inputs.tensor_split(size)[rank], targets.tensor_split(size)[rank]
-        # A step function by the user may weight the losses.
+        # The user's step function may weight the losses.
         if len(inputs) % size and step is plain_step:
             raise UsageError(
                 f"the global batch of step {number} has {len(inputs)} samples, which {size} ranks cannot divide "

@@ -7,8 +7,8 @@
         pools.run(2, function, argument)
 
 A function is called as ``function(world, *arguments)`` and must be at the top level of a module. A fork server that has
-imported torch starts the processes in milliseconds. Every world has a store on a free loopback port. For tests whose
-whole body runs on ranks, use the marker.
+imported torch starts the processes in milliseconds. Every world has a store on a free loopback port. To run a whole
+test on ranks, use the marker.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Ranks:
                 ok, value = self._receive(rank)
                 if ok:
                     results[rank] = value
-                else:  # perhaps a consequence of another rank's failure
+                else:  # the failure may be a consequence of another rank's failure
                     failures.append(value)
                     deadline = time.monotonic() + ECHO_S
         if silent or failures:
@@ -151,9 +151,9 @@ class Ranks:
         return value
 
     def close(self) -> None:
-        """End the ranks; kill them if necessary."""
+        """Stop the ranks, and kill them if necessary."""
         for pipe in self._pipes:
-            pipe.close()  # which ends the rank
+            pipe.close()  # this makes the rank exit
         for process in self.processes:
             process.join(10)
             if process.is_alive():
@@ -216,7 +216,7 @@ def _serve(
     warnings_are_errors: bool,
 ) -> None:
     """Run a rank: join the process group, and answer calls until the pipe closes."""
-    gc.freeze()  # a collection would copy the memory of all modules that the fork server has loaded
+    gc.freeze()  # a garbage collection would copy the memory of all modules that the fork server has loaded
     os.environ.update(environment(rank, size, port))
     if warnings_are_errors:
         warnings.simplefilter("error")

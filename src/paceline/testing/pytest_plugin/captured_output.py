@@ -16,7 +16,7 @@ import pytest
 
 
 def separate(config: pytest.Config) -> None:
-    """Replace the files into which pytest captures with the rank's own."""
+    """Make pytest capture output into the rank's own files."""
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     for capturing in _capturings(manager):
         for capture in (capturing.out, capturing.err):

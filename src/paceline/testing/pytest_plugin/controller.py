@@ -56,7 +56,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        del item.runtest  # which uncovers the class's method
+        del item.runtest  # the item then uses its class's method again
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -105,7 +105,7 @@ def _load(modules: dict[str, None]) -> None:
         warnings.simplefilter("ignore")  # a warning that is turned into an error would interrupt the import
         for name in modules:
             if name not in sys.modules:
-                with suppress(Exception):  # such as a module of the test, or one that works only on a rank
+                with suppress(Exception):  # may fail for a module of the test, or one that works only on a rank
                     importlib.import_module(name)
     modules.clear()
 
@@ -116,7 +116,7 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
     mark = item.stash[MARK]
     size = item.callspec.params["paceline_ranks"] if len(mark.counts) > 1 else mark.counts[0]
     if "tmp_path_factory" in item.fixturenames:
-        item.config._tmp_path_factory.getbasetemp()  # otherwise every rank would create its own
+        item.config._tmp_path_factory.getbasetemp()  # otherwise every rank would create its own base folder
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         # Tests or other plugins may close or replace a stream.
         with suppress(ValueError, OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Measures coverage on the ranks, and adds it to that of the test process.
+"""Measures coverage on the ranks, and adds it to the test process's coverage.
 
 coverage.py's ``patch = fork, _exit`` is not enough: it saves when a process calls ``os._exit``, but the test process
 kills ranks. The user would also have to configure it.
@@ -33,7 +33,7 @@ def measured(folder: Path, rank: int) -> Iterator[None]:
     # Disable warnings that pytest might turn into errors. A rank does not have to run any of the measured source.
     own._warn_no_data = own._warn_unimported_source = own._warn_preimported_source = False
     with _where_paths_begin():
-        own.start()  # which resolves relative paths
+        own.start()  # start() resolves relative paths
     try:
         yield
     finally:
@@ -46,7 +46,7 @@ def _where_paths_begin() -> Iterator[None]:
     """Change to the base folder of relative source paths, because the test may have changed to another folder."""
     from coverage.files import relative_directory
 
-    here = os.open(".", os.O_RDONLY)  # not a path, because the test may have deleted the folder
+    here = os.open(".", os.O_RDONLY)  # a descriptor instead of a path, because the test may have deleted the folder
     try:
         os.chdir(relative_directory())
         yield

@@ -21,7 +21,7 @@ DEFERRED = _Deferred()
 
 
 def defer(item: Any) -> None:
-    """Keep the test process from setting up fixtures that exist only on ranks, and fixtures that use those."""
+    """Keep the test process from setting up fixtures that exist only on ranks, and fixtures that depend on them."""
     if getattr(item, "funcargs", None) is None:
         return
     definitions: dict[str, Any] = item._fixtureinfo.name2fixturedefs

@@ -46,12 +46,12 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected:
     reports = _listen(item.config, connected)
     with coverage_of_ranks.measured(connected.folder, connected.rank), ExitStack() as stack:
         records: list[Any] | None = None
-        if "recwarn" not in item.fixturenames:  # because the fixture itself records them
+        if "recwarn" not in item.fixturenames:  # the fixture recwarn records warnings itself
             records = stack.enter_context(warnings.catch_warnings(record=True))
         recorder, error = _run(item, runtest, mark, connected)
         error = error or _unittest_error(item)
     outcome = _outcome_of(item, error, connected)
-    for report in reports:  # of subtests
+    for report in reports:  # reports of subtests
         if report.failed and outcome.kind == "passed":
             outcome = Outcome("failed", first_line(report.longreprtext), _kept(report.longrepr))
     outcome.sections = captured_output.read(item.config) + _log(item.config)
@@ -185,7 +185,7 @@ def _listen(config: pytest.Config, connected: Connected) -> list[pytest.TestRepo
     ours: Any = config.pluginmanager.getplugin(Listener.NAME)
     ours.connected = connected
     listeners = config.hook.pytest_runtest_logreport
-    for listener in list(listeners.get_hookimpls()):  # such as the terminal reporter and xdist's connection
+    for listener in list(listeners.get_hookimpls()):  # for example, the terminal reporter and xdist's connection
         if listener.plugin is not ours:
             listeners._remove_plugin(listener.plugin)
     reports: list[pytest.TestReport] = ours.reports
@@ -205,7 +205,7 @@ def _unittest_error(item: Any) -> BaseException | None:
 
 
 def _outcome_of(item: Any, error: BaseException | None, connected: Connected) -> Outcome:
-    """Return how the body ended."""
+    """Return the outcome of the test body on this rank."""
     if error is None:
         return Outcome("passed")
     if isinstance(error, pytest.skip.Exception | unittest.SkipTest):
@@ -266,7 +266,7 @@ def _warning(record: Any) -> tuple[str, bytes, str, int]:
     try:
         category = pickle.dumps(record.category)
     except Exception:
-        # such as a class inside a function
+        # for example, the class is defined inside a function
         category = pickle.dumps(UserWarning)
     return str(record.message), category, record.filename, record.lineno
 

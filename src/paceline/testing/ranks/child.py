@@ -1,4 +1,4 @@
-"""What a test's forked rank does."""
+"""Runs a test's body in a forked rank."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def be_rank(body: Callable[[Connected], Outcome], connected: Connected) -> NoRet
         with suppress(BaseException):
             traceback.print_exc(file=sys.__stderr__)
     finally:
-        # If this returned, the rank would continue the pytest session.
+        # If this function returned, the rank would continue the pytest session.
         os._exit(ENDED_BADLY)
 
 
@@ -94,7 +94,7 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
         "GROUP_RANK": "0",
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        # Says that the test process serves the store. Otherwise rank 0 would try to open one at the same port.
+        # Tells torch that the test process serves the store. Otherwise, rank 0 would try to open one at the same port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     if sys.platform == "linux":

@@ -16,7 +16,7 @@ from paceline.testing.ranks.recorded_collectives import ONE_TO_ONE, Calls, unmat
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 MACHINERY = ["/_pytest/", "/pluggy/", "/pytest/__main__", "/pytest_paceline.py", "<frozen runpy>"]
 MACHINERY += [str(Path(__file__).parents[1])]
-"""Parts of file paths. Frames in files with such a path are left out of a stack."""
+"""Parts of file paths. Frames of files whose path contains one of them are omitted from a stack."""
 LEFT_OUT = ("skipped", "xfailed")
 """Kinds of outcomes, of ``pytest.skip`` and ``pytest.xfail``, that must be the same on all ranks."""
 

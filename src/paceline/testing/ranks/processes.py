@@ -44,7 +44,7 @@ from paceline.testing.ranks.recorded_collectives import ONE_TO_ONE, Note
 START_S = 120.0
 """Seconds that ranks may take to start."""
 GRACE_S = 1.0
-"""Seconds that the other ranks are given after a rank has failed."""
+"""Seconds to wait for the other ranks after a rank has failed."""
 REPORT_S = 5.0
 """Seconds that a rank may take to report an exception."""
 BRIEF_S = 0.2
@@ -65,11 +65,11 @@ class RankProcess:
     pipe: Connection
     note: Note
     ending: Ending
-    """How it ended, as far as is known."""
+    """What is known about how the rank ended."""
     begun: float | None = None
-    """When the test body started on this rank; None until it does."""
+    """Time when the test body started on this rank; None before that."""
     reports_until: float = 0.0
-    """Time until which to wait for the rank to report an exception."""
+    """Deadline for the rank to report an exception."""
     is_debugged: bool = False
 
     @property
@@ -108,7 +108,7 @@ class RankRun:
             try:
                 for rank in range(self.size):
                     self._fork(rank, body, Path(folder), listener, private)
-                store = loopback_store(listener=listener)  # only after the forks, because it starts threads
+                store = loopback_store(listener=listener)  # started only after the forks, because it starts threads
                 self._converse()
                 self._ask_for_stacks(Path(folder))
             finally:
@@ -264,7 +264,7 @@ def kill(process: RankProcess) -> None:
     with suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.ending.code is None:
-        with suppress(OSError):  # it may have left its process group to use the terminal
+        with suppress(OSError):  # the rank may have left its process group to use the terminal
             os.kill(process.pid, signal.SIGKILL)
 
 
@@ -299,7 +299,7 @@ def ask_for_stacks(folder: Path, pids: Mapping[int, int], seconds: float) -> Non
     while time.monotonic() < deadline and not all(stack_of(folder, rank) for rank in pids):
         time.sleep(0.01)
     if pids:
-        time.sleep(0.05)  # so that a stack is complete
+        time.sleep(0.05)  # wait until the stack is complete
 
 
 def stack_of(folder: Path, rank: int) -> str:

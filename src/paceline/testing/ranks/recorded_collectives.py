@@ -35,7 +35,7 @@ class GroupCalls:
     calls: list[tuple[str, str]] = field(default_factory=list)
     """Name and place of each call."""
     has_failed: bool = False
-    """Whether a call raised. If so, the calls may legitimately differ from other ranks' calls."""
+    """Whether a call raised. If so, the calls may legitimately differ from those of other ranks."""
 
 
 Calls = dict[str, GroupCalls]
@@ -87,7 +87,7 @@ class Recorder:
         for name, work in self._works.items():
             try:
                 if work.is_completed():
-                    work.wait()  # raises if it failed; exception() is deprecated
+                    work.wait()  # raises if the call failed; exception() is deprecated
             except RuntimeError:
                 self.groups[name].has_failed = True
         return self.groups
