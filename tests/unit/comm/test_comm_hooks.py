@@ -322,7 +322,7 @@ def answering(change: Callable[[torch.Tensor], Any]) -> Any:
 
 BROKEN: dict[str, tuple[Callable[..., Any], str]] = {
     "raises": (raises, "raised KeyError: 'no such key'"),
-    "no future": (no_future, "returned a Tensor; let it return a torch.futures.Future"),
+    "no future": (no_future, "returned a Tensor; return a torch.futures.Future"),
     "fails later": (fails_later, "KeyError"),
     "half": (answering(lambda flat: flat.half()), "torch.float16"),
     "longer": (answering(lambda flat: torch.cat([flat, flat])), "for a bucket of shape ("),
@@ -384,7 +384,7 @@ def zero_step(world: World) -> None:
         zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
         for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
             hook = make(default_hooks.allreduce_hook, model, zero)
-            with pytest.raises(HookError, match=f"{make.__name__} steps inside torch"):
+            with pytest.raises(HookError, match=f"{make.__name__} runs the optimizer inside torch"):
                 model.register_comm_hook(None, hook)
     model.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
 

@@ -1,1 +1,1 @@
-"""Moves buckets between ranks: a wrapper's own channel, and the finishers of buckets."""
+"""Moves buckets between ranks, using a channel per wrapper and a finisher that averages buckets."""

@@ -1,9 +1,10 @@
 """The channel: the collectives of one wrapper, on a separate process group.
 
-With two wrapped models on one group, the order of operations can differ between ranks (a GAN's two backwards, say),
-and collectives that pair up by order would mix them. With separate groups each wrapper's order is independent.
+With two wrapped models on one group, the order of operations can differ between ranks (for example, with the two
+backward passes of a GAN), and collectives, which are matched by order, would mix up the models. With separate groups,
+each wrapper's order is independent.
 
-Decision 0004 says why.
+Decision 0004 gives the reasons.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from paceline.errors import CommunicationError, PacelineError
 
 Result = TypeVar("Result")
 Pausing: TypeAlias = Generator[bool, None, Result]
-"""Work at the end of a synchronized backward that launches collectives and later waits for them.
+"""Generator that runs at the end of a synchronized backward pass, launches collectives, and later waits for them.
 
-It yields True after a launch, and the caller may first run other wrappers up to their next pause. So all wrappers of a
-backward launch before any of them waits, and ranks whose wrappers end in different order do not wait for each other in
-a circle. It yields False to continue only at the next look at gradients, because control blocks are read late.
-Inside another such generator it is run by ``yield from``, which returns its result.
+It yields True after a launch, so that the caller can run other wrappers up to their next pause. All wrappers in a
+backward pass therefore launch before any of them waits, and ranks whose wrappers end in a different order do not
+deadlock. It yields False if control blocks are read late: the caller then continues when gradients are accessed next.
+Another such generator runs it with ``yield from``, which returns the result.
 """
 
 
 class Launched(Protocol):
-    """A collective under way."""
+    """A launched collective."""
 
     def wait(self) -> Any:
         """Return when it is finished."""
@@ -54,7 +55,7 @@ class Launched(Protocol):
 
 @dataclass
 class Outstanding:
-    """The number of collectives that were launched and not waited for with success; shared with a host channel."""
+    """Number of launched collectives whose wait has not succeeded yet; shared with the host channel."""
 
     count: int = 0
 
@@ -65,38 +66,38 @@ class Channel:
     blocks = False
     """Whether a launch returns only when every rank has taken part."""
     sums_in_tree = False
-    """Whether :func:`paceline.comm.arithmetic.reduce_into` defines the sums on every rank."""
+    """Whether sums are computed by :func:`paceline.comm.arithmetic.reduce_into` on every rank."""
 
     def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.group = own
-        """The group that carries the collectives. torch does not know it, so call its methods and no function of
-        ``torch.distributed``: on an error these ask torch for the group's backend."""
+        """The group that runs the collectives. It is not registered with torch, so call its methods instead of
+        functions of ``torch.distributed``, which look up the group's backend when they report an error."""
         self.members = dist.get_process_group_ranks(group)
-        """World ranks of the group's members, in its order, for messages."""
+        """World ranks of the group's members in group order, for messages."""
         self.name: str = own.group_name
         self.host: Channel = self
-        """The channel for tensors in the host's memory; another one where gradients are on GPUs."""
+        """The channel for tensors in host memory; a separate channel if gradients are on GPUs."""
         self.parent_group = group
-        """The group that it was opened for."""
-        # torch's own table, which a destroyed group leaves.
+        """The group for which the channel was opened."""
+        # torch's own table of groups; destroying a group removes it from the table.
         self._process, self._living = os.getpid(), get_known_groups()
-        self._options = AllreduceOptions()  # made once, because there is a launch for each bucket of each step
+        self._options = AllreduceOptions()  # created once, because each bucket of each step needs it
         self._options.asyncOp = True
         self._outstanding = Outstanding()
         _channels().add(self)
 
     def use_host(self, host: Channel) -> None:
-        """Use `host` for tensors in the host's memory. Its collectives may be waited for on either channel."""
+        """Use `host` for tensors in host memory. Either channel can wait for its collectives."""
         self.host, host._outstanding = host, self._outstanding
 
     def check_open(self) -> None:
-        """Refuse to begin a collective that no rank would answer."""
+        """Raise an error if no other rank would take part in a new collective."""
         if os.getpid() != self._process:
             raise CommunicationError(
-                f"rank {self.rank}: this process was forked from a rank, and only the rank itself trains the wrapped "
-                "model; call model.module here, or wrap a copy in a process group of the child's own"
+                f"rank {self.rank}: this process was forked from a rank, and only the rank itself can train the "
+                "wrapped model; call model.module here, or wrap a copy with the child's own process group"
             )
         if self.parent_group not in self._living:
             raise CommunicationError(
@@ -109,7 +110,7 @@ class Channel:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def free(self, tensor: Tensor) -> None:
-        """Free a tensor that :meth:`allocate` returned, where Python's own references do not suffice."""
+        """Free a tensor returned by :meth:`allocate`; a no-op if Python frees its memory."""
 
     def all_reduce(self, tensor: Tensor) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place."""
@@ -118,7 +119,7 @@ class Channel:
         return work
 
     def progress(self) -> None:
-        """Advance launched operations as far as they go now, without waiting."""
+        """Advance launched operations as far as possible without waiting."""
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Copy `tensors` from rank `source` to every rank; return when the copies are complete."""
@@ -127,7 +128,7 @@ class Channel:
                 self.run("broadcast", broadcast_coalesced, self.group, tensors, 25 * 2**20, source)
 
     def all_gather(self, flat: Tensor) -> Launched:
-        """Launch the gathering of every rank's :meth:`shard` of `flat` into all of it, in place."""
+        """Launch an in-place all-gather of `flat`, to which every rank contributes its :meth:`shard`."""
         if flat.is_complex():  # Gloo has no all-gather of complex numbers
             flat = torch.view_as_real(flat).view(-1)
         options = AllgatherOptions()
@@ -137,25 +138,25 @@ class Channel:
         return work
 
     def shard(self, flat: Tensor) -> Tensor:
-        """Return this rank's part of `flat`, a view: the rank-th of as many equal parts as there are ranks."""
+        """Return this rank's part of `flat`, as a view, after dividing `flat` equally among the ranks."""
         length, rest = divmod(flat.numel(), self.size)
         if rest:
             raise ValueError(f"{flat.numel()} elements cannot be cut into {self.size} equal shards; pad them")
         return flat[self.rank * length : (self.rank + 1) * length]
 
     def gather_rows(self, row: Tensor) -> tuple[Tensor, Launched]:
-        r"""Launch the gathering of every rank's `row`; all have the same shape, dtype and kind of device.
+        r"""Launch an all-gather of every rank's `row`. Shape, dtype and device type are the same on all ranks.
 
         Returns:
-            A tensor of shape (ranks, *shape of a row), which is whole once the collective is waited for.
+            A tensor of shape (ranks, \*row.shape), which is complete after waiting for the collective.
         """
-        # As a sum of tables with one row filled by each rank: every backend has that, and whole numbers stay exact.
+        # Sum tables that each have one row filled: every backend supports sums, and integers stay exact.
         table = row.new_zeros(self.size, *row.shape)
         table[self.rank] = row
         return table, (self.host if row.is_cpu else self).all_reduce(table)
 
     def gather_numbers(self, numbers: Sequence[int], what: str) -> Pausing[list[list[int]]]:
-        """Gather every rank's `numbers`, as many on each, in the order of ranks; `what` names them in errors."""
+        """Gather every rank's `numbers` in rank order. All ranks pass equally many; `what` names them in errors."""
         table, launched = self.gather_rows(torch.tensor(numbers, dtype=torch.int64))
         yield True
         self.meet(launched, what)
@@ -163,7 +164,7 @@ class Channel:
         return rows
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        # Not by torch.distributed.all_gather_object(), because torch does not know the group.
+        # torch.distributed.all_gather_object() cannot be used, because the group is not registered with torch.
         local = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes, launched = self.gather_rows(torch.tensor(len(local)))
         self.meet(launched, "all-gather of sizes")
@@ -174,7 +175,7 @@ class Channel:
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
 
     def count_launch(self) -> None:
-        """Count a collective launched directly on :attr:`group`, which :meth:`wait` will be called for."""
+        """Count a collective launched directly on :attr:`group`; :meth:`wait` must be called for it."""
         self._outstanding.count += 1
 
     def wait(self, launched: Launched, what: str, number: int | None = None) -> None:
@@ -188,20 +189,20 @@ class Channel:
         self._outstanding.count -= 1
 
     def meet(self, launched: Launched, what: str) -> None:
-        """Wait as :meth:`wait` does, for a collective outside of the wait at the end of a backward."""
+        """Wait for a collective that is not part of the wait at the end of a backward pass."""
         with self.meeting():
             self.wait(launched, what)
 
     def meeting(self) -> AbstractContextManager[None]:
-        """Record the block as a meeting of the ranks."""
+        """Return a context manager that records its block as a collective span."""
         return recorder.span(COLLECTIVE, group=self.name)
 
     def abandon(self, _launched: Launched) -> None:
-        """Count a collective of host data as done, without waiting: the channel can be closed while it runs."""
+        """Count a collective on host data as done without waiting. The channel may be closed while it is running."""
         self._outstanding.count -= 1
 
     def linger(self, launched: Any, seconds: float) -> None:
-        """Advance `launched` until it is finished or failed, for at most `seconds`, without raising."""
+        """Advance `launched` for up to `seconds` until it has finished or failed. Never raises."""
         end = time.monotonic() + seconds
         with suppress(Exception):
             while not launched.is_completed() and time.monotonic() < end:
@@ -209,7 +210,7 @@ class Channel:
                 time.sleep(0.001)
 
     def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
-        """Call the collective `function`; a failure becomes an error that names `what`."""
+        """Call the collective `function`. A failure raises an error that names `what`."""
         try:
             function(*arguments, **options)
         except PacelineError:
@@ -218,18 +219,18 @@ class Channel:
             raise failed(what, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
-        """Close the channel's connections; NCCL's close once all ranks have done so."""
-        if self.host.group is not self.group:  # one group may carry both
+        """Close the channel's connections. NCCL connections close after all ranks have called this."""
+        if self.host.group is not self.group:  # both channels may use the same group
             self.host.close()
         if self.group is not None:
             # NCCL destroys a communicator only if all its work has ended, and aborts it otherwise.
             release(self.group, is_clean=self._outstanding.count == 0)
 
     def join_threads(self) -> None:
-        """End Gloo's threads at the end of the process, if no collective is under way.
+        """End Gloo's threads at process exit if no collective is running.
 
-        A thread may let go of a work's tensors after the work was waited for. If it does so while the interpreter
-        ends, it cannot get the interpreter's lock, and aborts the process.
+        A thread may release a work's tensors after the wait for the work has returned. During interpreter shutdown it
+        could not take the GIL for this, and would abort the process.
         """
         is_gloo = self.group is not None and self.group.name() == "gloo"
         if is_gloo and os.getpid() == self._process and self._outstanding.count == 0:
@@ -238,7 +239,7 @@ class Channel:
 
 @cache
 def _channels() -> WeakSet[Channel]:
-    """Return the channels of this process, whose threads end before the interpreter does."""
+    """Return the channels of this process. Their threads end before interpreter shutdown."""
     channels: WeakSet[Channel] = WeakSet()
     atexit.register(_join_all, channels)
     return channels
@@ -250,14 +251,14 @@ def _join_all(channels: WeakSet[Channel]) -> None:
 
 
 class DeviceChannel(Channel):
-    """A channel for tensors on one kind of device; :attr:`host` carries tensors in the host's memory."""
+    """A channel for tensors on one type of device; :attr:`host` handles tensors in host memory."""
 
     def __init__(self, group: dist.ProcessGroup, own: Any, device: torch.device) -> None:
         super().__init__(group, own)
         self._kind = device.type
 
     def _carrier_of(self, device: torch.device | str) -> Channel:
-        """Return this channel for its own kind of device, and :attr:`host` for any other."""
+        """Return this channel for its own device type, and :attr:`host` for any other."""
         return self if torch.device(device).type == self._kind else self.host
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -271,7 +272,7 @@ class DeviceChannel(Channel):
 
     def all_reduce(self, tensor: Tensor) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place."""
-        # Without _carrier_of(): to make an object of the device costs a tenth of a launch, which there are many of.
+        # Do not call _carrier_of(), because creating a device object takes a tenth of the time of a launch.
         return self.host.all_reduce(tensor) if tensor.is_cpu else Channel.all_reduce(self, tensor)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
@@ -281,16 +282,16 @@ class DeviceChannel(Channel):
 
 
 class HostChannel(Channel):
-    """Sums through shared memory that each rank computes for itself, from the values that all others show it.
+    """A channel through shared memory. Each rank computes sums itself, from the values that all ranks show.
 
-    So a sum is whole as soon as every rank has launched it, and no rank waits for another to do its part.
+    A sum is therefore complete once every rank has launched it, without waiting for other ranks' results.
     """
 
     def all_reduce(self, tensor: Tensor) -> Launched:
-        """Launch the sum of `tensor` over all ranks, in place. The others see its present values."""
+        """Launch the sum of `tensor` over all ranks, in place. The other ranks receive its current values."""
         self.count_launch()
         return self.group.launch_own_sum(tensor.view(-1))  # type: ignore[no-any-return]
 
     def progress(self) -> None:
-        """Compute the sums whose parts all ranks have shown."""
+        """Compute the sums that all ranks have launched."""
         self.group.progress()

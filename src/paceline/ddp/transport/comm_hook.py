@@ -1,15 +1,15 @@
-"""Communication hooks: a user's function in place of a bucket's all-reduce, with torch's contract.
+"""Communication hooks: user functions that replace the all-reduce of a bucket, as in torch's DDP.
 
-``hook(state, bucket)`` gets this rank's gradients and returns a future of their new values: by torch's contract the
-mean over the N ranks. So with ``model.weight(w)`` around summed losses, N/Σw times that is the gradient. The hook is
-called once for each bucket in each synchronized backward, in the same order on every rank; it sees neither the control
-block nor late deltas, which are all-reduced plainly.
+``hook(state, bucket)`` gets this rank's gradients and returns a future with their new values, which torch expects to be
+the mean over the N ranks. With ``model.weight(w)`` around summed losses, the wrapper therefore multiplies this mean by
+N/Σw. The hook is called once for each bucket in each synchronized backward pass, in the same order on every rank.
+Control blocks and late deltas do not pass through the hook; they are all-reduced directly.
 
-A hook that fails on one rank ends the step on all of them. The others learn of a call that failed from the control
-block, before they wait for collectives that the hook has not begun on that rank. They learn of an answer that is not a
-gradient from a second exchange, after they have waited.
+If a hook fails on one rank, the step ends on all ranks. A failed call is reported in the control block, before the
+other ranks wait for collectives that the hook did not launch on that rank. An invalid result is reported in a second
+exchange, after the wait.
 
-Decision 0007 says why; decision 0019 describes the failure of a hook.
+Decision 0007 gives the reasons; decision 0019 describes how failures of a hook are handled.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from paceline.errors import CommunicationError, DesyncError, HookError, Paceline
 
 
 class GradBucket(TorchGradBucket):
-    """A bucket with the interface that hooks know; a subclass, because hooks and annotations ask for torch's class.
+    """A bucket with torch's interface; a subclass, because hooks and annotations check for torch's class.
 
-    torch makes its own in C++ only, and the class has no constructor, so the state in C++ is missing here. Every method
-    is overridden, and instances come from :meth:`of`.
+    torch creates its buckets only in C++, and the class has no constructor, so instances lack the C++ state. Therefore
+    every method is overridden, and :meth:`of` creates instances.
     """
 
     @classmethod
     def of(cls, bucket: Bucket, parameters: Sequence[Tensor], number: int, *, last: bool) -> GradBucket:
-        """Return the `number`-th bucket in the order of launch.
+        """Return a bucket for the hook.
 
         Args:
             bucket: the reducer's bucket.
             parameters: the reducer's parameters.
-            number: index of the bucket, from 0.
-            last: whether no bucket follows.
+            number: index of the bucket in launch order, from 0.
+            last: whether this is the last bucket.
         """
         made = cls.__new__(cls)
         made._bucket, made._buffer, made._number, made._last = bucket, bucket.flat, number, last
@@ -74,22 +74,22 @@ class GradBucket(TorchGradBucket):
         return self._number
 
     def is_last(self) -> bool:
-        """Return whether it is the last one of this backward."""
+        """Return whether this is the last bucket of the backward pass."""
         return self._last
 
     def buffer(self) -> Tensor:
-        """Return all gradients of the bucket, flat; this rank's own, not divided by anything."""
+        """Return this rank's gradients as one flat tensor, not divided by anything."""
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Replace the tensor that :meth:`buffer` and :meth:`gradients` show."""
+        """Replace the tensor used by :meth:`buffer` and :meth:`gradients`."""
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """Return, for each parameter, its part of the buffer in the parameter's shape.
+        """Return each parameter's part of the buffer, in the parameter's shape.
 
-        As in torch these views are contiguous; so for a parameter in channels-last memory their elements are in
-        another order than the parameter's.
+        As in torch, these views are contiguous. For a channels-last parameter, their elements are therefore in a
+        different order than the parameter's.
         """
         sizes = [view.numel() for view in self._bucket.views]
         parts = self._buffer.split(sizes)
@@ -102,16 +102,16 @@ class GradBucket(TorchGradBucket):
     # -- not in torch -----------------------------------------------------------------------------------------------
 
     def when_waited(self, function: Callable[[], None]) -> None:
-        """Call `function` at the wait for the bucket, on its stream and in its thread."""
+        """Call `function` when the wrapper waits for the bucket, on the same stream and thread."""
         self._when_waited.append(function)
 
     def carry_on(self) -> None:
-        while self._when_waited:  # one of them may register another
+        while self._when_waited:  # a function may register another
             self._when_waited.pop(0)()
 
 
 GRACE_S = 5.0
-"""How long a rank whose hook failed stays for the others to learn of it, in seconds, before it raises."""
+"""How long a rank whose hook failed lets the other ranks learn of the failure before it raises, in seconds."""
 
 
 class HookFinisher(Finisher):
@@ -119,11 +119,11 @@ class HookFinisher(Finisher):
 
     owner = "a communication hook"
     is_capturable = False
-    """False, because a hook may do anything on the host."""
+    """False, because a hook may run arbitrary code on the host."""
     reads_late = False
     carries_tail = False
     layers_first: bool
-    """Whether buckets are launched at the end of backward, when layers have no collectives to run any more."""
+    """Whether buckets are launched at the end of backward, after the layers' own collectives."""
 
     def __init__(
         self,
@@ -141,9 +141,9 @@ class HookFinisher(Finisher):
         self._state, self._hook, self._parameters = state, hook, parameters
         self._ledger, self._timeout = ledger, timeout
         self._rank, self._channel, self._recorder = channel.rank, channel, recorder
-        # The first error of the hook, which is never called again.
+        # The hook's first error. After an error, the hook is never called again.
         self._failure: BaseException | None = None
-        # That error until it is raised, at the end of backward.
+        # The same error until it is raised, at the end of backward.
         self._untold: Exception | None = None
 
     @property
@@ -152,15 +152,15 @@ class HookFinisher(Finisher):
         return self._untold is not None
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
-        """Return True if ranks without data take part: they do not know which buckets are full at a layer's turn."""
+        """Return True if ranks without data take part, because they do not know when buckets fill."""
         return shadowed or self.layers_first
 
     def prescale(self, flat: Tensor) -> float:
-        """Return 1, because a hook sees this rank's own gradients."""
+        """Return 1, because a hook receives this rank's undivided gradients."""
         return 1.0
 
     def launch(self, bucket: Bucket, number: int) -> Launched:
-        """Call the hook, unless it has failed in this backward: then :meth:`wait` raises its error."""
+        """Call the hook, unless it has already failed in this backward pass; :meth:`wait` then raises its error."""
         if self._recorder.bucket_watch is not None:
             show_own(self._recorder.bucket_watch, self._ledger, bucket.flat, 1.0)
         if self._untold is not None:
@@ -176,17 +176,18 @@ class HookFinisher(Finisher):
             future = self._hook(self._state, shown)
             if not isinstance(future, Future):
                 raise HookError(
-                    f"{where}, returned {with_article(type(future).__qualname__)}; let it return a "
+                    f"{where}, returned {with_article(type(future).__qualname__)}; return a "
                     "torch.futures.Future[torch.Tensor]"
                 )
         except Exception as error:
             self._failure = error
             if isinstance(error, CommunicationError | DesyncError):
-                raise  # at once: the others cannot be reached, or know it already
-            # Not raised here: backward goes on, so that layers still meet and the control block reports it.
+                raise  # immediately, because the other ranks are unreachable or already know
+            # Do not raise yet: backward continues, so that layers run their collectives and the control block reports
+            # the error.
             self._untold = error
             if not isinstance(error, PacelineError):
-                self._untold = HookError(f"{where}, raised {type(error).__qualname__}: {error}; mend the hook")
+                self._untold = HookError(f"{where}, raised {type(error).__qualname__}: {error}; fix the hook")
                 self._untold.__cause__ = error
             return AlreadyDone()
         except BaseException as error:
@@ -195,14 +196,14 @@ class HookFinisher(Finisher):
         return _Answer(future, bucket.flat, shown, where, self._timeout)
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
-        """Copy the hook's answers into the buckets."""
-        assert block is not None, "it tells whether a hook failed on another rank, which is asked before its buckets"
+        """Copy the hook's results into the buckets."""
+        assert block is not None, "the block reports failed hooks, and must be read before waiting for the buckets"
         if (error := self._untold) is not None:
             self._untold = None
-            # For ranks that wait for it; not for ever, because one that is stuck inside the hook never reads it.
+            # Give waiting ranks time to read the block, but not forever: a rank may be stuck inside the hook.
             self._channel.linger(block, GRACE_S)
             raise error
-        # Before the buckets: a hook that failed on another rank has not begun its collectives.
+        # Check before waiting for buckets, because a hook that failed on another rank launched no collectives.
         self._channel.wait(block, CONTROL_EXCHANGE)
         _check_none([rank for rank, status in enumerate(control.statuses()) if status.hook_failed], self._rank)
         failure: Exception | None = None
@@ -210,23 +211,23 @@ class HookFinisher(Finisher):
             try:
                 with self._recorder.span(BUCKET_WAIT, number):
                     answer.wait()
-            except Exception as error:  # the other buckets' collectives are waited for all the same
+            except Exception as error:  # still wait for the other buckets' collectives
                 failure = failure or error
         self._agree(failure)
 
     def _agree(self, failure: Exception | None) -> None:
-        """Collective: raise on every rank if any has a `failure`."""
+        """Raise on every rank if any rank has a `failure`. Collective."""
         if isinstance(failure, CommunicationError):
             raise failure
         verdict, launched = self._channel.gather_rows(torch.tensor(float(failure is not None), dtype=torch.float64))
         if failure is not None:
             self._channel.linger(launched, GRACE_S)
             raise failure
-        self._channel.wait(launched, "exchange of whether communication hooks have failed")
+        self._channel.wait(launched, "exchange of communication hook failures")
         _check_none(verdict.nonzero().flatten().tolist(), self._rank)
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
-        """Turn the mean over all ranks into that over the weights, or over the ranks that count, where these differ."""
+        """Turn the mean over all ranks into the weighted mean, or the mean over the ranks that count, if different."""
         factor = compute_correction(notes)
         if factor != 1.0:
             multiply_each([bucket.flat for bucket in buckets], factor)
@@ -239,16 +240,16 @@ def _check_none(failed: Sequence[int], rank: int) -> None:
     if failed:
         raise DesyncError(
             f"rank {rank}: the communication hook failed on {named_ranks(failed)}, so the gradients of this step are "
-            "not whole; see that rank's own error, and start again from the last checkpoint"
+            "incomplete; see that rank's error, and start again from the last checkpoint"
         ).because_of(())  # the launcher names the rank that raised the cause, not this one
 
 
 class _Answer:
-    """The result of a communication hook, which is a future."""
+    """The result of a communication hook."""
 
     def __init__(self, future: Any, flat: Tensor, shown: GradBucket, where: str, timeout: timedelta | None) -> None:
         self._future, self._where, self._timeout = future, where, timeout
-        # The bucket, and the one that the hook saw, whose buffer it may have replaced by one of another dtype.
+        # The bucket's memory, and the bucket passed to the hook, whose buffer the hook may have replaced.
         self._flat, self._shown = flat, shown
 
     @torch.no_grad()
@@ -258,26 +259,26 @@ class _Answer:
         value = self._value()
         if not isinstance(value, Tensor):
             raise HookError(
-                f"{self._where}, returned a future of {with_article(type(value).__qualname__)}; let its value "
-                "be one tensor"
+                f"{self._where}, returned a future of {with_article(type(value).__qualname__)}; its value "
+                "must be a tensor"
             )
         flat = self._flat
         if flat.is_complex() and (value.shape, value.dtype) == ((*flat.shape, 2), flat.dtype.to_real()):
-            value = torch.view_as_complex(value.contiguous())  # the future of a collective holds real numbers
+            value = torch.view_as_complex(value.contiguous())  # collectives on complex tensors return real numbers
         if not self._fits(value):
             raise HookError(
-                f"{self._where}, returned a future of {_described(value)} for a bucket of {_described(flat)}; let it "
-                "be like bucket.buffer()"
+                f"{self._where}, returned a future of {_described(value)} for a bucket of {_described(flat)}; it "
+                "must match bucket.buffer()"
             )
         if value.data_ptr() != flat.data_ptr():
             flat.copy_(value)
         elif value.stride() != flat.stride() or value.is_conj() or value.is_neg():
-            flat.copy_(value.clone())  # another order of the same memory, which cannot be copied onto itself
+            flat.copy_(value.clone())  # the same memory in another layout; copying in place would corrupt it
 
     def _fits(self, value: Tensor) -> bool:
-        """Return whether `value` is like the bucket, or of the dtype that the hook gave the buffer.
+        """Return whether `value` matches the bucket, except that it may have the dtype of a replaced buffer.
 
-        torch's compression wrappers give it another dtype.
+        torch's compression wrappers replace the buffer with another dtype.
         """
         if is_sharded(value) or value.layout is not torch.strided:
             return False
@@ -292,8 +293,8 @@ class _Answer:
         except PacelineError:
             raise
         except Exception as error:
-            text = " ".join(str(error).partition("\n\nAt:\n")[0].split())  # torch appends the whole stack
-            if CommunicationError.__name__ in text:  # torch passes an error on as text, from callback to callback
+            text = " ".join(str(error).partition("\n\nAt:\n")[0].split())  # torch appends the call stack
+            if CommunicationError.__name__ in text:  # torch passes errors between callbacks as text
                 raise CommunicationError(f"{self._where}, could not reach the other ranks: {text}") from error
             raise HookError(
                 f"{self._where}, returned a future that failed, in the hook's own callback or because another rank "
@@ -301,9 +302,9 @@ class _Answer:
             ) from error
 
     def _check_done(self) -> None:
-        """Wait until the future is completed, for at most the group's timeout.
+        """Wait until the future is completed, up to the group's timeout.
 
-        Without one, a hook that forgets to complete it would make the rank wait for ever.
+        Without a timeout, the rank would wait forever for a hook that forgets to complete its future.
         """
         if self._timeout is None or self._future.done():
             return
@@ -312,8 +313,8 @@ class _Answer:
         seconds = self._timeout.total_seconds()
         if not done.wait(seconds):
             raise HookError(
-                f"{self._where}, returned a future that was not completed within {seconds:g} s; let the hook complete "
-                "it with set_result, or return that of a collective"
+                f"{self._where}, returned a future that was not completed within {seconds:g} s; complete it with "
+                "set_result, or return the future of a collective"
             )
 
 

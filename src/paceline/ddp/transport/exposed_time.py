@@ -12,29 +12,29 @@ import torch
 from paceline.core.state.device_streams import is_capturing
 
 MOST_PENDING = 64
-"""Largest number of measurements that are not read yet. If the device has come to none of them, the host is far ahead,
-and makes no new ones, so that events do not pile up."""
+"""Maximum number of measurements not read yet. If the device has reached none of them, the host is far ahead and makes
+no new ones, so that events do not accumulate."""
 
 
 class ExposedTime:
     """Adds up the waiting time for gradients on `device`.
 
-    On the CPU that is the host's time. A GPU waits while the host goes on, so there it is the time between two events
-    on its stream. They are read many at once, when the device has passed them, so that the host never waits for them;
-    reading two of them in each step costs several times as much as recording them.
+    On a CPU, this is host time. A GPU waits while the host continues, so the time is measured between two events on its
+    stream. Events are read in batches after the device has passed them, so the host never waits for them. Reading two
+    events in every step would take several times as long as recording them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.of_host: AbstractContextManager[Any] = self if device.type == "cpu" else nullcontext()
-        """Adds up a wait of the host for the other ranks' reports; no effect beside a GPU, which goes on meanwhile."""
-        self._read = 0.0  # the sum of measurements that were read
-        self._begin: Any = None  # the time or event at the beginning of the present wait
-        self._pending: deque[tuple[Any, Any]] = deque()  # begin and end of each other measurement, the oldest first
+        """Measures the host's wait for the other ranks' reports. A no-op with a GPU, which continues meanwhile."""
+        self._read = 0.0  # sum of the measurements read so far
+        self._begin: Any = None  # time or event at the start of the current wait
+        self._pending: deque[tuple[Any, Any]] = deque()  # start and end of unread measurements, oldest first
 
     @property
     def seconds(self) -> float:
-        """Seconds; on a GPU without the latest steps, which it may not have finished."""
+        """Total seconds. On a GPU, the latest steps may be missing, because the GPU may not have finished them."""
         self._read_passed()
         return self._read
 
@@ -42,7 +42,7 @@ class ExposedTime:
         if self.device.type == "cpu":
             self._begin = time.perf_counter()
         elif is_capturing(self.device) or self._is_far_ahead():
-            self._begin = None  # replays of a captured graph do not come here
+            self._begin = None  # replays of a captured graph do not run this code
         else:
             self._begin = self._event()
             self._begin.record()

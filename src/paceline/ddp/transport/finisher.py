@@ -1,9 +1,9 @@
 """The finisher: makes a bucket's gradients the same on every rank.
 
-It is an all-reduce, unless a communication hook (:mod:`paceline.ddp.transport.comm_hook`) or an algorithm of
-:mod:`paceline.comm.algorithms` takes its place. The control block and late deltas never pass through it.
+By default it is an all-reduce. A communication hook (:mod:`paceline.ddp.transport.comm_hook`) or an algorithm from
+:mod:`paceline.comm.algorithms` can replace it. Control blocks and late deltas never pass through the finisher.
 
-Decision 0007 says why.
+Decision 0007 gives the reasons.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ from paceline.ddp.transport.channel import Channel, Launched
 CONTROL_EXCHANGE = "exchange of control blocks"
 BUCKET_REDUCTION = "all-reduce of gradient bucket"
 _LARGE_BYTES = 64 * 1024
-"""Bucket size in bytes above which a pass over the bucket takes longer than one more operation."""
+"""Bucket size in bytes above which a pass over the bucket takes longer than launching another operation."""
 NOT_RECORDED = nullcontext()
 
 
 class Finisher(Protocol):
-    """Called for every bucket of a backward, in the order of launch, on every rank."""
+    """Averages the buckets of a backward pass. Called for each bucket in launch order, on every rank."""
 
     owner: str
-    """The feature that takes the place of the wrapper's all-reduce, for messages; empty for the all-reduce itself."""
+    """The feature that replaces the wrapper's all-reduce, for messages; empty for the all-reduce itself."""
     reads_late: bool
     """Whether :meth:`wait` may be called without the control block, which is read later."""
     carries_tail: bool
-    """Whether the tail of the last bucket is summed along with it."""
+    """Whether the tail of the last bucket is summed along with the bucket."""
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph can hold all its work, which then consists of operations of the device alone."""
+        """Whether a CUDA graph can capture all of its work, that is, whether everything runs on the device."""
 
     @property
     def failed(self) -> bool:
-        """Whether a launch of this backward failed on this rank, which the others learn from the control block."""
+        """Whether a launch in this backward pass failed on this rank. The control block reports this."""
         return False
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
-        """Return whether buckets must be launched when backward has ended rather than as they fill.
+        """Return whether buckets must be launched after backward has ended rather than as they fill.
 
-        `shadowed` if ranks that ran out of data inside ``join`` take part. If it is true, no collective of a layer
-        comes between the finisher's, on any rank.
+        `shadowed` is true if ranks that ran out of data inside ``join`` take part. If this returns True, no rank runs a
+        layer's collective between the finisher's collectives.
         """
 
     def prescale(self, flat: Tensor) -> float:
-        """Return the factor of gradients that are copied into the bucket `flat`."""
+        """Return the factor to apply to gradients when they are copied into the bucket `flat`."""
 
     def launch(self, bucket: Bucket, number: int) -> Launched:
-        """Hand a bucket to communication, which is the `number`-th in the order of launch."""
+        """Start communicating a bucket; `number` is its index in launch order."""
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
-        """Wait for all that :meth:`launch` returned, in its order, and for the `block` that becomes `control`.
+        """Wait for the results of :meth:`launch` in launch order, and for the `block` that is read into `control`.
 
-        `block` is None if it is read later, which requires :attr:`reads_late`.
+        `block` is None if the control block is read later, which requires :attr:`reads_late`.
         """
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
@@ -79,7 +79,7 @@ class Finisher(Protocol):
 
 
 class Sums(Protocol):
-    """Sums buckets over the ranks: a channel, or an algorithm in its place."""
+    """Sums buckets over the ranks; implemented by channels and algorithms."""
 
     size: int
     blocks: bool
@@ -108,17 +108,17 @@ class AllReduce(Finisher):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether sums are the backend's own."""
+        """Whether the backend itself computes the sums."""
         return not self.sums.blocks
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
-        """Return True where sums block: on another rank a layer's collective may come before this bucket's."""
+        """Return True if sums block, because another rank may run a layer's collective before this bucket's."""
         return self.sums.blocks
 
     def prescale(self, flat: Tensor) -> float:
-        """Return 1/N if a pass over the averages would cost more than a multiplication right after the copy."""
-        # On CPUs only for powers of two: multiplying by them before the sum changes no bit of the result, but for
-        # numbers near the smallest of the dtype.
+        """Return 1/N if scaling during the copy is faster than scaling the sums afterwards, else 1."""
+        # On CPUs only for powers of two: multiplying before the sum then gives bit-identical results, except for
+        # numbers near the smallest that the dtype can represent.
         if not self._prescales:
             return 1.0
         size = self.sums.size
@@ -130,7 +130,7 @@ class AllReduce(Finisher):
         recorder = self._recorder
         if recorder.bucket_watch is not None:
             show_own(recorder.bucket_watch, self._ledger, bucket.flat, bucket.prescale)
-        if bucket.prescale == 1.0 and bucket.flat.dtype is torch.float16:  # a sum of N may overflow: sum means
+        if bucket.prescale == 1.0 and bucket.flat.dtype is torch.float16:  # a sum of N may overflow, so divide first
             bucket.flat.mul_(1 / self.sums.size)
         return self._launch_in_detail(bucket, number) if recorder.detailed else self._reduce(bucket, number)
 
@@ -138,7 +138,7 @@ class AllReduce(Finisher):
         self._recorder.mark(SENT, number)
         launched = self._reduce(bucket, number)
         if isinstance(launched, dist.Work) and bucket.flat.device.type == "cpu":
-            # In shared memory the reduction records it, and on a GPU torch's profiler.
+            # In shared memory, the reduction records this itself; on a GPU, torch's profiler does.
             launched.get_future().add_done_callback(lambda _: self._recorder.mark(DONE, number))
         return launched
 
@@ -149,7 +149,7 @@ class AllReduce(Finisher):
         """Wait for the buckets in the order of launch, then for the block."""
         recorder, wait = self._recorder, self._channel.wait
         box, is_recorded = recorder.box, recorder.on or is_profiling()
-        # If only the black box records, one context manager serves all buckets.
+        # If only the black box records, all buckets share one context manager.
         told = None if box is None or is_recorded else box.span(BUCKET_WAIT)
         for number, launched in enumerate(buckets):
             if box is not None:
@@ -160,11 +160,11 @@ class AllReduce(Finisher):
             wait(block, CONTROL_EXCHANGE)
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
-        """Multiply the sums, and correct means if ranks count differently."""
+        """Scale the sums to means, and correct existing means if ranks have different weights."""
         sums: list[Bucket] = []
         means: list[Bucket] = []
         for bucket in buckets:
-            # Multiplied by 1/N when gradients were copied in, or at the launch, see launch().
+            # These were already multiplied by 1/N, either when gradients were copied or in launch().
             holds_means = bucket.prescale != 1.0 or bucket.flat.dtype is torch.float16
             (means if holds_means else sums).append(bucket)
         for summed, compute in ((sums, compute_scale), (means, compute_correction)):
@@ -176,26 +176,26 @@ class AllReduce(Finisher):
 
 
 def show_own(watch: BucketWatch, ledger: Ledger, flat: Tensor, prescale: float) -> None:
-    """Show `watch` this rank's gradients in a bucket, which were copied with the factor `prescale`."""
+    """Pass this rank's gradients in a bucket to `watch`; they were copied with the factor `prescale`."""
     ledger.add_up()
     weight, weighting = ledger.status.note
     watch.launched(flat, prescale * (weight if int(weighting) & WEIGHTED else 1.0))
 
 
 class AlreadyDone:
-    """A collective that was finished when its launch returned."""
+    """A collective that had already finished when its launch returned."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class Algorithms:
-    """Sums buckets by an algorithm in place of a channel; all ranks make it together."""
+    """Sums buckets with an algorithm instead of a channel. All ranks create it together."""
 
     blocks = True
 
     def __init__(self, channel: Channel, algorithm: Algorithm) -> None:
-        from paceline.comm import algorithms  # few wrappers have one
+        from paceline.comm import algorithms  # imported here, because few wrappers use it
         from paceline.comm.algorithms import execute, participants
         from paceline.comm.topology import host_number
 
@@ -212,7 +212,7 @@ class Algorithms:
 
     def all_reduce(self, tensor: Tensor) -> AlreadyDone:
         """Sum `tensor` over all ranks, in place."""
-        # Ranks compare their arguments only in the first sum, because layouts of buckets are equal by construction.
+        # Compare arguments between ranks only in the first sum, because bucket layouts are equal by construction.
         with recorder.span(COLLECTIVE, group=self._channel.name):
             if self._checked:
                 self._execute(self._schedule, tensor, self._members)
@@ -224,11 +224,11 @@ class Algorithms:
 
 
 class TreeSums:
-    """Sums in the binary tree of :func:`paceline.comm.arithmetic.reduce_into`, for backends with another order.
+    """Sums in the order of :func:`paceline.comm.arithmetic.reduce_into`, for backends that use a different order.
 
-    Every rank gets its share of the elements from all others, sums it, and sends it to all: an all-to-all and an
-    all-gather, which together move as many bytes as a ring all-reduce. It takes memory for a second bucket and does not
-    overlap with backward.
+    Every rank receives its share of the elements from all other ranks, sums it, and sends the result to all. This is an
+    all-to-all followed by an all-gather, which together move as many bytes as a ring all-reduce. It needs memory for a
+    second bucket and does not overlap with backward.
     """
 
     blocks = True

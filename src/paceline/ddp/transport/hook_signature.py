@@ -1,4 +1,4 @@
-"""Checks of a communication hook's signature before it is called, after torch's own."""
+"""Checks the signature of a communication hook before its first call, like torch does."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def name_of(hook: object) -> str:
 
 
 def check_hook(hook: Any) -> None:
-    """Check a hook before it is called, by its signature, as torch does."""
+    """Check the signature of a hook like torch does."""
     wanted = "give a function hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
     if not callable(hook):
         raise HookError(f"Communication hook must be callable, but {hook!r} is not; {wanted}")
     if getattr(hook, "__module__", None) == _ZERO:
         raise HookError(
-            f"Communication hook: {name_of(hook).partition('.')[0]} steps inside torch's own "
-            "reducer, which Paceline does not have; use ZeroRedundancyOptimizer without overlap_with_ddp, and step it "
+            f"Communication hook: {name_of(hook).partition('.')[0]} runs the optimizer inside torch's "
+            "own reducer, which Paceline replaces; use ZeroRedundancyOptimizer without overlap_with_ddp, and step it "
             "after backward"
         )
     name = name_of(hook)
@@ -59,6 +59,6 @@ def _signature(hook: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(hook, eval_str=True)
     except (ValueError, TypeError):
-        return None  # a function written in C has no signature to read
+        return None  # functions written in C may have no signature
     except Exception:  # an annotation may name a type that is imported only for a type checker
         return inspect.signature(hook)

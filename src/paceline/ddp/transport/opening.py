@@ -1,4 +1,4 @@
-"""Opens a wrapper's channel: the groups that carry its gradients, and control blocks beside them."""
+"""Opens a wrapper's channel: the process groups for its gradients and control blocks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from paceline.comm.c10d.process_group import PacelineProcessGroup
 
 TEST_HOST_CHANNEL = "PACELINE_TEST_HOST_CHANNEL"
-"""Environment variable of tests that makes ranks on CPUs open a host channel and read control blocks late, as
-beside GPUs; with the value ``always`` also after surprises."""
+"""Environment variable for tests: makes ranks on CPUs open a host channel and read control blocks late, as with GPUs.
+With the value ``always``, blocks are read late even after surprises."""
 logger = logging.getLogger(__name__)
 
 
@@ -30,9 +30,9 @@ def open_channel(
     device: torch.device,
     caller: str = "DistributedDataParallel(…)",
 ) -> Channel:
-    """Open a channel among the ranks of `group` for gradients on `device`; all of them call it, for `caller`."""
+    """Open a channel between the ranks of `group` for gradients on `device`. All of them call this together."""
     on_cpu = device.type == "cpu"
-    # The backend is the group's own, which need not be that of the world.
+    # Use the group's own backend, which may differ from the default group's.
     on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
     backend = "nccl" if on_nccl else dist.get_backend(group)
     timeout = timeout_of(group, device)
@@ -48,7 +48,7 @@ def open_channel(
             channel = Channel(group, own)
         else:
             channel = DeviceChannel(group, own, device)
-        # A Paceline group in shared memory carries host data already, so no second group is opened beside it.
+        # A Paceline group in shared memory already handles host data, so it needs no second group.
         if not on_cpu or TEST_HOST_CHANNEL in os.environ:
             channel.use_host(_open_host_channel(group, timeout, own if is_shared and not on_cpu else None))
     through = "shared memory" if on_cpu and is_shared else f"the group's backend, {backend}"
@@ -57,7 +57,7 @@ def open_channel(
 
 
 def _open_host_channel(group: dist.ProcessGroup, timeout: timedelta | None, present: Any) -> Channel:
-    """Open a channel for control blocks between the CPUs, over `present` if such a group is there already."""
+    """Open a channel for control blocks between CPUs, using the group `present` if given."""
     own = present or open_host_group(group, timeout)
     logger.info(
         "rank %d: control blocks travel through %s",
@@ -68,19 +68,19 @@ def _open_host_channel(group: dist.ProcessGroup, timeout: timedelta | None, pres
 
 
 def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> PacelineProcessGroup:
-    """Open a group of the ranks of `group` that carries host data: through shared memory, or Gloo between hosts."""
+    """Open a group with the ranks of `group` for host data, using shared memory, or Gloo between hosts."""
     try:
         own: PacelineProcessGroup = open_own_group(group, OWN_BACKEND, timeout)
     except CommunicationError as error:
         raise CommunicationError(
-            "beside gradients on GPUs, ranks exchange control blocks between their CPUs, which takes Gloo and TCP "
-            f"between the hosts even if the world was initialized with NCCL alone: {error}"
+            "with gradients on GPUs, ranks exchange control blocks between their CPUs, which requires Gloo over TCP "
+            f"between hosts, even if the world was initialized with NCCL alone: {error}"
         ).because_of(error.blamed or ()) from error
     return own
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return the group's own timeout, which a group made from it does not inherit."""
+    """Return the group's timeout, which groups created from it do not inherit."""
     if dist.get_backend(group) == OWN_BACKEND:
         return cast("PacelineProcessGroup", group).timeout
     options = getattr(group._get_backend(device), "options", None)

@@ -13,7 +13,7 @@ from paceline.ddp.transport.channel import Channel, Launched
 
 
 class SharedChannel(Channel):
-    """A channel through shared memory. Hooks of backward reduce buckets: small ones from copies, others in place."""
+    """A channel through shared memory. Backward hooks reduce buckets: small ones from copies, others in place."""
 
     sums_in_tree = True
 
@@ -25,7 +25,7 @@ class SharedChannel(Channel):
         self.group.free(tensor)
 
     def all_reduce(self, tensor: Tensor) -> Launched:
-        """Launch the sum of `tensor`; a large one that :meth:`allocate` did not return takes a copy there and back."""
+        """Launch the sum of `tensor`. Large tensors not returned by :meth:`allocate` are copied there and back."""
         self.count_launch()
         launched: Launched
         if tensor.nbytes <= SMALL_BYTES:
@@ -37,13 +37,13 @@ class SharedChannel(Channel):
         return launched
 
     def gather(self, tensor: Tensor, places: Sequence[Sequence[tuple[Tensor, slice]]]) -> Launched:
-        """Launch the copying from the other ranks' `tensor`, which :meth:`allocate` returned, into tensors of this one.
+        """Start copying from the other ranks' `tensor`, allocated by :meth:`allocate`, into this rank's tensors.
 
-        A wait for it returns when no rank reads from this one's memory any more.
+        Waiting for the result returns once no rank reads from this rank's memory any longer.
 
         Args:
-            tensor: read by the other ranks; of the same length on every rank.
-            places: for each rank, the tensors to copy into, and the elements of that rank's `tensor` for each.
+            tensor: the tensor that other ranks read; it has the same length on every rank.
+            places: for each rank, the tensors to copy into, each with the slice of that rank's `tensor` to copy.
         """
         self.count_launch()
         operation: Operation = self.group.launch_gather(tensor, places)
@@ -54,7 +54,7 @@ class SharedChannel(Channel):
 
 
 class _CopiedBack:
-    """A launched reduction of a copy in shared memory, as peers map only the group's own memory."""
+    """A launched reduction of a copy in shared memory, because peers can only read the group's own memory."""
 
     def __init__(self, channel: SharedChannel, tensor: Tensor) -> None:
         self._channel, self._tensor = channel, tensor

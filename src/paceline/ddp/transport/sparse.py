@@ -1,10 +1,10 @@
-"""Sparse gradients, which travel outside buckets: only the rows that some rank touched.
+"""Averages sparse gradients outside buckets, sending only rows that some rank has touched.
 
-A bucket would hold an embedding of millions of rows whole. So parameters whose layer has ``sparse=True`` get no place
-in one, and a sparse gradient of a parameter in a bucket is left out of it. The control block lists the parameters
-with one; all ranks average these in a second pass. Each rank's rows, whose number may differ, are gathered as a
-sum with one part from each rank, and then added up in the order of ranks, so that the result has the
-same bits on every rank.
+In a bucket, an embedding with millions of rows would take its full size. So parameters of layers with ``sparse=True``
+are not assigned to buckets, and if a parameter in a bucket gets a sparse gradient, this gradient is left out. The
+control block lists the parameters with sparse gradients, which all ranks then average in a second pass. The rows of
+each rank, whose number may differ between ranks, are gathered and added in rank order, so the result is bit-identical
+on every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.errors import DesyncError
 
 
 def sparse_by_layer(module: nn.Module) -> set[int]:
-    """Return the ``id`` of every parameter whose layer gives sparse gradients: ``nn.Embedding(sparse=True)``."""
+    """Return the ``id`` of every parameter whose layer has sparse gradients, such as ``nn.Embedding(sparse=True)``."""
     layers = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
     return {id(layer.weight) for layer in layers}
 
@@ -31,8 +31,8 @@ def stored_elements(gradient: Tensor) -> Tensor:
 
 
 def as_dense(gradient: Tensor) -> Tensor:
-    """Return a dense tensor with the values of `gradient`, which is itself if it is dense."""
-    # torch 2.13's to_dense() gives zeros for expanded values, such as sum()'s backward makes; `* 1` lays them out.
+    """Return `gradient` as a dense tensor."""
+    # In torch 2.13, to_dense() returns zeros for expanded values, such as those from sum(); `* 1` copies them.
     return (gradient.detach() * 1).to_dense() if gradient.is_sparse else gradient
 
 
@@ -44,12 +44,12 @@ def average_sparse(
     scale: float,
     channel: Channel,
 ) -> Pausing[dict[int, Tensor]]:
-    """Average the sparse gradients of parameters `indices`; this rank has `local`, the rest count as zero.
+    """Average the sparse gradients of the parameters in `indices`. This rank contributes `local`, and zeros otherwise.
 
-    Returns the averages, coalesced, by parameter.
+    Returns the coalesced averages, keyed by parameter index.
     """
     parts = {index: local[index].detach().coalesce() for index in indices if index in local}
-    # For each parameter, the number of its entries on this rank, and the number of its sparse dimensions.
+    # For each parameter: number of entries on this rank, and number of sparse dimensions.
     pairs = [(parts[index]._nnz(), parts[index].sparse_dim()) if index in parts else (0, 0) for index in indices]
     flat = [number for pair in pairs for number in pair]
     sizes = yield from channel.gather_numbers(flat, "exchange of the sizes of sparse gradients")
@@ -59,18 +59,18 @@ def average_sparse(
         dims = {row[2 * place + 1] for row in sizes} - {0}
         if len(dims) != 1:
             raise DesyncError(
-                f"rank {channel.rank}: the gradient of {names[index]!r} has {sorted(dims)} sparse dimensions on "
-                "different ranks; use the same layers on every rank"
+                f"rank {channel.rank}: the gradient of {names[index]!r} has different numbers of sparse "
+                f"dimensions on different ranks, {sorted(dims)}; build the same model on every rank"
             )
         gathered.append(
             _Gathered(parameters[index], parts.get(index), [row[2 * place] for row in sizes], dims.pop(), channel)
         )
-    yield True  # all parameters are launched before one is waited for
+    yield True  # launch all parameters before waiting for any
     return {index: entries.average(scale, channel) for index, entries in zip(indices, gathered, strict=True)}
 
 
 class _Gathered:
-    """The entries of one parameter's gradient on all ranks, one rank after the other, while they are gathered."""
+    """The entries of one parameter's gradient on all ranks, concatenated in rank order, while they are gathered."""
 
     def __init__(
         self, parameter: Tensor, local: Tensor | None, counts: list[int], sparse_dim: int, channel: Channel
@@ -87,16 +87,16 @@ class _Gathered:
         self._launched = [channel.all_reduce(part) for part in (self._keys, self._values) if part.numel()]
 
     def average(self, scale: float, channel: Channel) -> Tensor:
-        """Wait for the entries, add them up in the order of ranks, and scale the sums."""
+        """Wait for the entries, add them in rank order, and scale the sums."""
         for launched in self._launched:
             channel.meet(launched, "gathering of sparse gradients")
         keys, place = torch.unique(self._keys, return_inverse=True)
-        # Half precision is added up in single precision: a sum of N may overflow although the mean does not.
+        # Add half-precision values in float32, because a sum of N may overflow although the mean does not.
         dtype = torch.promote_types(self._values.dtype, torch.float32)
         total = torch.zeros((len(keys), *self._values.shape[1:]), dtype=dtype, device=keys.device)
         start = 0
         for count in self._counts:
-            # A rank's entries are coalesced, so no two of one call share a row, and only the order of ranks matters.
+            # A rank's entries are coalesced, so the rows in one call are distinct, and only the rank order matters.
             end = start + count
             total.index_add_(0, place[start:end], self._values[start:end].to(dtype))
             start = end
@@ -106,13 +106,13 @@ class _Gathered:
             if len(keys)
             else keys.new_zeros((len(self._sparse_shape), 0))
         )
-        # The operator itself: torch.sparse_coo_tensor of torch 2.11 warns, also if its check_invariants is given.
+        # Call the operator directly, because torch.sparse_coo_tensor warns in torch 2.11 in any case.
         made = torch.ops.aten.sparse_coo_tensor
         mean: Tensor = made.indices_size(indices, values, self._shape, is_coalesced=True)
         return mean
 
 
 def _places(indices: Tensor, shape: torch.Size) -> Tensor:
-    """Return the places in a flat tensor of `shape` for `indices`, which have shape (dimensions, entries)."""
+    """Return the positions in a flattened tensor of `shape` for `indices` of shape (dimensions, entries)."""
     steps = torch.tensor([prod(shape[dim + 1 :]) for dim in range(len(shape))], device=indices.device)
     return (indices * steps[:, None]).sum(0)
