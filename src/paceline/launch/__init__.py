@@ -1,4 +1,4 @@
-"""Launcher of ranks: Paceline's agent on one host, torchrun's on several.
+"""Launches ranks, with Paceline's agent on a single host and with torchrun's launcher on several hosts.
 
-Ranks that Slurm or MPI starts have no launcher; see ``core/processes/schedulers.py``.
+Ranks started by Slurm or MPI do not use this package; see ``core/processes/schedulers.py``.
 """

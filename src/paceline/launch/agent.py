@@ -1,8 +1,8 @@
 """Starts the ranks of a job on this host, watches them, and restarts them if a restart may help.
 
-torchelastic opens the processes and redirects their output. This module decides which rank failed first, whether ranks
-restart, and how they end. Every start uses new stores, which listen on loopback only. Signals are handled between two
-polls of the ranks, never during a start. Decision 0005 explains why.
+torchelastic starts the processes and redirects their output. This module decides which rank failed first, whether to
+restart, and how ranks are terminated. Every start uses new stores, which listen on loopback only. Signals are handled
+between two polls of the ranks, never during a start. Decision 0005 explains why.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _STARTING = threading.Lock()  # os.environ is shared by all threads, and jobs ma
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The command and environment of each rank: fields of :class:`paceline.launch.job.Job`."""
+    """The command and environment of each rank, copied from :class:`paceline.launch.job.Job`."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -56,7 +56,7 @@ class RankProgram:
     start_options: Mapping[str, Any] = field(default_factory=dict)
 
     def environment_of(self, rank: int, size: int, port: int) -> dict[str, str]:
-        """Return the environment of a rank: torchrun's variables, and the job's own."""
+        """Return a rank's environment: torchrun's variables and the variables of the job."""
         variables = {
             **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size)),
@@ -88,9 +88,9 @@ class Times(NamedTuple):
 
 
 class Agent:
-    """Starts the ranks, watches them, and ends them.
+    """Starts the ranks, watches them, and terminates them.
 
-    Must run in the thread that created it: the kernel kills ranks when the thread that started them ends.
+    Must run in the thread that created it, because the kernel kills ranks when the thread that started them exits.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class Agent:
         self._fork_server = fork_server
         self._preemption = Preemption(None if boxes is None else boxes.path)
         self._context: Any = None
-        """torchelastic's context, with the processes and the threads that copy their logs."""
+        """torchelastic's context, which holds the processes and the threads that copy their logs."""
         self._begin()
 
     def _begin(self) -> None:
-        """Reset the state for a start whose ranks are not running yet."""
-        self._makes_room = False  # whether ranks were signalled to save a step and end so that more ranks can start
+        """Reset the state before the ranks of the next start run."""
+        self._makes_room = False  # whether ranks were signaled to save a step and exit so that more ranks can start
         self._moments = LastMoments(self._boxes)
         self._watch_processes({})
         self._hangs = HangWatch(None if self._boxes is None else self._boxes.path, self._times.hang_timeout)
@@ -131,7 +131,7 @@ class Agent:
         self._ending = Ending(self._ranks, self._caught, self._say)
 
     def run(self) -> bool:
-        """Run the ranks, with restarts; return whether all ranks succeeded in the end."""
+        """Run the ranks, restarting them after failures; return whether all ranks finally succeeded."""
         while True:
             stores = LoopbackStores()
             try:
@@ -154,7 +154,7 @@ class Agent:
         program, ranks, size = self._program, range(self._restarts.size), self._restarts.size
         of_start = {
             **self._restarts.environment(program.environment),
-            FOLDER: "" if self._boxes is None else str(self._boxes.path),  # not the folder of an enclosing job
+            FOLDER: "" if self._boxes is None else str(self._boxes.path),  # overrides the folder of an enclosing job
             STORE: stores.private,
         }
         prefixes: dict[int, str] | None = None
@@ -164,7 +164,7 @@ class Agent:
                 rank: template.safe_substitute(role_name=program.role, rank=rank, local_rank=rank) for rank in ranks
             }
         with _STARTING, self._fork_server.starting():
-            # torchelastic's handlers raise at any point; this signal is never sent.
+            # torchelastic's signal handlers may raise at any point, so give it a signal that is never sent.
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = SPARE.name
             self._context = start_processes(
                 program.role,
@@ -182,7 +182,7 @@ class Agent:
     # watch
 
     def _watch(self) -> bool:
-        """Watch the ranks until all have ended; return whether to start them again."""
+        """Watch the ranks until all have exited; return whether to start them again."""
         while True:
             self._obey()
             self._ranks.poll(self._hangs.pause(self._times.interval))
@@ -195,20 +195,20 @@ class Agent:
             self._make_room()
 
     def _decide(self) -> bool:
-        """Find out why a rank failed, and end the other ranks; return whether to start all ranks again."""
+        """Find out why a rank failed, and terminate the other ranks; return whether to start all ranks again."""
         ranks = self._ranks
         ranks.await_cause(lambda: bool(self._caught.received))
         self._obey()  # a SIGTERM to the launcher may also have reached the ranks
         self._restarts.wait_for_rescue(ranks.running, ranks.poll, self._report_failure)
         self._obey()
-        # Before ending the ranks, because a rank that kept the others waiting can still report its stacks.
+        # Before terminating the ranks, because a rank that kept the others waiting can still report its stacks.
         self._hangs.request_absent([*ranks.reported_ends(), *ranks.ends_of_running()], ranks.pids())
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         self._obey()
-        ends = self.outcome()  # only now, because ranks write their records while they end
+        ends = self.outcome()  # only now, because ranks write their records while they exit
         self._report.note_progress(*self._restarts.progress())
         self._report.failed(ends)
-        # A usage error would recur.
+        # After a restart, a usage error would occur again.
         restart = None if root_cause.usage(ends) is not None else self._restarts.decide(root_cause.cause(ends))
         if self._restarts.refusal is not None:
             self._say(self._restarts.refusal)
@@ -221,13 +221,13 @@ class Agent:
         self._report.restarted(self._restarts.change)
 
     def outcome(self) -> list[End]:
-        """Return how each finished rank ended, with its record."""
+        """Return how each rank that has exited ended, with its record."""
         return self._hangs.with_hangs(self._moments.with_diagnosis(self._ranks.reported_ends()))
 
     # end
 
     def _close(self) -> None:
-        """End the ranks that are still running, and release the resources of this start."""
+        """Terminate the ranks that are still running, and release the resources of this start."""
         if self._ranks.running():
             self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         if self._context is not None:
@@ -237,7 +237,7 @@ class Agent:
         self._ranks.close()
 
     def _obey(self) -> None:
-        """If the launcher has received a signal, end the ranks, if possible after they have saved a step, and raise."""
+        """If the launcher has received a signal, let the ranks save a step if they can, terminate them, and raise."""
         if not self._caught.received:
             return
         number = self._caught.received[0]
@@ -255,22 +255,22 @@ class Agent:
             self._end_ranks(signal.SIGTERM, INTERRUPT_GRACE_S, quiet=True)
         else:
             if number in STOP_SIGNALS and self._preemption.is_in_vain():
-                self._say("nothing is saved, as the training has no checkpoint folder")
+                self._say("nothing is saved, because the training has no checkpoint folder")
             self._ending.end(number, self._times.grace)
         saved = self._preemption.saved()
         raise Stopped(number, None if saved is None else saved[1])
 
     def _make_room(self) -> None:
-        """If more ranks can start than are running, signal the running ones to save a step and end."""
+        """If more ranks can start than are running, signal the running ranks to save a step and exit."""
         pids = self._ranks.pids().values()
         if not self._makes_room and self._restarts.can_grow() and self._preemption.are_ready(pids):
             self._makes_room = True
             self._preemption.request_stop(signal.SIGTERM, pids)
 
     def _has_made_room(self) -> bool:
-        """If all ranks have saved a step after a signal, wait until they end, and then end the launcher.
+        """If all ranks have saved a step after a signal, wait until they have exited, and then raise :class:`Stopped`.
 
-        Returns True if the launcher itself sent the signal; the ranks then start again.
+        Returns True instead of raising if the launcher itself sent the signal; the ranks then start again.
         """
         saved = self._preemption.saved()
         if saved is None:
@@ -286,11 +286,11 @@ class Agent:
         return True
 
     def _end_ranks(self, number: signal.Signals, grace: float, quiet: bool = False) -> None:
-        """End the running ranks at once, including ranks that would complete a step first."""
+        """Terminate the running ranks at once, including ranks that would otherwise complete a step first."""
         heedless = [rank for rank, pid in self._ranks.pids().items() if self._preemption.would_save([pid])]
         self._ending.end(number, grace, heedless, quiet)
 
     def _report_failure(self) -> None:
-        """Signal ranks that mark their steps, so that they check whether another rank has ended."""
+        """Signal the ranks that mark their steps, so that they check whether another rank has exited."""
         self._ranks.signalled.update(self._ranks.running())
         self._preemption.request_stop(signal.SIGTERM, self._ranks.pids().values())

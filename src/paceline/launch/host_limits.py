@@ -9,14 +9,14 @@ from paceline.comm.shm.arena import available_memory
 from paceline.errors import UsageError
 
 RANK_BYTES = 12 << 20
-"""Minimum private memory of a rank, as used by a forked rank after ``init()``. Training needs 20 times as much."""
+"""Minimum private memory of a rank, measured in a forked rank after ``init()``. Training needs 20 times as much."""
 
 FILES, RANK_FILES = 24, 10
-"""Files that the launcher opens: a fixed number, and more for each rank. A rank opens fewer."""
+"""Files that the launcher opens: a fixed number, plus a number per rank. A rank opens fewer."""
 
 FILE_BYTES = 2**20
-"""Largest file that the launcher and the ranks write, apart from checkpoints. At a lower limit, the store's C++ code
-would retry forever."""
+"""Size of the largest file that the launcher and the ranks write, apart from checkpoints. With a lower limit, the
+store's C++ code would retry forever."""
 
 
 def cores() -> int:
@@ -38,7 +38,7 @@ def check_room(count: int) -> None:
 
 
 def check_files(count: int) -> None:
-    """Raise an error if the limits on the number or size of files are too low for the launcher of `count` ranks."""
+    """Raise an error if the limit on open files or on file size is too low for a launcher of `count` ranks."""
     longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if longest != resource.RLIM_INFINITY and longest < FILE_BYTES:
         raise UsageError(

@@ -38,7 +38,7 @@ from paceline.launch.watching.signals import FORWARDED, Caught, Stopped
 RANK = Path(__file__).parent / "rank"
 TITLE = 200
 """Maximum length of a job's title."""
-LONGEST_S = 2_000_000  # 23 days; the kernel waits for at most 2**31 ms at a time
+LONGEST_S = 2_000_000  # 23 days, because the kernel waits for at most 2**31 ms at a time
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Job:
         max_restarts: maximum number of consecutive restarts without progress; None for the default of
             :mod:`paceline.launch.restart_policy`.
         env: variables added to the ranks' environment. torchrun's variables (``RANK``, …) take precedence.
-        grace: how many seconds ranks have to end after a signal to the launcher.
-        interval: seconds between two polls of the ranks, if the kernel cannot report their end.
+        grace: how many seconds ranks have to exit after a signal to the launcher.
+        interval: seconds between two polls of the ranks, if the kernel cannot report their exits.
         run_id: ``TORCHELASTIC_RUN_ID`` of the ranks; random by default.
         logs: destinations of the ranks' output; the launcher's streams by default.
         signals: signals to the launcher that end the job.
@@ -103,7 +103,7 @@ def launch(job: Job) -> int:
         step. 130 after Ctrl-C and 128 + n after another signal n, or ``requeue_exit_code`` if the last step was saved.
         Otherwise 1.
     """
-    if is_command_line():  # other programs were warned when they imported paceline
+    if is_command_line():  # other programs have already been warned when they imported paceline
         warn_if_untested()
     check_files(job.nproc)
     report = JobReport(job.report, say)
@@ -118,7 +118,7 @@ def launch(job: Job) -> int:
 
 
 def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
-    """Do the work of :func:`launch`, in any thread; the caller catches signals and ends the report."""
+    """Do the work of :func:`launch`, in any thread. The caller catches signals and completes the report."""
     report = report or JobReport(None, say)
     if sys.platform != "linux":
         say(f"note: on {sys.platform} ranks outlive a launcher that is killed with SIGKILL; on Linux they end")
@@ -146,7 +146,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         agent = Agent(program, times, files, caught, printed.say, restarts, server, boxes, report)
         try:
             has_succeeded = agent.run()
-        except Stopped as stop:  # all ranks have ended
+        except Stopped as stop:  # all ranks have exited
             if raised := root_cause.raised(agent.outcome()):
                 printed.say("\n".join(raised))
             rescued = restarts.keep_rescued(printed.say)
@@ -168,7 +168,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
 
 
 def fork_server(job: Job, say: Callable[[str], None] = messages.say) -> ForkServer:
-    """Return the fork server of the job, not started yet."""
+    """Return the job's fork server without starting it."""
     environment = rank_environment(job)
     # With --numa-binding, another program starts the rank.
     preloading = Preloading() if job.start_options.get("numa_options") is not None else decide(job.command)
@@ -179,7 +179,7 @@ def fork_server(job: Job, say: Callable[[str], None] = messages.say) -> ForkServ
 
 
 def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | None:
-    """Make the job's folder for the ranks' black boxes; return None, with a note, if that fails."""
+    """Make the job's folder for the ranks' black boxes; if that fails, print a note and return None."""
     try:
         folder = JobFolder(name, title_of(command), nproc)
     except OSError as error:
@@ -214,7 +214,7 @@ def farewell(number: signal.Signals, saved: int | None = None) -> int:
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """Return arguments for this Python to run `command` in a process that ends when this one does."""
+    """Return the Python arguments that run `command` in a process that exits when this process does."""
     return ["-I", "-S", str(RANK / "child.py"), str(os.getpid()), *command]
 
 
@@ -224,10 +224,10 @@ def escaped(arguments: Sequence[str]) -> list[str]:
 
 
 def rank_environment(job: Job) -> dict[str, str]:
-    """Return the ranks' variables on one host, apart from torchrun's. The user's own settings take precedence."""
+    """Return the ranks' environment variables on one host, except torchrun's. The user's settings take precedence."""
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores() // job.nproc)),
-        # By default Gloo and NCCL listen on the interface of the host's name, which other hosts can reach.
+        # By default Gloo and NCCL listen on the interface of the host's name, and other hosts can reach it.
         **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }
     environment = {name: value for name, value in defaults.items() if name not in os.environ}
@@ -238,7 +238,7 @@ def rank_environment(job: Job) -> dict[str, str]:
 
 
 def timeout_environment(timeout: str | None) -> dict[str, str]:
-    """Return the timeout of collectives as a variable: `timeout`, else the user's variable, else ten minutes."""
+    """Return the timeout of collectives as an environment variable: `timeout`, the user's variable, or ten minutes."""
     name, value = ("--timeout", timeout) if timeout is not None else (TIMEOUT, os.environ.get(TIMEOUT, str(TIMEOUT_S)))
     try:
         number = float(value)
@@ -257,7 +257,7 @@ def hooked(path: str) -> str:
 
 
 def resolve_nproc(wanted: str | int) -> tuple[int, str | None]:
-    """Return the number of ranks, and optionally a note for the user.
+    """Return the number of ranks to start and, if they exceed the cores and GPUs, a note for the user.
 
     Args:
         wanted: a number; ``"gpu"`` for one rank per GPU; ``"cpu"`` for one per core; or ``"auto"``: GPUs if there are
@@ -276,5 +276,5 @@ def resolve_nproc(wanted: str | int) -> tuple[int, str | None]:
         raise UsageError(f"--nproc={wanted} is less than 1; give the number of ranks to start, or auto")
     check_room(count)
     if count > available and count > gpus:
-        return count, f"note: {count} ranks on {available} cores: they take turns, which gains no speed"
+        return count, f"note: {count} ranks on {available} cores: they take turns, so training is no faster"
     return count, None

@@ -29,14 +29,14 @@ def loopback_listener() -> socket.socket:
 
 
 def loopback_store(timeout: timedelta = timedelta(minutes=5), listener: socket.socket | None = None) -> TCPStore:
-    """Serve a new store on `listener`, which the store takes over, or on a free loopback port.
+    """Serve a new store on `listener`, taking it over, or on a free loopback port.
 
-    The server lives as long as the returned object. Ranks are clients: they get ``MASTER_ADDR``, ``MASTER_PORT``
+    The server lives as long as the returned object. Ranks connect as clients: they get ``MASTER_ADDR``, ``MASTER_PORT``
     (``store.port``) and ``TORCHELASTIC_USE_AGENT_STORE=True``.
     """
     listener = listener or loopback_listener()
     port = listener.getsockname()[1]
-    # detach(), because the store takes over the descriptor
+    # detach(), because the store takes ownership of the descriptor
     return TCPStore(
         LOOPBACK,
         port,
@@ -48,10 +48,11 @@ def loopback_store(timeout: timedelta = timedelta(minutes=5), listener: socket.s
 
 
 class LoopbackStores:
-    """The stores of one start of the ranks. A store from the previous start would hold the addresses of dead ranks.
+    """The stores for one start of the ranks. A store from the previous start would hold the addresses of dead ranks.
 
     There are two stores, because every user of the host can write to a TCPStore. :func:`paceline.init` uses the private
-    one, which is in ``PACELINE_STORE``. torch's functions use the public one, in ``MASTER_ADDR`` and ``MASTER_PORT``.
+    store, given in ``PACELINE_STORE``. torch's functions use the public store, given in ``MASTER_ADDR`` and
+    ``MASTER_PORT``.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class LoopbackStores:
             self.private = f"{self.port} {path_of(self._file)}"
 
     def close(self) -> None:
-        """Close the stores after the ranks have ended."""
+        """Close the stores. Call this after the ranks have exited."""
         del self._public
         if self._file >= 0:
             os.close(self._file)

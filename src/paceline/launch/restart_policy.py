@@ -1,7 +1,7 @@
-"""The restarts of a job: the ranks' progress, the decision to restart, and the rescued checkpoints.
+"""Restarts of a job: reads the ranks' progress, decides whether to restart, and keeps rescued checkpoints.
 
-Progress is read from the ranks' step records (:mod:`paceline.core.telemetry.step_progress`). Ranks without them are
-restarted only if the user asks for it. :mod:`paceline.launch.failures.verdict` decides.
+Progress is read from the ranks' step records (:mod:`paceline.core.telemetry.step_progress`). Ranks without step records
+are restarted only if the user asks for it. The rules are in :mod:`paceline.launch.failures.verdict`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from paceline.launch.failures.verdict import LIMIT, Cause, Failure, Past, Reache
 from paceline.launch.watching.signals import sheltered
 
 RESCUE_S = 5.0
-"""Seconds, in addition to two steps, for the remaining ranks to notice the failure and save their last step."""
+"""Seconds, in addition to two steps, for the remaining ranks to notice a failure and save their last step."""
 SIGNALLED_S = 5.0
-"""Seconds for the same once the launcher has signalled them."""
+"""Seconds for the remaining ranks to save their last step after the launcher has signaled them."""
 WRITING_S = 300.0
-"""Seconds for the same once one of them is writing."""
+"""Seconds for the remaining ranks to save their last step while one of them is writing it."""
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -47,9 +47,9 @@ class Restarts:
 
     Args:
         folder: the job's folder; None if it has none.
-        limit: maximum number of consecutive restarts without progress; None for :data:`LIMIT` if the ranks report their
-            steps, else 0.
-        places: the places of the ranks; the next start may have fewer.
+        limit: maximum number of consecutive restarts without progress. None means :data:`LIMIT` if the ranks report
+            their steps, else 0.
+        places: the places of the ranks; the next start may use fewer places.
     """
 
     def __init__(self, folder: Path | None, limit: int | None, places: Places | None = None) -> None:
@@ -79,7 +79,7 @@ class Restarts:
         return len(self._places.used)
 
     def environment(self, of_job: Mapping[str, str]) -> dict[str, str]:
-        """Return the ranks' variables in addition to `of_job`."""
+        """Return the environment variables that ranks get in addition to `of_job`."""
         variables = {"TORCHELASTIC_RESTART_COUNT": str(self.count), RESTARTS: str(self.limit)}
         if not self._places.are_the_first:  # each local rank uses the visible GPU with its number
             variables[GPUS] = ",".join(self._places.select(_visible_gpus(of_job)))
@@ -92,7 +92,7 @@ class Restarts:
         return [_reached(self._folder, key, records) for key, records in present_records(self._folder).items()]
 
     def progress(self) -> tuple[int, str | None]:
-        """Return the number of steps computed again, and the source of the current start's state."""
+        """Return the number of steps that the current start computed again, and the source of its state."""
         reached = self.reached()
         redone = sum(each.redone for each in reached)
         return redone, next((each.source for each in reached if each.source), None)
@@ -103,11 +103,11 @@ class Restarts:
         if self._folder is None:
             return
         previous = self._folder / BEFORE
-        # If this fails, the next ranks merely do not know the progress of the previous start.
+        # If this fails, the only effect is that the next ranks do not know the progress of the previous start.
         with suppress(OSError):
             previous.mkdir(exist_ok=True)
             for path in (self._folder / STEPS).iterdir():
-                # Reuse the pages of older records, because when memory is full, ranks cannot get new ones.
+                # Keep the pages of older records for reuse, because ranks cannot get new pages when memory is full.
                 _set_aside(previous / path.name)
                 shutil.rmtree(previous / path.name, ignore_errors=True)
                 path.rename(previous / path.name)
@@ -116,7 +116,7 @@ class Restarts:
 
     @property
     def refusal(self) -> str | None:
-        """The message to print if a restart would be allowed but useless; otherwise None."""
+        """The message to print if a restart is allowed but would not help; otherwise None."""
         if self.verdict not in (Verdict.MISTAKE, Verdict.REPEATED):
             return None
         could_be = self.limit and (self._limit is not None or bool(self._past.best))
@@ -127,7 +127,7 @@ class Restarts:
         now = time.monotonic()
         failure = Failure(cause, self.reached(), now - self._began)
         if self._places.failed(cause.rank, failure.seconds, now) and cause.may_pass:
-            self._past = replace(self._past, error=None)  # a device error may not recur in other places
+            self._past = replace(self._past, error=None)  # a device error may not recur on other devices
         self.verdict = verdict(failure, self._past, self._limit)
         self._past = self._past.with_one_more(failure)
         if self.verdict is not Verdict.RESTART:
@@ -144,7 +144,7 @@ class Restarts:
         return self._start_again(where, number, now)
 
     def can_grow(self) -> bool:
-        """Return whether more ranks can start now than are running."""
+        """Return whether more ranks than are running can start now."""
         if not self._places.lacks_some:
             return False
         if self._virtual_ranks is None:
@@ -152,7 +152,7 @@ class Restarts:
         return len(self._places.next(self._virtual_ranks, time.monotonic())) > self.size
 
     def grow(self, step: int) -> str:
-        """Prepare a start with more ranks, after all have saved `step` and ended; return the message."""
+        """Prepare a start with more ranks, after all ranks have saved `step` and exited; return the message."""
         self.count += 1
         return f"step {step} is saved; {self._start_again('', f'restart {self.count}', time.monotonic())}"
 
@@ -161,11 +161,11 @@ class Restarts:
         if change is None:
             return f"starting all ranks again{where} ({number})"
         ranks = counted(change.after, "rank")
-        how = f"in place of {change.before}" if change.after != change.before else "in other places"
+        how = f"instead of {change.before}" if change.after != change.before else "in other places"
         return f"starting {ranks} {how}{where} ({number}): {change.why}"
 
     def _learn_virtual_ranks(self, reached: Sequence[Reached]) -> None:
-        if any(each.has_begun for each in reached):  # everything has been registered by then
+        if any(each.has_begun for each in reached):  # by then, all state is registered with the Checkpointer
             self._virtual_ranks = max(each.virtual_ranks for each in reached)
 
     def wait_for_rescue(
@@ -175,9 +175,9 @@ class Restarts:
 
         Args:
             running: returns the running ranks.
-            poll: waits up to the given seconds for a rank to end.
-            signal_ranks: signals the ranks, which otherwise may not synchronize, and notice the failure, for a long
-            time.
+            poll: waits up to the given number of seconds for a rank to exit.
+            signal_ranks: signals the ranks. Without a signal, it may take long until they synchronize and notice the
+                failure.
         """
         reached = self.reached()
         if not self.limit or all(each.is_alone for each in reached):
@@ -185,7 +185,7 @@ class Restarts:
         patience = RESCUE_S + 2 * max(each.pace for each in reached)  # ranks synchronize in every step
         began, is_signalled = time.monotonic(), False
         while running():
-            # A start that completed no step needs no rescue.
+            # If no step was completed, there is none to rescue.
             if all(each.is_rescued or each.completed == each.restored for each in self.reached()):
                 return
             waited = time.monotonic() - began
@@ -197,7 +197,7 @@ class Restarts:
             poll(0.02)
 
     def unsaved(self) -> Path | None:
-        """Return a checkpoint folder that lacks steps that the job should have saved; None if there is none."""
+        """Return a checkpoint folder with missing steps that the job should have saved; None if there is none."""
         present = [] if self._folder is None else present_records(self._folder).values()
         return next((record.folder for records in present for record in records if record.is_unsaved), None)
 
@@ -220,7 +220,7 @@ class Restarts:
         for line in (done.stdout or done.stderr).splitlines()[-3:]:
             say(line)
         are_saved = [(self._folder / RESCUE / each.key / step_name(each.completed)).is_dir() for each in reached]
-        # The command also succeeds if the folder on disk already has the step.
+        # The command also succeeds if the folder on disk already contains the step.
         return max(each.completed for each in reached) if are_saved and all(are_saved) and not done.returncode else None
 
 
@@ -250,7 +250,7 @@ def _visible_gpus(of_job: Mapping[str, str]) -> list[str]:
 
 
 def _set_aside(records: Path) -> None:
-    """Keep the pages of `records` that are no longer needed, for ranks that have used up their spare pages."""
+    """Keep the pages of `records`, which are no longer needed, for ranks that have used up their spare pages."""
     for path in list(records.glob("rank-*")):
         spare = spare_page(path)
         if not path.suffix and not spare.exists():

@@ -66,7 +66,7 @@ def test_the_dead_rank_is_named_last_and_at_most_one_traceback_is_shown(
     assert lines[-1].startswith(f"error: {headline}"), done.stderr
     blocks = {line.split()[1] for line in lines if " | " in line}
     # On a busy machine a rank that has raised may need seconds to end; then it is shown at once, which is no duplicate.
-    late = set(re.findall(r"^rank (\d) raised this .* and still runs$", done.stderr, re.MULTILINE))
+    late = set(re.findall(r"^rank (\d) raised this .* and is still running$", done.stderr, re.MULTILINE))
     assert len(blocks - late) <= 1, done.stderr
     assert not re.search(r"^\[rank\d\]:|SIGTERM|^Traceback", done.stderr, re.MULTILINE), done.stderr
 
@@ -126,6 +126,6 @@ def test_a_rank_that_raised_and_does_not_end_is_shown_meanwhile(
     )
     assert launch(Job([sys.executable, str(tmp_path / name)], 1)) == 1
     shown = capfd.readouterr().err.splitlines()
-    at = shown.index("rank 0 raised this 0 s ago and still runs")
+    at = shown.index("rank 0 raised this 0 s ago and is still running")
     assert shown[at - 1] == "  rank 0 | OSError: no data"
     assert shown[-1] == "error: rank 0 failed first (exit code 1: OSError: no data)"

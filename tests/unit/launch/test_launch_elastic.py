@@ -91,7 +91,7 @@ def test_a_place_that_is_exchanged_for_another_is_told(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, 9, Places(4, 2))
     said = [restarts.decide(Cause(is_kill=True, rank=rank)) for rank in (1, 1, 1, 1)]
     assert said[1] is not None
-    assert said[1].startswith("starting 2 ranks in place of 4 (restart 2 of 9): place 1 is left out")
+    assert said[1].startswith("starting 2 ranks instead of 4 (restart 2 of 9): place 1 is left out")
     assert said[2] == "starting all ranks again (restart 3 of 9)"
     why = "places 1, 2 are left out after two failures, for 600 s"
     assert said[3] == f"starting 2 ranks in other places (restart 4 of 9): {why}"
@@ -124,10 +124,10 @@ def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_p
             record.complete(5)
         said.append(restarts.decide(lost if restarts.size == 2 else Cause("AcceleratorError", may_pass=True, rank=0)))
         restarts.begin()
-    again = "from the beginning, as no rank could save step 5"
+    again = "from the beginning, because no rank could save step 5"
     assert said[:2] == [
         f"starting all ranks again {again} (restart 1)",
-        f"starting 1 rank in place of 2 {again} (restart 2, 1 of 9 without progress): "
+        f"starting 1 rank instead of 2 {again} (restart 2, 1 of 9 without progress): "
         "place 1 is left out after two failures, for 600 s",
     ]
     assert said[2] is None  # the same error at the same step, in another place, too
@@ -252,9 +252,9 @@ def test_a_job_goes_on_with_one_rank_and_takes_the_other_in_again_with_the_same_
     assert [change["steps_redone"] for change in report["changes"]] == [0, 0]
     assert (report["restarts"], report["steps_redone"], len(report["failures"])) == (3, 0, 2)
     fewer, more = (line for line in job["stderr"].splitlines() if "in place of" in line)
-    assert "; starting 1 rank in place of 2 from step " in fewer
+    assert "; starting 1 rank instead of 2 from step " in fewer
     assert fewer.endswith(": place 1 is left out after two failures, for 1 s")
-    assert more.endswith(" is saved; starting 2 ranks in place of 1 (restart 3): place 1 is tried again")
+    assert more.endswith(" is saved; starting 2 ranks instead of 1 (restart 3): place 1 is tried again")
     assert "Warning" not in job["stderr"]  # a change of the number of ranks is invisible
 
 

@@ -78,9 +78,9 @@ def test_mistakes_end_the_job_and_early_kills_do_not(
     if how in ("usage", "extra"):
         assert "script.py, line " in done.stderr
     if how == "error":
-        assert "the same error in the same place ended the start before" in done.stderr
+        assert "the previous start failed with the same error in the same place" in done.stderr
     if how == "first":
-        assert "an exception before the first step is the script's own: the ranks are not started again" in done.stderr
+        assert "before the first step is the script's fault: the ranks are not started again" in done.stderr
 
 
 TORCH_LOOP = """

@@ -305,7 +305,7 @@ def test_the_trainer_saves_its_last_step_where_it_has_a_folder_and_says_so_where
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 143
         assert "Traceback" not in job.stderr
-        said = "terminated by SIGTERM, after step 4 was saved" if folder else "nothing is saved, as the training has no"
+        said = "terminated by SIGTERM, after step 4 was saved" if folder else "nothing is saved, because the training"
         assert said in job.stderr
     if folder:
         assert saved_steps(tmp_path) == [4]

@@ -61,9 +61,9 @@ def test_by_default_a_start_without_progress_is_repeated_three_times(tmp_path: P
         decided.append(restarts.decide(Cause()))
         restarts.begin()
         start(tmp_path, [5, 5], restored=5)
-    again = "starting all ranks again from the beginning, as no rank could save step 5"
+    again = "starting all ranks again from the beginning, because no rank could save step 5"
     assert decided[-2:] == [f"{again} (restart 4, 3 of 3 without progress)", None]
-    assert decided[0] == "starting all ranks again from the beginning, as no rank could save step 5 (restart 1)"
+    assert decided[0] == "starting all ranks again from the beginning, because no rank could save step 5 (restart 1)"
 
 
 def test_progress_sets_the_count_back_and_only_steps_that_are_new_are_progress(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_same_error_at_the_same_step_is_not_retried(tmp_path: Path) -> None:
         decided.append(restarts.decide(ended_by) is not None)
         restarts.begin()
     assert decided == [True, True, True, True, True, False]
-    assert str(restarts.refusal).startswith("the same error in the same place ended the start before: the ranks are ")
+    assert str(restarts.refusal).startswith("the previous start failed with the same error in the same place: the ")
     restarts = Restarts(None, 9)  # a script without steps, started again as the user said
     assert [restarts.decide(mistake) is not None for _ in range(3)] == [True, False, False]
     assert [Restarts(None, 9).decide(Cause()) is not None for _ in range(3)] == [True] * 3  # killed, say
@@ -171,7 +171,7 @@ def test_why_there_is_no_restart_is_said_only_if_there_could_be_one(
     if made:
         start(tmp_path, [0, 0])
     assert restarts.decide(BARE) is None
-    told = "an exception before the first step is the script's own: the ranks are not started again"
+    told = "an exception before the first step is the script's fault: the ranks are not started again"
     assert restarts.refusal == (told if said else None)
 
 
@@ -297,9 +297,9 @@ def test_the_cause_is_the_first_ranks_own_error(ends: list[End], expected: Cause
         ([7], [5], " from step 7, which is in memory"),
         ([], [5, 7], " from step 7, which is on disk"),  # where the rescue went, as memory was full
         ([7], [7], " from step 7, which is on disk"),
-        ([3], [5], " from step 5, which is on disk, as no rank could save step 7"),
-        ([6], [5], " from step 6, which is in memory, as no rank could save step 7"),
-        ([], [], " from the beginning, as no rank could save step 7"),
+        ([3], [5], " from step 5, which is on disk, because no rank could save step 7"),
+        ([6], [5], " from step 6, which is in memory, because no rank could save step 7"),
+        ([], [], " from the beginning, because no rank could save step 7"),
     ],
 )
 def test_a_restart_says_which_step_its_ranks_will_find(

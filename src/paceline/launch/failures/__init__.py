@@ -1,1 +1,1 @@
-"""Analysis of failures: the first rank to fail, and the cause. Pure values."""
+"""Failure analysis: finds the rank that failed first, and the cause."""

@@ -18,26 +18,26 @@ class LastMoments:
     def __init__(self, boxes: JobFolder | None) -> None:
         self._boxes = boxes
         self._seen: dict[int, Snapshot | None] = {}
-        """Boxes of all ranks at the first failure, by rank; empty before that failure."""
+        """Each rank's black box at the first failure; empty before that failure."""
         self._seen_at = 0.0
         """Time of the first failure, on ``time.monotonic``."""
 
     def note_failure(self) -> None:
-        """Read all boxes at the first failure of a start, before other ranks fail or the launcher ends them."""
+        """Read all boxes at the first failure of a start, before other ranks fail or are terminated."""
         if self._boxes is not None and not self._seen:
             self._seen_at = time.monotonic()
             ranks = range(self._boxes.note.nproc)
             self._seen = {rank: box for rank in ranks for box in self._read(rank)}
 
     def with_diagnosis(self, ends: Sequence[End]) -> list[End]:
-        """Return `ends` with the ranks' states. Call it after the ranks have ended."""
+        """Return `ends` with each rank's state added. Call this after the ranks have exited."""
         return [replace(end, state=self._state(end)) for end in ends]
 
     def _state(self, end: End) -> State | None:
-        if not any(self._seen.values()):  # no rank uses its box
+        if not any(self._seen.values()):  # no rank has opened its box
             return None
         now, epoch = time.monotonic(), time.time()
-        if end.stopped:  # by now its box shows how it was ended
+        if end.stopped:  # its box now shows the termination, so use the earlier copy
             return state_of(self._seen[end.rank], self._seen_at) if end.rank in self._seen else None
         has_report = end.record is not None or end.leaving is not None
         when = end.when if has_report else end.at

@@ -1,16 +1,16 @@
 """The report of a job as JSON, for ``paceline run --report FILE``: how it ended, and each failure along the way.
 
     ok          true or false; null while the job runs, and permanently if the launcher was killed
-    exit_code   of the launcher; null like ``ok``
+    exit_code   exit code of the launcher; null when ``ok`` is null
     restarts    number of times that all ranks have been restarted
     steps_redone
-                completed optimizer steps that had to be computed again after failures, as Checkpointers count them
+                completed optimizer steps that had to be computed again after failures, as counted by Checkpointers
     rescued_from
-                source of the last restart's state: "memory" or "disk"; null for a start from scratch, or without
-                restarts
+                source of the last restart's state: "memory" or "disk"; null if it started from scratch or if there was
+                no restart
     changes     changes to the ranks, in order:
         time        time of the decision, in seconds since the epoch
-        from, to    numbers of ranks; equal if ranks moved to other places
+        from, to    number of ranks before and after; equal if ranks only moved to other places
         why         the reason that the launcher prints
         steps_redone
                     completed steps that the next start computed again; null until that start has ended
@@ -22,11 +22,12 @@
         others      the other ranks that ended, in order
 
 Every rank has ``rank``, ``host``, ``kind``, ``exit_code`` or ``signal``, ``exception`` with ``type``
-and ``message``, ``traceback``, ``step`` (the job's, from 1), ``phase``, ``phase_seconds``, ``bucket``, ``hang`` and
-``stacks``; null if they do not apply. ``kind`` is ``exception``, ``signal`` or ``exit code`` for a rank that failed by
-itself, ``hang`` if the launcher killed it because it made no progress, ``consequence`` if it failed because of another
-rank, ``left`` if it ended without an error, ``absent`` if it kept the others waiting, and ``stopped`` if the launcher
-ended it.
+and ``message``, ``traceback``, ``step`` (the job's step, from 1), ``phase``, ``phase_seconds``, ``bucket``, ``hang``
+and ``stacks``. Values that do not apply are null.
+
+``kind`` is ``exception``, ``signal`` or ``exit code`` for a rank that failed by itself, ``hang`` if the launcher killed
+it because it made no progress, ``consequence`` if it failed because of another rank, ``left`` if it exited without an
+error, ``absent`` if it kept the others waiting, and ``stopped`` if the launcher terminated it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _CLASS = re.compile(r"([A-Za-z_][\w.]*): ?(.*)", re.DOTALL)
 
 
 class JobReport:
-    """The report, written when the job begins, after each failure, and when it has ended.
+    """The report file. It is written when the job begins, after each failure, and when the job ends.
 
     Args:
         file: the file to write; None for no report.
@@ -79,7 +80,7 @@ class JobReport:
         self._steps_redone, self._rescued_from = steps_redone, rescued_from
 
     def restarted(self, change: Change | None = None) -> None:
-        """Count a restart of all ranks, and record what changes about them."""
+        """Count a restart of all ranks, and record the change in their number or places, if any."""
         self._restarts += 1
         if change is not None:
             numbers = {"from": change.before, "to": change.after}

@@ -1,8 +1,8 @@
-"""The places of a job's ranks on this host, and the places that are left out after failures.
+"""The places of a job's ranks on this host, including places that are left out after failures.
 
-A place is a number in the whole job and, on a host with GPUs, the GPU with that number. If the rank of a place caused
-two early failures, the place is left out for a while and the job runs with fewer ranks. Decision 0057 explains
-why.
+A place is a slot for a rank. It keeps its number for the whole job and, on a host with GPUs, stands for the GPU with
+that number. If the rank in a place has caused two early failures, the place is left out for a while and the job runs
+with fewer ranks. Decision 0057 explains why.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 REJOIN_S = 600.0
-"""Seconds until a place is tried again."""
+"""Seconds until a left-out place is tried again."""
 WELL_S = 600.0
-"""A start that lasts longer than this, in seconds, ends a series of failures."""
+"""A start that lasts longer than this, in seconds, resets the counts of failures."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the number of ranks, or only of their places, from one start to the next."""
+    """A change in the number of ranks, or only in their places, from one start to the next."""
 
     before: int
     after: int
@@ -27,7 +27,7 @@ class Change:
 
 
 class Places:
-    """The places of one job.
+    """Tracks the places that the ranks of one job use.
 
     Args:
         count: number of ranks that the user asked for.
@@ -54,7 +54,7 @@ class Places:
         """Count a failed start that lasted `seconds`; return whether a place is left out because of it.
 
         Args:
-            rank: the rank whose place may be the cause; None if no place is.
+            rank: the rank whose place may be the cause; None if no place is to blame.
         """
         if seconds > WELL_S:
             self._failures.clear()
@@ -67,18 +67,19 @@ class Places:
         return self._failures[place] > 1
 
     def next(self, virtual_ranks: int | None, now: float) -> tuple[int, ...]:
-        """Return the places of the next start: all that are not left out, or all if too few remain.
+        """Return the places for the next start: all places that are not left out, or every place if too few remain.
 
         Args:
             virtual_ranks: number of virtual ranks, which must be divisible by the number of ranks; 0 for none; None if
-                unknown. Only powers of two are sure to divide an unknown number.
+                unknown. If unknown, the number of ranks must be a power of two.
         """
         available = [place for place in range(self._count) if self._until.get(place, now) <= now]
         sizes = [size for size in range(self._least, len(available) + 1) if self._divides(size, virtual_ranks)]
         return tuple(available[: sizes[-1]]) if sizes else tuple(range(self._count))
 
     def _divides(self, size: int, virtual_ranks: int | None) -> bool:
-        # The requested number is always valid. The number of virtual ranks and its divisors are powers of two.
+        # The requested number of ranks is always valid. The number of virtual ranks is a power of two, and so is every
+        # divisor of it.
         if size == self._count or (virtual_ranks is None and not _is_power_of_two(self._count)):
             return True
         return _is_power_of_two(size) if virtual_ranks is None else virtual_ranks % size == 0

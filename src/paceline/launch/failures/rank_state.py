@@ -1,4 +1,4 @@
-"""The state of a rank when a job failed, from its black box, and a description of it."""
+"""The state of a rank at the time of a failure, read from its black box, and its description in words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DOING = {
 
 @dataclass(frozen=True)
 class State:
-    """The step and phase of a rank at one moment."""
+    """The step and phase of a rank at a given time."""
 
     completed: int | None
     """The job's last completed step; None if unknown."""
@@ -55,7 +55,7 @@ class State:
 
     @property
     def doing(self) -> str:
-        """Description for the other ranks; the same for the same activity."""
+        """Description for the other ranks. Ranks with the same activity have the same description."""
         if self.phase is None:
             return "had not begun the first step"
         return f"{_DOING.get(self.phase, f'in {self.phase}')} in {self._step}"
@@ -81,5 +81,5 @@ def state_of(snapshot: Snapshot | None, moment: float, raised: bool = True) -> S
 
 
 def doings(ranks: Iterable[tuple[int, str]]) -> list[str]:
-    """Return a line for each activity, such as "ranks 0, 2: waiting for gradients in step 41"."""
+    """Return one line per activity, such as "ranks 0, 2: waiting for gradients in step 41"."""
     return [f"{named_ranks(numbers)}: {text}" for text, numbers in ranks_by_value(ranks).items()]

@@ -1,4 +1,4 @@
-"""Analysis of failures: the first rank to fail, and the failures that are consequences."""
+"""Failure analysis: finds the first rank to fail, and the failures that are only consequences."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _VARIES = re.compile(
     r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\btmp\w{8}\b"  # randomly generated names
     r"|[-+]?(?<!\w)\w*\d\w*(?:[.,:+-]+\w*\d\w*)*(?: ?(?:[KMGTP]i?B|B|bytes|[mnu]?s)\b)?"
 )
-"""Parts of a message that may differ for the same error: addresses, ports, processes, times, sizes.
+"""Parts of a message that may vary between occurrences of the same error: addresses, ports, processes, times, sizes.
 
-A number is matched only from the start of a word, because trying every letter takes quadratic time."""
+Numbers are matched only from the start of a word, because trying every letter takes quadratic time."""
 SETTLE_S = 0.3  # time to wait for other ranks to fail independently
 CAUSE_S = 1.0  # time to wait if all known failures are consequences
 LEAVE_S = 2.0  # time to wait if a rank is about to leave, which may be the cause
-NOTICE_S = 0.05  # delay until the launcher notices an end; ranks record theirs immediately
+NOTICE_S = 0.05  # delay until the launcher notices an exit; ranks record their exits immediately
 
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended: its exit code (negative for a signal) and when the launcher noticed, as seconds since the
-    epoch.
+    """How a rank ended: its exit code (negative for a signal) and when the launcher noticed.
 
     Args:
-        stopped: whether the launcher ended it because another rank had failed.
+        at: when the launcher noticed, in seconds since the epoch.
+        stopped: whether the launcher terminated it because another rank had failed.
         leaving: when the rank reached the end of its script or called ``sys.exit``.
         state: its activity when it failed or, if it was stopped, when the first rank failed; None if unknown.
-        hang: how it hung, if the launcher killed it for hanging.
+        hang: description of the hang, if the launcher killed the rank for hanging.
         stacks: stacks of its threads, if the launcher requested them.
     """
 
@@ -59,7 +59,7 @@ class End:
 
     @property
     def how(self) -> str:
-        """Text such as "exit code 1" or "signal SIGSEGV"; empty if the launcher ended the rank."""
+        """Text such as "exit code 1" or "signal SIGSEGV"; empty if the launcher terminated the rank."""
         if self.stopped:
             return ""
         if self.hang:
@@ -75,14 +75,14 @@ class End:
 
     @property
     def suspicion(self) -> int:
-        """How likely the failure is a consequence: a rank that lost a peer raises an error or is aborted by torch."""
+        """How likely the failure is a consequence. A rank that lost a peer raises an error or is aborted by torch."""
         if self.record:
             return 0 if self.record.blamed is None else LOST_A_PEER
         return MAYBE if self.code == -signal.SIGABRT else 0
 
     @property
     def has_left(self) -> bool:
-        """Whether the rank ended by itself without an error, or was about to."""
+        """Whether the rank exited by itself without an error, or was about to."""
         return self.record is None and (self.code == 0 or (self.stopped and self.leaving is not None))
 
     @property
@@ -99,9 +99,9 @@ def failures(ends: Sequence[End]) -> list[End]:
 
 
 def missed(ends: Sequence[End]) -> list[End]:
-    """Return the ranks that caused the failures without raising an error, in order of time.
+    """Return the ranks that caused the failures without raising an error, in chronological order.
 
-    These are ranks that left while others needed them, or else ranks that kept the others waiting.
+    These are ranks that left while others needed them or, if there are none, ranks that kept the others waiting.
     """
     failed = failures(ends)
     complaints = [end.record for end in failed if end.suspicion == LOST_A_PEER and end.record]
@@ -109,7 +109,7 @@ def missed(ends: Sequence[End]) -> list[End]:
         return []
     named = {rank for record in complaints for rank in record.blamed or ()}
     left = [end for end in ends if end.has_left and (end.rank in named or not named)]
-    if failed[0].suspicion == MAYBE:  # a rank that aborted before the others left did not abort because of them
+    if failed[0].suspicion == MAYBE:  # ranks that left after the abort did not cause it
         left = [end for end in left if end.when < failed[0].when]
     elif not left:
         left = [end for end in ends if end.rank in named and end.stopped and end.record is None]
@@ -140,7 +140,7 @@ def cause(ends: Sequence[End]) -> Cause:
     record = first.record
     step, is_kill = None if first.state is None else first.state.completed, first.code == -signal.SIGKILL
     if record is None or record.blamed is not None:
-        # Losing a peer does not count against the rank's place, but being absent may.
+        # Losing a peer is not held against a rank's place, but keeping the others waiting may be.
         absent = next(iter(missed(ends)), None if first.suspicion == LOST_A_PEER else first)
         return Cause(is_kill=is_kill, step=step, rank=None if absent is None else absent.rank)
     rank = first.rank if record.may_pass and not record.is_one_of else None
@@ -150,14 +150,15 @@ def cause(ends: Sequence[End]) -> Cause:
 def identity(record: Record) -> str:
     """Return a key built from the error's class, location and message.
 
-    It ignores numbers in the message. It also ignores word order, because the order of a set differs between processes.
+    The key ignores numbers in the message. It also ignores word order, because sets print in a different order in each
+    process.
     """
     lines = record.trace.partition(CUT)[0].splitlines()
     place = [line for line in lines if _FRAME.match(line)]
     message, is_cut, _ = record.message.partition(CUT)
     words = [message] if is_cut else [message, *(line for line in lines if not _FRAME.match(line))]
     fixed = _VARIES.sub(" ", "\n".join(words))
-    if is_cut:  # only half of it, because a number with more digits moves the cut
+    if is_cut:  # keep only half, because the position of the cut depends on the number of digits
         fixed = fixed[: len(message) // 2]
     return "\n".join([message.partition(":")[0], *place, " ".join(sorted(re.findall(r"\w+", fixed)))])
 
@@ -175,7 +176,7 @@ def headline(ends: Sequence[End]) -> str:
         if failed[0].state is not None:
             text += f" {failed[0].state.moment}"
         left_before = [end for end in ends if end.has_left and end.when < failed[0].when]
-        # A script that lost a peer may exit without raising.
+        # A script that lost a peer may exit with an error code without raising.
         if not left_before or failed[0].record is not None or failed[0].code <= 0:
             return text
         did = "had begun to end" if any(end.code for end in left_before) else "had ended with exit code 0"
@@ -203,7 +204,7 @@ def details(ends: Sequence[End]) -> list[str]:
 
 
 def raised(ends: Sequence[End]) -> list[str]:
-    """Return the tracebacks of errors that are not consequences, for a job that a signal stopped."""
+    """Return the tracebacks of all errors that are not consequences, for a job stopped by a signal."""
     notes = [(end.rank, end.record) for end in ends if end.record and end.record.blamed is None]
     return [line for rank, note in notes for line in quoted(rank, note.trace)]
 
@@ -214,7 +215,7 @@ def quoted(rank: int, text: str) -> list[str]:
 
 
 def remarks(ends: Sequence[End]) -> list[str]:
-    """Return lines about the other ranks: their activity, and how they ended."""
+    """Return lines that say what the other ranks were doing and how they ended."""
     failed, early, by_rank = failures(ends), missed(ends), sorted(ends, key=lambda end: end.rank)
     culprits = early or failed[:1]
     others = [end for end in ends if end not in culprits]
@@ -242,5 +243,5 @@ def _doing(end: End) -> str:
 
 
 def _complaint(failed: Sequence[End]) -> End:
-    """Return the first failure that was caused by a lost peer."""
+    """Return the first rank that failed because it lost a peer."""
     return next(end for end in failed if end.suspicion == LOST_A_PEER)

@@ -1,4 +1,4 @@
-"""The verdict on a failed start of the ranks: restart, or the reason not to.
+"""Decides whether to restart after a failed start of the ranks, and gives the reason if not.
 
 Only restarts without progress count. A start that completes a new step resets the count. Decision 0047 explains why.
 """
@@ -12,18 +12,18 @@ from enum import Enum
 LIMIT = 3
 """Default limit on consecutive restarts without progress."""
 EARLY_S = 120.0
-"""Seconds within which a start with unknown steps counts as untrained. If a rank was killed, no step counts as lost; if
-a rank raised an error, the script is to blame."""
+"""If the steps of a start are unknown and it failed within this many seconds, it is assumed to have completed no step:
+a killed rank then lost no step, and an error is blamed on the script."""
 
 
 class Verdict(Enum):
-    """What follows a failure."""
+    """The decision after a failure."""
 
     RESTART = "all ranks are started again"
-    MISTAKE = "an exception before the first step is the script's own"
-    REPEATED = "the same error in the same place ended the start before"
-    OVER = "there is nothing to go on from, or the training has ended"
-    IN_VAIN = "as many starts as the user allows have gained nothing"
+    MISTAKE = "an exception before the first step is the script's fault"
+    REPEATED = "the previous start failed with the same error in the same place"
+    OVER = "there is no state to continue from, or the training has ended"
+    IN_VAIN = "the allowed number of restarts without progress is used up"
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Cause:
     """The cause of a failed start, which determines whether the next start would fail in the same way."""
 
     error: str | None = None
-    """Key of the first rank's exception, the same for the same error; None if the rank ended in another way."""
+    """Key of the first rank's exception; equal errors have equal keys. None if the rank raised no exception."""
     may_pass: bool = False
-    """Whether the exception came from the host, a device or the network, and may not recur."""
+    """Whether the exception came from the host, a device or the network, and so may not recur."""
     has_optimizer: bool = True
     """Whether the rank that raised it may have held an optimizer."""
     is_kill: bool = False
@@ -41,20 +41,20 @@ class Cause:
     step: int | None = None
     """The first rank's last completed step of the job; None if unknown."""
     rank: int | None = None
-    """The rank that failed first, if its place on the host may be the reason: its process ended, or its device failed.
-    None for an exception in the script and for an error that names several ranks."""
+    """The rank that failed first, if its place on the host may be to blame, because its process ended or its device
+    failed. None for an exception in the script and for an error that names several ranks."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """Progress of a start of the ranks with one checkpoint folder."""
+    """Progress that a start of the ranks made with one checkpoint folder."""
 
     key: str
     """Key of the folder."""
     restored: int
     """The restored step."""
     completed: int
-    """The last step that a rank completed, or else the restored step."""
+    """The last step that a rank completed; the restored step if no rank completed one."""
     redone: int = 0
     source: str | None = None
     rescued: int | None = None
@@ -70,11 +70,11 @@ class Reached:
     pace: float = 0.0
     """Duration of the last step, in seconds."""
     is_unsaved: bool = False
-    """Whether steps should have been saved on disk, but no start has saved one."""
+    """Whether steps should have been saved on disk, but none has been saved."""
     virtual_ranks: int = 0
     """Number of virtual ranks; 0 for none."""
     is_alone: bool = False
-    """Whether a rank has stepped without the others, so that no rank can save the last step for all."""
+    """Whether a rank has completed a step without the others, so that no rank can save the last step for all."""
 
     @property
     def is_rescued(self) -> bool:
@@ -83,18 +83,18 @@ class Reached:
 
     @property
     def goes_on(self) -> str:
-        """Which step the next start restores, for a message."""
+        """Part of a message that says which step the next start restores."""
         newest, on_disk = max(self.rescued or 0, self.on_disk or 0), self.on_disk or 0
         if not self.completed:
             return ""
         place = "on disk" if newest == on_disk else "in memory"
         where = f" from step {newest}, which is {place}" if newest else " from the beginning"
-        return where if newest >= self.completed else f"{where}, as no rank could save step {self.completed}"
+        return where if newest >= self.completed else f"{where}, because no rank could save step {self.completed}"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A start that failed."""
+    """A failed start of the ranks."""
 
     cause: Cause
     reached: Sequence[Reached] = ()
@@ -104,12 +104,12 @@ class Failure:
 
     @property
     def completed(self) -> dict[str, int]:
-        """The last completed step, by the key of the checkpoint folder."""
+        """The last completed step for each checkpoint folder, by the folder's key."""
         return {each.key: each.completed for each in self.reached}
 
     @property
     def error(self) -> tuple[object, ...] | None:
-        """Key that is the same for the same error at the same step; None if a repetition cannot be recognized.
+        """Key for recognizing the same error at the same step; None if a repetition cannot be recognized.
 
         A transient error at an unknown step counts as a new error each time.
         """
@@ -128,8 +128,8 @@ class Failure:
     def is_untrained(self) -> bool:
         """Whether the ranks have completed no step, or are assumed to have completed none.
 
-        A Checkpointer marks every step. Black boxes count optimizer steps, and a loop may have no optimizer. Otherwise
-        only the presence of an optimizer is known.
+        A Checkpointer marks every step. Without a Checkpointer, black boxes count optimizer steps, but a loop may have
+        no optimizer. Without either, all that is known is whether there was an optimizer.
         """
         if self.has_trained:
             return False
@@ -141,19 +141,19 @@ class Failure:
 
 @dataclass(frozen=True)
 class Past:
-    """The earlier failed starts of a job."""
+    """A summary of a job's earlier failed starts."""
 
     best: Mapping[str, int] = field(default_factory=dict)
-    """The last step that any start has completed, by the key of the checkpoint folder."""
+    """The last step that any start has completed for each checkpoint folder, by the folder's key."""
     in_vain: int = 0
-    """Number of failures since a start made progress."""
+    """Number of failures since a start last made progress."""
     error: tuple[object, ...] | None = None
     """:attr:`Failure.error` of the latest failure."""
     has_trained: bool = False
     """Whether a start is known to have completed a step, or to have resumed from one."""
 
     def with_one_more(self, failure: Failure) -> Past:
-        """Return the past including `failure`."""
+        """Return the summary with `failure` added."""
         completed = failure.completed
         is_progress = any(step > self.best.get(key, 0) for key, step in completed.items())
         best = {**self.best, **{key: max(step, self.best.get(key, 0)) for key, step in completed.items()}}
@@ -162,20 +162,20 @@ class Past:
 
 
 def verdict(failure: Failure, past: Past, limit: int | None) -> Verdict:
-    """Return what follows `failure`.
+    """Decide what to do after `failure`.
 
     Args:
         failure: the latest failed start.
-        past: the earlier failed starts.
-        limit: maximum number of consecutive restarts without progress. None means :data:`LIMIT` for ranks that report
-            their steps or were killed early, and 0 for all others.
+        past: summary of the earlier failed starts.
+        limit: maximum number of consecutive restarts without progress. None means :data:`LIMIT` if the ranks report
+            their steps or were killed early, else 0.
     """
     cause, reached = failure.cause, failure.reached
     if cause.error is not None and not cause.may_pass and failure.is_untrained and not past.has_trained:
         return Verdict.MISTAKE
     if failure.error is not None and failure.error == past.error:
         return Verdict.REPEATED
-    # A start without a Checkpointer has unknown progress, unless an earlier start had one.
+    # Without a Checkpointer in this start or an earlier one, progress is unknown.
     is_early_kill = cause.is_kill and not cause.step and failure.seconds < EARLY_S
     is_over = all(each.has_ended for each in reached) if reached else not (past.best or is_early_kill)
     if is_over and (limit is None or any(each.is_unsaved for each in reached)):

@@ -19,15 +19,15 @@ from paceline.launch.fork_server.server import LONGEST
 from paceline.launch.watching.signals import sheltered
 
 SLICE_S = 0.05  # interval between checks for signals while the launcher waits for the server
-LATE_S = 1.0  # time for the server to report the end of a rank
-END_S = 2.0  # time for the server to end
-_ENDED = (BrokenPipeError, ConnectionResetError)  # the server has ended, in the second case with unread messages
+LATE_S = 1.0  # time for the server to report that a rank has exited
+END_S = 2.0  # time for the server to exit
+_ENDED = (BrokenPipeError, ConnectionResetError)  # the server has exited; "reset" if it left messages unread
 
 
 class ForkServer:
-    """A process that forks the ranks of one job. It starts with the first ranks, and restarts if it has died.
+    """A process that forks the ranks of one job. It is started with the first ranks, and restarted if it has died.
 
-    Used by one thread, which must live as long as the ranks: the kernel kills the server and the ranks when it ends.
+    Used by one thread, which must outlive the ranks: the kernel kills the server and the ranks when that thread exits.
 
     Args:
         command: the command of a rank.
@@ -43,14 +43,14 @@ class ForkServer:
         self._environment = environment
         self._modules = tuple(modules)
         self._say = say
-        self._process: subprocess.Popen[bytes] | None = None  # None before the start and after the end
-        self._socket: socket.socket | None = None  # None if the process is None
-        self._answers: list[dict[str, Any]] = []  # answers that no call has consumed yet
-        self._codes: dict[int, int] = {}  # exit codes, by process id, that no rank has consumed yet
+        self._process: subprocess.Popen[bytes] | None = None  # None before the server starts and after it exits
+        self._socket: socket.socket | None = None  # None whenever the process is None
+        self._answers: list[dict[str, Any]] = []  # answers that no call has taken yet
+        self._codes: dict[int, int] = {}  # exit codes that no rank has taken yet, by process id
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """If the server is running, make torchelastic fork the ranks that it starts in the block. Not thread-safe."""
+        """Inside this context, torchelastic forks its ranks from the server, if it is running. Not thread-safe."""
         if self._socket is None:
             yield
             return
@@ -65,11 +65,11 @@ class ForkServer:
             yield
 
     def prepare(self, is_stopped: Callable[[], bool]) -> None:
-        """Start the server unless it runs, and wait until it has imported its modules or `is_stopped()`.
+        """Start the server unless it is running, and wait until it has imported its modules or `is_stopped()` is true.
 
-        If the server refuses, a note gives the reason, and every rank is a new interpreter.
+        If the server refuses to fork, print the reason; every rank then starts as a new interpreter.
         """
-        self.collect()  # detects whether the server has ended
+        self.collect()  # detects whether the server has exited
         if self._socket is not None or not self._modules:
             return
         # Process ids are reused: an exit code from the previous server must not belong to a new rank.
@@ -81,7 +81,7 @@ class ForkServer:
                 self._command,
                 env={**os.environ, **self._environment, **setting(theirs.fileno(), self._modules)},
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # so that only the launcher gets Ctrl-C
+                start_new_session=True,  # so that only the launcher receives Ctrl-C
             )
         self._socket = ours
         answer = self._wait_for_answer(is_stopped)
@@ -94,7 +94,7 @@ class ForkServer:
             self.close()
 
     def fork(self, environment: Mapping[str, str], out: IO[Any] | None, err: IO[Any] | None) -> ForkedRank:
-        """Fork a rank with this environment; its output goes to these files, or else to this process's streams."""
+        """Fork a rank with this environment. Its output goes to `out` and `err`, or else to this process's streams."""
         server = self._socket
         assert server is not None
         streams = {0: 0, 1: out.fileno() if out else 1, 2: err.fileno() if err else 2}
@@ -113,14 +113,14 @@ class ForkServer:
         return ForkedRank(self, answer["pid"])
 
     def _wait_for_answer(self, is_stopped: Callable[[], bool]) -> dict[str, Any] | None:
-        """Return the next answer; None if the server has ended or `is_stopped` returns True."""
+        """Wait for the next answer and return it; None if the server has exited or `is_stopped` returns True."""
         while not self._answers and self._socket is not None and not is_stopped():
             self.collect(SLICE_S)
         return self._answers.pop(0) if self._answers else None
 
     def collect(self, seconds: float = 0.0) -> None:
-        """Read the messages of the server; wait up to `seconds` for the first one."""
-        # Not select(), which rejects descriptors above 1023.
+        """Read all messages from the server, waiting up to `seconds` for the first one."""
+        # wait() instead of select(), which rejects descriptors above 1023.
         while self._socket is not None and wait([self._socket], seconds):
             seconds = 0.0
             try:
@@ -135,17 +135,17 @@ class ForkServer:
                 self._answers.append(message)
 
     def take_code(self, pid: int) -> int | None:
-        """Return the exit code of the rank `pid` if the server has reported it. Returns each code only once."""
+        """Return the exit code of the rank `pid` if the server has reported it. Each code is returned only once."""
         code = self._codes.pop(pid, None)
         if code is not None and self._socket is not None:
-            # If the server has ended, the zombie no longer exists.
+            # If the server has exited, the zombie no longer exists.
             with suppress(*_ENDED):
                 self._socket.send(json.dumps({"reap": pid}).encode())
         return code
 
     @property
     def is_running(self) -> bool:
-        """Whether the server can report the end of ranks."""
+        """Whether the server can still report that ranks have exited."""
         return self._socket is not None
 
     def _has_died(self) -> None:
@@ -158,10 +158,10 @@ class ForkServer:
             self._say(f"the process that forks the ranks ended ({how}), and so did its ranks")
 
     def close(self) -> None:
-        """End the server, if it runs."""
+        """Stop the server if it is running."""
         if self._socket is None or self._process is None:
             return
-        self._socket.close()  # ends the server unless it is importing modules
+        self._socket.close()  # makes the server exit unless it is still importing modules
         if not self._has_ended(0.2):
             self._process.kill()
             self._has_ended(END_S)
@@ -181,20 +181,20 @@ class ForkServer:
 
 
 class ForkedRank:
-    """The process of a rank, with the members of :class:`subprocess.Popen` that torchelastic and the agent use."""
+    """A rank's process, with the :class:`subprocess.Popen` members that torchelastic and the agent use."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None  # negative for a signal
         self._server = server
-        self._descriptor = os.pidfd_open(pid)  # readable once the process has ended; -1 after that
+        self._descriptor = os.pidfd_open(pid)  # readable once the process has exited; then closed and set to -1
 
     def poll(self) -> int | None:
         """Return the exit code; None while the process runs."""
         return self._poll(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait up to `timeout` seconds for the end of the process; return the exit code."""
+        """Wait up to `timeout` seconds for the process to exit; return its exit code."""
         end = time.monotonic() + timeout if timeout is not None else None
         while self._poll(SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))) is None:
             if end is not None and time.monotonic() >= end:
@@ -212,14 +212,14 @@ class ForkedRank:
                 self._server.collect(SLICE_S)
                 self.returncode = self._server.take_code(self.pid)
             if self.returncode is None and not self._server.is_running:
-                self.returncode = -signal.SIGKILL  # the kernel ended it together with the server
+                self.returncode = -signal.SIGKILL  # the kernel killed it together with the server
             if self.returncode is not None:
                 os.close(self._descriptor)
                 self._descriptor = -1
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process if it runs."""
+        """Send a signal to the process if it is running."""
         if self.poll() is None:
             os.kill(self.pid, number)
 

@@ -1,6 +1,6 @@
-"""Decides whether to fork ranks from a process that has imported torch, and which other modules it imports first.
+"""Decides whether to fork ranks from a process that has imported torch, and which other modules that process imports.
 
-The decision depends on the script's text, so it is the same for every start.
+The decision depends only on the script's source code, so it is the same for every start.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
 from paceline.errors import UsageError
 
 SETTING = "PACELINE_PRELOAD"
-"""Environment variable; ``0`` makes every rank a new interpreter."""
+"""Environment variable; with ``0``, every rank starts as a new interpreter."""
 
 OTHER_WAYS = re.compile(r"\b(?:importlib|__import__|runpy|exec)\b")
 TRAINING = re.compile(r"optim|compile|[Tt]rain|paceline")
-"""Words in scripts that probably create an optimizer, which imports more of torch's modules."""
+"""Words that suggest that a script creates an optimizer, which makes torch import more modules."""
 LIKE_TORCH = {"torch", "torchvision", "torchaudio", "numpy"}
 
 LIBRARY = (
@@ -33,7 +33,7 @@ LIBRARY = (
     "paceline.core.processes.rank_lookup",
     "paceline.comm.c10d.process_group",
 )
-"""Modules for programs that use Paceline, which imports most modules lazily."""
+"""Modules to import for programs that use Paceline, because Paceline itself imports most modules lazily."""
 
 READ_AT_IMPORT = re.compile(r"(?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL)\w*_\w+")
 """Environment variables that torch or one of its libraries reads when it is imported."""
@@ -43,9 +43,9 @@ SETTERS = {"setdefault", "putenv", "update"}
 
 @dataclass(frozen=True)
 class Preloading:
-    """Modules to import before ranks are forked; empty if every rank is a new interpreter.
+    """Modules to import before ranks are forked; empty if every rank starts as a new interpreter.
 
-    ``note`` is a message for the user about why it is empty.
+    ``note`` is a message to the user about why ranks are not forked.
     """
 
     modules: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ def decide(command: Sequence[str]) -> Preloading:
     setting = os.environ.get(SETTING, "1")
     if setting not in ("0", "1"):
         raise UsageError(f"{SETTING}={setting!r} is neither 0 nor 1; with 0 every rank imports torch itself")
-    # Other programs, and other interpreter options, need a new process.
+    # Programs other than Python and other interpreter options need a new process.
     if setting == "0" or not can_fork() or list(command[:2]) != [sys.executable, "-u"]:
         return Preloading()
     name, text = source(command[2:])
@@ -81,7 +81,7 @@ def can_fork() -> bool:
 
 
 def source(arguments: Sequence[str]) -> tuple[str, str | None]:
-    """Return the name and text of the program of ``python ARGUMENTS``; no text if there are other options."""
+    """Return the name and source of the program run by ``python ARGUMENTS``; no source if there are other options."""
     if arguments[:1] in (["-m"], ["-c"]) and len(arguments) > 1:
         name = arguments[1]
         return name, _read(_module_file(name)) if arguments[0] == "-m" else name
@@ -103,7 +103,7 @@ def _module_file(name: str) -> Path | None:
 
 
 def _read(file: Path | None) -> str:
-    """Return the text of a program; for an unreadable one, a text that counts as importing everything."""
+    """Return the source code of a program; if it cannot be read, return code that counts as importing everything."""
     try:
         return file.read_text(errors="replace") if file is not None and file.is_file() else "import torch.optim"
     except OSError:
@@ -111,7 +111,7 @@ def _read(file: Path | None) -> str:
 
 
 def set_before_import(text: str) -> str | None:
-    """Return the name of an environment variable that the program sets and torch reads when it is imported."""
+    """Return the name of an environment variable that the program sets and that torch reads during its import."""
     for node in ast.walk(_parsed(text)):
         if isinstance(node, ast.Assign):
             targets = [target for each in node.targets for target in ast.walk(each)]
@@ -154,7 +154,7 @@ def imported(text: str) -> set[str]:
 
 
 def _parsed(text: str) -> ast.Module:
-    """Return the syntax tree of the program; an empty one if it is not valid Python; each rank reports that error."""
+    """Return the program's syntax tree. It is empty for invalid Python, because each rank reports that error."""
     try:
         return ast.parse(text)
     # ValueError: null bytes. RecursionError and MemoryError: too deeply nested.

@@ -8,9 +8,9 @@
                             ◀──  6. process id and exit code         ◀──   6. ends
     reap                    ──▶  7. waits for it, which frees its process id
 
-The server is the rank's command, held during interpreter startup: ``hook/sitecustomize.py`` calls
-:func:`serve`, which returns only in a forked rank. The interpreter itself does everything after that, from
-``sys.path[0]`` to the display of uncaught exceptions.
+The server runs the rank's command but pauses during interpreter startup: ``hook/sitecustomize.py`` calls :func:`serve`,
+which returns only in a forked rank. In that rank the interpreter does everything else as usual, from setting
+``sys.path[0]`` to printing uncaught exceptions.
 
 Standard library only, loaded by path. Linux only.
 """
@@ -33,17 +33,17 @@ from typing import Any, NoReturn
 
 LONGEST = 65536  # maximum message size in bytes; environments may be longer, so they are sent as a file
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
-KEPT_BY_FORKS = {"jemalloc_bg_thd"}  # threads of allocators that handle forks with pthread_atfork
+KEPT_BY_FORKS = {"jemalloc_bg_thd"}  # allocator threads that survive forks, because they use pthread_atfork
 THREADS_S = 1.0  # a joined thread may still be listed for this long
 
 
 def serve(setting: str, parent: int, die_with: Callable[[int], None]) -> None:
-    """Import modules and fork ranks until the launcher ends; returns only in a rank.
+    """Import modules and fork ranks until the launcher exits; returns only in a rank.
 
     Args:
-        setting: descriptor of the socket to the launcher, and the modules, separated by spaces.
+        setting: descriptor of the socket to the launcher, followed by the modules, separated by spaces.
         parent: the launcher's process id.
-        die_with: makes this process end when the given one ends.
+        die_with: makes this process exit when the given process exits.
     """
     number, *modules = setting.split()
     server = os.getpid()
@@ -81,7 +81,7 @@ def _fail() -> NoReturn:
 
 
 def preload(modules: "list[str]") -> str:
-    """Import `modules` as the script would; return the reason if that fails, or an empty string."""
+    """Import `modules` as the script would; return an empty string, or the reason if an import fails."""
     first = first_path()
     sys.path[:0] = first
     try:
@@ -108,7 +108,8 @@ def first_path() -> "list[str]":
 def unfit() -> str:
     """Return why forks of this process would differ from new processes; an empty string if they would not.
 
-    The first fork is a trial: libraries such as OpenBLAS end their threads before a fork, and restart them when needed.
+    Forks once as a trial, because libraries such as OpenBLAS stop their threads before a fork and restart them when
+    needed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns about these threads
@@ -140,7 +141,7 @@ def threads() -> "list[str]":
 
 def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int]]":
     """Serve the launcher's requests until it closes the socket; in a forked rank, return its request."""
-    ended: dict[int, int] = {}  # pidfd (readable once the rank has ended) -> process id
+    ended: dict[int, int] = {}  # pidfd (readable once the rank has exited) -> process id
     poll = select.poll()
     poll.register(launcher, select.POLLIN)
     while True:
@@ -159,7 +160,7 @@ def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int
                 continue
             pid = _fork(launcher)
             if pid == 0:
-                # If this copy stayed open, the launcher would not notice the end of the server.
+                # If this copy stayed open, the launcher would not notice that the server has exited.
                 launcher.close()
                 for other in ended:
                     os.close(other)
@@ -187,7 +188,7 @@ def _fork(launcher: socket.socket) -> int:
 
 
 def _report(launcher: socket.socket, pid: int) -> None:
-    """Send how the rank `pid` ended. The rank stays a zombie until the launcher answers, so its id is not reused."""
+    """Report how the rank `pid` ended. It stays a zombie until the launcher answers, so that its id is not reused."""
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     _send(launcher, pid=pid, code=end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
@@ -204,7 +205,7 @@ def _send(launcher: socket.socket, **message: Any) -> None:
 
 
 def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
-    """Install `descriptors` as the given standard streams, and close the remaining ones."""
+    """Install `descriptors` as the given standard streams, and close the other standard streams."""
     sources = []
     for descriptor in descriptors:
         sources.append(fcntl(descriptor, F_DUPFD_CLOEXEC, 3))
@@ -222,16 +223,16 @@ def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
 
 
 def _reset_stream(output: Any) -> None:
-    """Reinitialize an unbuffered (``-u``) text stream for its new file; in place, as loggers refer to it."""
+    """Reinitialize an unbuffered (``-u``) text stream for its new file, in place because loggers refer to it."""
     file = FileIO(output.fileno(), "w", closefd=False)
     file.name = output.name
     output.__init__(file, output.encoding, output.errors, newline="\n", write_through=True)
 
 
 def _refresh() -> None:
-    """Renew random seeds and cached process properties; ``random`` reseeds itself."""
+    """Renew random seeds and cached properties of the process. Python's ``random`` reseeds itself after a fork."""
     if "torch" in sys.modules:
-        # The CPU generator only: in a new process, device generators have a fixed seed.
+        # Only the CPU generator, because in a new process device generators have a fixed seed.
         sys.modules["torch"].default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()

@@ -1,4 +1,4 @@
-"""The cause of a failed start, shared between hosts through the store of the rendezvous."""
+"""Shares the cause of a failed start between hosts, through the rendezvous store."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def published(store: Store, seconds: float = 0.0) -> HostEnds | None:
 
 
 def leave_together(store: Store, hosts: int) -> None:
-    """Wait until all `hosts` have read the cause, or for :data:`HEAR_S`, because the store ends with its host."""
+    """Wait up to :data:`HEAR_S` until all `hosts` have read the cause, because the store exits with its host."""
     deadline = time.monotonic() + HEAR_S
     read = store.add(READ, 1)
     while read < hosts and time.monotonic() < deadline:
@@ -61,13 +61,13 @@ def place(store: Store, turn: int) -> Store:
 
 
 def encoded(cause: HostEnds) -> str:
-    """Return `cause` as text for the store."""
+    """Encode `cause` as text for the store."""
     ends = [replace(end, record=end.record and replace(end.record, trace=""), state=None) for end in cause.ends]
     return json.dumps({"host": cause.host, "ends": [asdict(end) for end in ends]})
 
 
 def decoded(text: bytes | str) -> HostEnds | None:
-    """Invert :func:`encoded`; return None for other text, because the store accepts writes from every host."""
+    """Decode text from :func:`encoded`; return None for other text, because any host can write to the store."""
     try:
         note = json.loads(text)
         return HostEnds(str(note["host"]), [_end(values) for values in note["ends"]])

@@ -1,4 +1,4 @@
-"""torchelastic's agent on each of several hosts. All agents report the same cause of a failure.
+"""torchelastic's agent for jobs on several hosts, extended so that all hosts report the same cause of a failure.
 
 torchelastic itself handles starts, restarts and the rendezvous.
 """
@@ -24,9 +24,9 @@ class HostAgent(LocalElasticAgent):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.ends: Sequence[End] = ()
-        """How the ranks of this host, and of the host with the cause, ended in the latest failed start."""
+        """How the ranks ended in the latest failed start, on this host and on the host with the cause."""
         self._elsewhere: cause.HostEnds | None = None
-        """The cause, if it is on another host."""
+        """How the ranks of another host ended, if that host has the cause."""
         self._ranks = RankProcesses({}, {})
 
     def report(self) -> str:
@@ -55,14 +55,14 @@ class HostAgent(LocalElasticAgent):
         ranks = self._ranks
         ranks.poll()
         if ranks.failed():
-            # Before torchelastic ends the other ranks, because one of them may have caused the failure.
+            # Wait before torchelastic terminates the other ranks, because one of them may have caused the failure.
             ranks.await_cause()
             ranks.signalled.update(ranks.running())
         else:
             ranks.show_slow_errors(say)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
-            ranks.poll()  # torchelastic has ended the other ranks
+            ranks.poll()  # torchelastic has terminated the other ranks
             self._find_cause([*ranks.reported_ends(), *ranks.ends_of_running()])
         return result
 
@@ -75,7 +75,7 @@ class HostAgent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _find_cause(self, local_ends: Sequence[End]) -> None:
-        """Publish why this start failed, or read it from another host."""
+        """Publish why this start failed, or read the cause that another host has published."""
         self.ends, worker_group = local_ends, self.get_worker_group()
         spec, restarts = worker_group.spec, self._remaining_restarts
         store: Any = worker_group.store
@@ -89,8 +89,8 @@ class HostAgent(LocalElasticAgent):
             if other is not None and not {end.rank for end in other.ends} & {end.rank for end in local_ends}:
                 self.ends, self._elsewhere = [*local_ends, *other.ends], other
             if root_cause.usage(self.ends) is not None:
-                self._remaining_restarts = 0  # a usage error would recur
+                self._remaining_restarts = 0  # a usage error would occur again
             if local_ends and self._remaining_restarts == 0:
                 cause.leave_together(place, worker_group.group_world_size or 1)
-        except RuntimeError:  # the store has ended together with its host
+        except RuntimeError:  # the store has exited together with its host
             pass

@@ -1,4 +1,4 @@
-"""Jobs on several hosts: torchrun's launcher, except that ranks end when it does.
+"""Launches jobs on several hosts with torchrun's launcher, except that ranks exit when the launcher does.
 
 Tested with two network namespaces on one machine, and with two launchers on one host; ``docs/gpu-status.md`` lists the
 tests on GPUs. As with torchrun, the rendezvous listens on all interfaces, without authentication.
@@ -89,7 +89,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
 
 def _prepare_environment(nproc: int) -> None:
     """Set the variables that ranks inherit from this process."""
-    # With a shared store, restarted ranks would read the addresses of dead ranks, and half of all restarts would fail.
+    # With a shared store, restarted ranks read the addresses of dead ranks, which makes half of all restarts fail.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     os.environ["PYTHONPATH"] = hooked(os.environ.get("PYTHONPATH", ""))

@@ -1,1 +1,1 @@
-"""Parts of the launcher that run in a rank, and its files and streams."""
+"""Parts of the launcher that run inside a rank, and the files and streams of ranks."""

@@ -20,8 +20,8 @@ from paceline.launch.rank.printed_lines import PrintedLines
 class Logs:
     """Destinations of the ranks' output: torchrun's options, in torchrun's format.
 
-    ``only`` are the ranks whose output is shown. ``prefix`` starts each teed line, and with ``prefix_ranks`` every
-    printed line starts with its rank.
+    ``only`` contains the ranks whose output is shown. ``prefix`` is added to each teed line. With ``prefix_ranks``,
+    every printed line starts with its rank.
     """
 
     folder: str | None = None
@@ -50,11 +50,11 @@ class RankFiles(LogsSpecs):
     """Creates the files of each start: an error file for each rank, and the user's logs.
 
     On Linux an unnamed file is passed as ``/proc/<launcher>/fd/<n>``, so that no file is left behind, even after ``kill
-    -9``. On other systems, temporary files are removed at the end.
+    -9``. On other systems, temporary files are removed when the job ends.
 
     Args:
         logs: destinations of the output.
-        printed: prints output that has no other destination; None if ranks inherit the launcher's streams.
+        printed: prints output without any other destination; None if ranks inherit the launcher's streams.
     """
 
     def __init__(self, logs: Logs, printed: PrintedLines | None = None) -> None:

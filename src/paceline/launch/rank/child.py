@@ -1,8 +1,8 @@
-"""Makes a rank's process end when the launcher does, and then executes the rank's command.
+"""Ensures that a rank's process exits when the launcher does, and then executes the rank's command.
 
 Run by path as ``python -I -S child.py <launcher's pid> command…``, without site-packages, so that it starts quickly. On
-Linux PR_SET_PDEATHSIG makes the kernel kill this process when the launcher's thread that started it ends; the setting
-survives exec. On other systems this only executes the command.
+Linux PR_SET_PDEATHSIG makes the kernel kill this process when the launcher thread that started it exits; the setting
+survives exec. On other systems this module only executes the command.
 """
 
 import os
@@ -14,7 +14,7 @@ NOT_EXECUTABLE = 126
 
 
 def die_with(launcher: int) -> None:
-    """Make the kernel kill this process when `launcher`, its parent, ends."""
+    """Make the kernel kill this process when its parent, `launcher`, exits."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -22,12 +22,12 @@ def die_with(launcher: int) -> None:
 
     if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         print("warning: this rank will outlive a launcher that is killed (prctl failed)", file=sys.stderr)
-    if os.getppid() != launcher:  # the launcher ended before the call above
+    if os.getppid() != launcher:  # the launcher exited before the call above
         os._exit(1)
 
 
 def become(command: "list[str]") -> None:
-    """Replace this process with `command`; if that fails, exit with the code that a shell would use."""
+    """Replace this process with `command`; if that fails, exit with the same code as a shell."""
     try:
         os.execvp(command[0], command)
     except OSError as error:

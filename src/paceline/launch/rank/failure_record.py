@@ -27,7 +27,7 @@ LAUNCHER = "PACELINE_LAUNCHER"  # process id of Paceline's launcher on this host
 # script's other connections contain neither such an address nor the name of such a library.
 TRANSPORT = re.compile(r"gloo|nccl|\[[0-9a-f.:]+\]:\d+", re.IGNORECASE)
 FROM_CALLBACK = "Got the following error when running the callback: CommunicationError: "
-"""Start of the message of a CommunicationError that has passed through C++, such as torch DDP's reducer."""
+"""Start of the message of a CommunicationError that was raised through C++ code, such as torch DDP's reducer."""
 PEER_LOST = re.compile(
     r"connection (was likely )?closed|connection reset|connection refused|broken pipe|got 0 bytes|socket closed"
     r"|remote process exited|timed out waiting \d+ ?ms|caused pair closure|connectFullMesh",
@@ -35,7 +35,7 @@ PEER_LOST = re.compile(
 )
 _WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _PASSING = ("OutOfMemoryError", "AcceleratorError", "DistError", "WrongComputation")
-"""Names of error classes for devices and collectives; importing torch for them would take seconds."""
+"""Error classes for devices and collectives, by name because importing torch would take seconds."""
 _PASSING_TEXT = re.compile(r"CUDA error|out of memory|DataLoader worker")
 LONGEST_MESSAGE, LONGEST_TRACE = 2_000, 8_000
 """Maximum length of an error's message and traceback; the middle is cut out."""
@@ -47,14 +47,14 @@ _FACTS = ("usage", "may_pass", "has_optimizer", "is_one_of")
 
 @dataclass(frozen=True)
 class Record:
-    """The error of a rank: ``ValueError: …``, the traceback, and the time in seconds since the epoch.
+    """The error of a rank: a message such as ``ValueError: …``, the traceback, and the time in seconds since the epoch.
 
     Args:
         usage: whether it is a UsageError, which is shown without its traceback.
-        blamed: known ranks whose failure caused this error; None if the error is not a consequence.
+        blamed: ranks known to have caused this error; None if the error is not a consequence.
         may_pass: see :func:`may_pass`.
         has_optimizer: whether the rank may have held an optimizer; without one it has not trained.
-        is_one_of: whether the error names several ranks although only one is at fault.
+        is_one_of: whether the error names several ranks, only one of them at fault.
     """
 
     message: str
@@ -88,13 +88,13 @@ def _write(path: str, note: object) -> None:
 
 
 def read(path: str) -> Record | None:
-    """Return the record in the file `path`, which torch's ``@record`` may have written; None if it is incomplete."""
+    """Return the record from the file `path`, which torch's ``@record`` may have written; None if it is incomplete."""
     note = _read(path)
     try:
         content = note["message"]
         if "leaving" in note:
             return None
-        if isinstance(content, str):  # as C++ writes it
+        if isinstance(content, str):  # written by C++
             at, message = float(note.get("at", note.get("timestamp", 0))), shortened(content)
             return Record(message, message, at, blamed=blamed_by(message), may_pass=True)
         more, message = content["extraInfo"], shortened(content["message"])
@@ -107,7 +107,7 @@ def read(path: str) -> Record | None:
 
 
 def read_leaving(path: str) -> float | None:
-    """Return when the rank that writes the file `path` began to exit without an error; None if it did not."""
+    """Return when the rank with the error file `path` began to exit without an error; None if it did not."""
     try:
         return float(_read(path)["leaving"])
     except (ValueError, KeyError, TypeError):
@@ -123,7 +123,7 @@ def _read(path: str) -> Any:
 
 
 def of(error: BaseException) -> Record:
-    """Return the record of an error that was just raised. For a UsageError, add the script's line.
+    """Return the record of an error that was just raised. A UsageError also gets the line in the script.
 
     A UsageError is recognized by its class name, because importing the class would import torch.
     """
@@ -161,9 +161,9 @@ def shortened(text: str, longest: int = LONGEST_MESSAGE) -> str:
 
 
 def consequence(error: BaseException | None) -> tuple[int, ...] | None:
-    """Return the ranks that `error` names as its cause, possibly none; None if it is not a consequence.
+    """Return the ranks that `error` blames, possibly an empty tuple; None if the error is not a consequence.
 
-    An error is also a consequence if its cause or context is one.
+    An error is also a consequence if its ``__cause__`` or ``__context__`` is one.
     """
     for each in _chain(error):
         try:
@@ -183,8 +183,8 @@ def consequence(error: BaseException | None) -> tuple[int, ...] | None:
 def may_pass(error: BaseException) -> bool:
     """Return whether `error` comes from the host, a device or the network, and so may not recur.
 
-    These are system errors (except wrong paths), out-of-memory errors, errors from devices and collectives, killed
-    DataLoader workers, and every error raised from one of these.
+    True for system errors (except wrong paths), out-of-memory errors, errors from devices and collectives, killed
+    DataLoader workers, and errors raised from any of these.
     """
     return any(
         (isinstance(each, OSError) and not isinstance(each, _WRONG_PATHS))
@@ -203,7 +203,7 @@ def _has_optimizer() -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error`, followed by the chain of its causes and contexts."""
+    """Yield `error`, followed by its chain of causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -212,17 +212,17 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def blamed_by(message: str) -> tuple[int, ...] | None:
-    """Like :func:`consequence`, for callers that have only the error's message."""
+    """Like :func:`consequence`, but based only on the error's message."""
     if message.startswith(FROM_CALLBACK):
         return ()
     return () if PEER_LOST.search(message) and TRANSPORT.search(message) else None
 
 
 def is_shown_by_launcher() -> bool:
-    """Return whether the launcher will show this rank's error on the same stream that the rank prints to."""
+    """Return whether the launcher will print this rank's error to the rank's own stderr."""
     try:
         theirs, ours = f"/proc/{int(os.environ[LAUNCHER])}/fd", os.fstat(2)
-        # The launcher has the rank's pipe or terminal open. Compare a log file only with the launcher's stderr.
+        # A pipe or terminal may be any open descriptor of the launcher. Compare a log file only with its stderr.
         for number in ["2"] if stat.S_ISREG(ours.st_mode) else os.listdir(theirs):
             with suppress(FileNotFoundError):  # closed in the meantime
                 if os.path.samestat(os.stat(f"{theirs}/{number}"), ours):
@@ -233,10 +233,10 @@ def is_shown_by_launcher() -> bool:
 
 
 def install() -> None:
-    """Record an uncaught exception of this process, or the time of an exit without one.
+    """Record any uncaught exception of this process, or else the time of its exit.
 
-    A peer loses its connection to this rank only after the interpreter begins to shut down, so the record of the cause
-    precedes the record of its consequence.
+    A peer loses its connection to this rank only after the interpreter begins to shut down, so the cause is recorded
+    before its consequences.
     """
     path, process, shown = os.environ.get(FILE), os.getpid(), sys.excepthook
     if not path:
@@ -252,12 +252,12 @@ def install() -> None:
 
     def leave() -> None:
         if os.getpid() == process and _read(path) is None:
-            # If a rank ends with a nonzero exit code, torchelastic's agent reads the message.
+            # If the rank exits with a nonzero code, torchelastic's agent reads "message" and "timestamp".
             now = time.time()
             _write(path, {"leaving": now, "message": "", "timestamp": int(now)})
 
     sys.excepthook = note
-    if LAUNCHER in os.environ:  # other launchers would take the file for an error
+    if LAUNCHER in os.environ:  # other launchers would mistake the file for an error
         atexit.register(leave)
 
 

@@ -1,10 +1,10 @@
-"""Prints the ranks' output in whole lines, no matter whether Python, C or a child process wrote it.
+"""Prints the ranks' output in whole lines, whether it was written by Python, C code or a child process.
 
     ranks                        the launcher's thread                         the launcher's streams
     stdout, stderr  ──pipes──▶   keeps a line until it is complete    ──▶      stdout, stderr
 
 If the launcher's stream is a terminal, ranks get a pseudo-terminal, so they show progress bars and colors. If a stream
-is closed, full or not read, ranks neither end nor block for long.
+is closed, full or not read, ranks keep running and do not block for long.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from paceline.core.output.messages import MESSAGE_S
 LONGEST = 2**24
 """Maximum length of an incomplete line that is held back, in bytes."""
 PROMPT_S = 0.25
-"""How long an incomplete line is held back on a terminal, in seconds. It may be a prompt."""
+"""How long an incomplete line, which may be a prompt, is held back on a terminal, in seconds."""
 MOST = 2**23
 """Maximum number of pending bytes. Beyond it, ranks wait, unless the reader has been blocked for :data:`STUCK_S`."""
 STUCK_S = 5.0
 
 
 class Stream:
-    """A stream of the launcher, with the text that is still to be written."""
+    """A stream of the launcher, with its pending text."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -49,7 +49,7 @@ class Stream:
 
     def add(self, text: bytes, owner: Channel | None = None) -> None:
         """Append `text`, on a new line if the incomplete line of another channel is at the end."""
-        if owner is not None and self.is_full and self.is_stuck:  # only the ranks' text is dropped
+        if owner is not None and self.is_full and self.is_stuck:  # drop text from ranks, but never from the launcher
             self._left_out += text.count(b"\n")
         elif text:
             left_out, self._left_out = self._left_out, 0
@@ -75,7 +75,7 @@ class Stream:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether text is pending but none could be written for a while."""
+        """Whether text is pending, but nothing could be written for :data:`STUCK_S`."""
         return bool(self.pending) and time.monotonic() - self._wrote_at > STUCK_S
 
     @property
@@ -98,7 +98,7 @@ class Stream:
 
 
 class Channel:
-    """A rank's pipe or pseudo-terminal for output, and its incomplete line."""
+    """The pipe or pseudo-terminal that a rank prints to, with its incomplete line."""
 
     def __init__(self, stream: Stream, rank: int, prefix: bytes) -> None:
         self.stream, self.rank, self._prefix = stream, rank, prefix
@@ -130,7 +130,7 @@ class Channel:
             self.rest += printed
             self.came_at = time.monotonic()
             size = self.rest.rfind(b"\n", len(self.rest) - len(printed)) + 1
-            # A progress bar returns to the start of its line, which completes the text before; "\r\n" is one line end.
+            # The "\r" of a progress bar completes the text before it, but "\r\n" is a single line end.
             size = max(size, self.rest.rfind(b"\r", size, len(self.rest) - 1))
             self.show(len(self.rest) if at_once or len(self.rest) > LONGEST else size)
 
@@ -143,7 +143,7 @@ class Channel:
         self.stream.add(text, self)
 
     def _prefixed(self, line: bytes) -> bytes:
-        # Another channel or the launcher may have ended this channel's incomplete line.
+        # Another channel or the launcher may have completed this channel's line.
         begins = (self._at_line_start or self.stream.owner is not self) and line != b"\r"
         self._at_line_start = line.endswith((b"\n", b"\r"))
         return self._prefix + line if begins else line
@@ -155,14 +155,14 @@ class Channel:
 
 
 class PrintedLines:
-    """The output of one job's ranks. As a context manager, it writes the pending output on exit.
+    """The output of one job's ranks. A context manager that writes the pending output on exit.
 
     A thread reads the channels and writes to the streams.
 
     Args:
         prefix_ranks: whether each line begins with its rank.
-        is_stopped: returns whether the launcher has received a signal; if so, exit without waiting for a blocked
-        stream.
+        is_stopped: returns whether the launcher has received a signal; if so, the context exits without waiting for a
+            blocked stream.
     """
 
     def __init__(self, prefix_ranks: bool = False, is_stopped: Callable[[], bool] = lambda: True) -> None:
@@ -176,13 +176,13 @@ class PrintedLines:
         self._thread: threading.Thread | None = None
 
     def open(self, rank: int, numbers: Iterable[int]) -> dict[int, Channel]:
-        """Return a channel for each of a rank's streams (1 and 2), unless the launcher's own is closed."""
+        """Return a channel for each of a rank's streams (1 and 2), except streams that are closed in the launcher."""
         channels: dict[Stream, Channel] = {}
         prefix = b"rank %d | " % rank if self._prefix_ranks else b""
         by_number = {}
         for number in numbers:
             if (stream := self._streams.get(number)) is not None:
-                # If both lead to the same file, they share a channel, which keeps their order.
+                # If stdout and stderr are the same file, they share a channel, which keeps their output in order.
                 by_number[number] = channels[stream] = channels.get(stream) or Channel(stream, rank, prefix)
         with self._changed:
             self._channels += channels.values()
@@ -205,7 +205,7 @@ class PrintedLines:
             self._wait_until_written()
 
     def end_start(self) -> None:
-        """Print the remaining output of ranks that have ended."""
+        """Print the remaining output of ranks that have exited."""
         if self._thread is not None:
             with self._changed:
                 self._close_channels()
@@ -249,7 +249,7 @@ class PrintedLines:
         )
 
     def _is_shown_at_once(self, channel: Channel) -> bool:
-        """Return whether to pass on an incomplete line at once, because no other rank can print in the middle of it."""
+        """Return whether to pass on an incomplete line at once, because no other rank can print into it."""
         return channel.stream.owner is channel or len({each.rank for each in self._channels}) == 1
 
     # The thread
@@ -304,7 +304,7 @@ def _streams() -> dict[int, Stream]:
 def _pseudo_terminal() -> tuple[int, int]:
     """Return both ends of a pseudo-terminal that does not change line endings, or of a pipe if none is available."""
     with suppress(OSError):
-        # If this process led a session without a controlling terminal, it would get this one, and SIGHUP on its close.
+        # A session leader without a controlling terminal would get this one, and SIGHUP when it is closed.
         if os.getsid(0) == os.getpid():
             os.close(os.open("/dev/tty", os.O_RDWR))
         reader, writer = os.openpty()

@@ -1,8 +1,8 @@
-"""Python stacks of a rank's threads, which the rank writes on request.
+"""Makes a rank write the Python stacks of its threads on request.
 
-There are two signals. On the first, the interpreter writes the stacks between two instructions, but only once a
-blocking call returns. On the second, ``faulthandler`` writes them from C, at any point. A few times in ten thousand,
-this crashes a busy rank in a frame under construction, so only ranks that do not answer the first signal get it.
+There are two signals. On the first, the interpreter writes the stacks between two instructions, but not while a call
+blocks. On the second, ``faulthandler`` writes them from C, at any point. A few times in ten thousand, the second signal
+crashes a busy rank in a frame under construction, so it is sent only to ranks that do not answer the first signal.
 
 Standard library only, because ranks load this module by path (``hook/sitecustomize.py``).
 """
@@ -20,7 +20,7 @@ FOLDER = "PACELINE_BLACK_BOX"  # as in paceline.core.telemetry.flight_record
 
 
 def number() -> int:
-    """Return the signal for ``faulthandler``, one that other programs are unlikely to use; 0 except on Linux."""
+    """Return the signal for ``faulthandler``, which other programs are unlikely to use; 0 except on Linux."""
     return signal.SIGRTMAX - 5 if sys.platform == "linux" else 0
 
 
@@ -30,12 +30,12 @@ def polite_number() -> int:
 
 
 def path_of(folder: Path, local_rank: int) -> Path:
-    """Return the path of a rank's stacks."""
+    """Return the path of the file for a rank's stacks."""
     return folder / f"stacks-{local_rank}"
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:
-    """Make this process write its stacks when it is signalled."""
+    """Make this process write its stacks when it receives one of the two signals."""
     folder, rank = environment.get(FOLDER), environment.get("LOCAL_RANK")
     if not folder or not rank or not number():
         return

@@ -1,7 +1,7 @@
-"""Moves the sockets that a rank's multiprocessing uses, as for DataLoader workers, into the job's folder.
+"""Moves the sockets that multiprocessing uses in a rank, for example for DataLoader workers, into the job's folder.
 
-By default each process has a temporary folder, ``pymp-…``, which is left behind if the process is killed. The launcher
-always removes the job's folder. Standard library only, because ranks load this module by path
+By default each process has a temporary folder, ``pymp-…``, which is left behind if the process is killed. The job's
+folder is always removed by the launcher. Standard library only, because ranks load this module by path
 (``hook/sitecustomize.py``).
 """
 
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 
 FOLDER = "PACELINE_BLACK_BOX"  # as in paceline.core.telemetry.flight_record
 LONGEST = 80
-"""Maximum length of the folder's path; the path of a socket in it may have 107 bytes."""
+"""Maximum length of the folder's path in bytes, because the path of a socket in it may have at most 107."""
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:
-    """Make this process and its children use the job's folder."""
+    """Make this process and its child processes use the job's folder."""
     path = os.path.join(environment.get(FOLDER, ""), "tmp")
     if not environment.get(FOLDER) or len(os.fsencode(path)) > LONGEST:
         return

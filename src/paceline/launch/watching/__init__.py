@@ -1,1 +1,1 @@
-"""Signals, hangs, preemption, termination."""
+"""Watches ranks while they run: signals, hangs, preemption and termination."""

@@ -1,12 +1,12 @@
 """Detects ranks that make no progress while other ranks wait for them, and ranks that were stopped.
 
-Progress is any change in a rank's black box. A rank waits for others if it is in the code of a collective, according to
-its box or stack, and its main thread has been asleep the whole time. A rank that neither makes progress nor waits
-hangs. When a rank has made no progress for the timeout, all ranks are asked for their stacks, and again every half
-timeout.
+Progress is any change in a rank's black box. A rank waits for others if it is inside a collective, according to its box
+or stack, and its main thread has been asleep the whole time. A rank that neither makes progress nor waits counts as
+hanging. When a rank has made no progress for the length of the timeout, the launcher requests the stacks of all ranks,
+and repeats the request every half timeout.
 
-A rank gets :data:`PATIENCE` times as long in the first step of a start, which may compile; during a save; and in the
-script's own code while no other rank waits, which may be an evaluation.
+The timeout is :data:`PATIENCE` times as long in the first step of a start, which may compile; during a save; and in the
+script's own code while no other rank waits, because that may be an evaluation.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from paceline.launch.failures.root_cause import End, missed, quoted
 from paceline.launch.watching import stack_requests
 
 PATIENCE = 10
-"""Multiplier of the timeout for phases that may be long."""
+"""Multiplier of the timeout for phases that may take long."""
 BETWEEN_S = 0.2
 """Interval between two checks, in seconds."""
 TO_ANSWER = 4
-"""Maximum number of times that a sleeping thread must run to write its stacks."""
+"""Maximum number of times that a sleeping thread has to run in order to write its stacks."""
 LONGEST_S = 1.0
-"""Maximum counted time between two checks, in seconds, because ranks stopped together with the launcher do not hang."""
+"""Maximum time between two checks that counts, in seconds. Ranks that were stopped together with the launcher do not
+hang."""
 
 
 @dataclass
 class Sight:
-    """A rank as seen by the checks of one start."""
+    """The launcher's view of a rank during one start."""
 
     rank: int
     box: Snapshot | None = None
     process: str = ""
-    """Letter in /proc for the state of its process; empty if unknown."""
+    """State of its process, a letter from /proc; empty if unknown."""
     still: float = 0.0
     """Seconds since its box last changed."""
     stopped: float = 0.0
@@ -51,14 +52,14 @@ class Sight:
     stacks: str = ""
     """Its stacks at the latest request; empty if it did not report them."""
     moves: bool = False
-    """Whether its stacks have changed since its box last did."""
+    """Whether its stacks have changed since its box last changed."""
     frames: Sequence[str] = ()
-    """Main thread's stack at the latest request; empty if the ranks have made progress since."""
+    """Its main thread's stack at the latest request; empty if the ranks have made progress since then."""
     allowed_runs: int = -1
-    """Number of times that its main thread may have run and still count as asleep."""
+    """The main thread counts as asleep if it has run at most this many times."""
 
     def look(self, box: Snapshot | None, pid: int, passed: float) -> None:
-        """Update from the rank's box and process, `passed` seconds after the last check."""
+        """Update this view from the rank's box and process, `passed` seconds after the last check."""
         self.still = self.still + passed if box == self.box else 0.0
         self.box, self.process = box, process_state(pid)
         self.stopped = self.stopped + passed if self.process == "T" else 0.0
@@ -78,7 +79,7 @@ class Sight:
 
     @property
     def waited(self) -> float | None:
-        """Seconds since it began to wait for other ranks; None if it does not wait."""
+        """Seconds since the rank began to wait for other ranks; None if it does not wait."""
         if self.process == "T":
             return None
         if self.box is not None and self.box.phase in WAITING:
@@ -89,7 +90,7 @@ class Sight:
         return min(self.still, self.asleep) if call and not is_ours else None
 
     def is_still(self, timeout: float, is_missed: bool) -> bool:
-        """Return whether it has made no progress for too long; `is_missed` says whether other ranks wait for it."""
+        """Return whether the rank has made no progress for too long; `is_missed` if other ranks wait for it."""
         return self.still >= (PATIENCE if self._may_be_long(is_missed) else 1) * timeout
 
     def _may_be_long(self, is_missed: bool) -> bool:
@@ -102,14 +103,14 @@ class Sight:
         return self.box.phase == "checkpoint" and not stack_requests.is_in_script(self.stacks)
 
     def hangs(self, timeout: float, is_missed: bool) -> bool:
-        """Return whether it hangs: it makes no progress, and not because it waits for other ranks."""
+        """Return whether the rank hangs, that is, makes no progress although it does not wait for other ranks."""
         if self.waited is not None or not self.is_still(timeout, is_missed):
             return False
         return is_missed or not (self.box is None or (self.box.phase == "loop" and self.moves))
 
 
 def hanging(sights: Sequence[Sight], timeout: float) -> tuple[int, ...]:
-    """Return the ranks that hang: stopped ranks, else ranks that others wait for, else all ranks if each one waits."""
+    """Return the ranks that hang: stopped ranks; else ranks that others wait for; else all ranks, if all of them do."""
     if stopped := tuple(each.rank for each in sights if each.stopped >= timeout):
         return stopped
     waited = [each.waited for each in sights]
@@ -139,7 +140,7 @@ class HangWatch:
         self._looked = 0.0
         """Time of the latest check."""
         self._killed: dict[int, str] = {}
-        """Descriptions of the hangs of ranks that were killed."""
+        """Description of the hang for each rank that was killed."""
 
     def check(self, processes: Mapping[int, int], say: Callable[[str], None]) -> None:
         """Look for a hang; report and kill the ranks that hang.
@@ -151,7 +152,7 @@ class HangWatch:
         now = time.monotonic()
         if self._timeout is None or self._folder is None or now - self._looked < BETWEEN_S:
             return
-        if self._killed:  # the other ranks will soon save their last step and end
+        if self._killed:  # the other ranks will soon save their last step and exit
             return
         passed = min(now - self._looked, LONGEST_S) if self._looked else 0.0
         self._looked = now
@@ -186,7 +187,7 @@ class HangWatch:
         lines = [line for sight in hung for line in quoted(sight.rank, sight.stacks)]
         lines += doings((rank, _doing(sight)) for rank, sight in by_rank.items() if sight.box is not None)
         say("\n".join([*lines, *(f"rank {rank} hangs: {detail}" for rank, detail in details.items())]))
-        # If all ranks wait for each other, one is killed, and the others notice.
+        # If all ranks wait for each other, kill only one, so that the others notice.
         for rank in ranks if len(ranks) < len(processes) else ranks[-1:]:
             self._killed[rank] = details[rank]
             _send([processes[rank]], signal.SIGKILL)
@@ -196,7 +197,7 @@ class HangWatch:
         return seconds if self._timeout is None else min(seconds, BETWEEN_S)
 
     def request_absent(self, ends: Sequence[End], processes: Mapping[int, int]) -> None:
-        """Request the stacks of ranks that kept the others waiting, before the launcher ends them."""
+        """Request the stacks of ranks that kept the others waiting, before the launcher terminates them."""
         absent = {end.rank: processes[end.rank] for end in missed(ends) if end.rank in processes}
         if self._folder is not None:
             self._stacks |= stack_requests.request_stacks(self._folder, absent, resume=True)
@@ -216,7 +217,7 @@ class HangWatch:
 
 
 def _stacks_of_stopped(folder: Path, stopped: Sequence[int], processes: Mapping[int, int]) -> dict[int, str]:
-    """Continue the `stopped` ranks for a moment to get their stacks, while the other ranks are stopped.
+    """Briefly continue the `stopped` ranks to get their stacks, while the other ranks are stopped.
 
     A rank cannot complete a step alone, so continuing it does not affect the others before it is killed.
     """

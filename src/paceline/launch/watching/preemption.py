@@ -1,4 +1,4 @@
-"""Ends ranks after they have saved a step, if they mark their steps with a Checkpointer."""
+"""Lets ranks save a step before they exit after a signal, if they mark their steps with a Checkpointer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Preemption:
         self._folder = folder
 
     def would_save(self, pids: Collection[int]) -> bool:
-        """Return whether every rank responds to a signal by saving a step and exiting, or already has."""
+        """Return whether every rank would save a step and exit after a signal, or has already done so."""
         states = self._states()
         return bool(pids) and all(states.get(pid) in (Stopping.READY, Stopping.ASKED, Stopping.SAVED) for pid in pids)
 
     def are_ready(self, pids: Collection[int]) -> bool:
-        """Return whether every rank would respond to a signal by saving a step and exiting, but has received none."""
+        """Return whether every rank would save a step and exit after a signal, and none has received one yet."""
         states = self._states()
         return bool(pids) and all(states.get(pid) is Stopping.READY for pid in pids)
 
@@ -37,10 +37,10 @@ class Preemption:
         return bool(states) and set(states) == {Stopping.IN_VAIN}
 
     def request_stop(self, number: signal.Signals, pids: Collection[int]) -> None:
-        """Send the signal to ranks that have not received one, because a second one would end them at once.
+        """Send the signal to ranks that have not received one, because a second signal would end a rank at once.
 
-        Their child processes get no signal: a DataLoader's workers are needed until the end of the step. Ranks get
-        SIGTERM in place of signals that a script may handle itself, such as SIGINT.
+        Their child processes get no signal, because DataLoader workers are needed until the end of the step. Ranks get
+        SIGTERM instead of signals that a script may handle itself, such as SIGINT.
         """
         sent = number if number == signal.SIGUSR1 else signal.SIGTERM
         for pid, state in self._states().items():
@@ -49,7 +49,7 @@ class Preemption:
                     os.kill(pid, sent)
 
     def saved(self) -> tuple[signal.Signals, int] | None:
-        """Return the signal and the step if all ranks have agreed to end and saved the step; otherwise None."""
+        """Return the signal and the step if all ranks have agreed to exit and saved the step; otherwise None."""
         for records in present_records(self._folder).values():
             for record in records:
                 if record.stopping is Stopping.SAVED:  # on all ranks
@@ -58,7 +58,7 @@ class Preemption:
         return None
 
     def _states(self) -> dict[int, Stopping]:
-        """Return each rank's state by process id; with several Checkpointers, the most advanced one."""
+        """Return each rank's state by process id; with several Checkpointers, the most advanced state."""
         states: dict[int, Stopping] = {}
         for records in present_records(self._folder).values():
             for record in records:

@@ -15,7 +15,7 @@ from paceline.launch.failures.root_cause import End, patience, quoted, usage
 from paceline.launch.rank.failure_record import read, read_leaving
 
 SLOW_S = 5.0
-"""Seconds until an error is shown although its rank is still running."""
+"""An error that a rank raised this many seconds ago is shown even if the rank is still running."""
 
 
 class RankProcesses:
@@ -34,19 +34,19 @@ class RankProcesses:
         note_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self.ends: dict[int, End] = {}
-        """How ranks ended, by rank; filled as they end."""
+        """How ranks ended, by rank; filled as they exit."""
         self.signalled: set[int] = set()
-        """Ranks that the launcher has signalled to end."""
+        """Ranks that the launcher has signaled to exit."""
         self._processes, self._error_files, self._note_failure = processes, error_files, note_failure
-        self._shown: set[int] = set()  # ranks whose errors were shown while they ran
-        self._watched: dict[int, int] = {}  # rank -> pidfd, readable once the rank has ended
+        self._shown: set[int] = set()  # ranks whose errors were shown while they were running
+        self._watched: dict[int, int] = {}  # rank -> pidfd, readable once the rank has exited
         if hasattr(os, "pidfd_open"):
             with suppress(OSError):  # an old kernel: the ranks are polled instead
                 for rank, process in processes.items():
                     self._watched[rank] = os.pidfd_open(process.pid)
 
     def poll(self, timeout: float = 0.0) -> None:
-        """Note which ranks have ended; wait up to `timeout` seconds for the next one."""
+        """Wait up to `timeout` seconds for a rank to exit, and record which ranks have exited."""
         running = self.running()
         if all(rank in self._watched for rank in running):
             wait([self._watched[rank] for rank in running], timeout)
@@ -64,7 +64,7 @@ class RankProcesses:
         return [rank for rank in self._processes if rank not in self.ends]
 
     def failed(self) -> list[int]:
-        """Return the ranks that have ended with an error or were killed by a signal."""
+        """Return the ranks that have exited with an error or were killed by a signal."""
         return [rank for rank, end in self.ends.items() if end.code != 0]
 
     def pids(self) -> dict[int, int]:
@@ -72,11 +72,11 @@ class RankProcesses:
         return {rank: self._processes[rank].pid for rank in self.running()}
 
     def reported_ends(self) -> list[End]:
-        """Return how each finished rank ended, with its report."""
+        """Return how each rank that has exited ended, with its report."""
         return [self._with_report(end) for end in self.ends.values()]
 
     def ends_of_running(self) -> list[End]:
-        """Return ends for the running ranks as if the launcher had ended them, with their reports."""
+        """Return an :class:`End` for each running rank as if the launcher had terminated it, with its report."""
         return [self._with_report(End(rank, 1, time.time(), stopped=True)) for rank in self.running()]
 
     def _with_report(self, end: End) -> End:
@@ -86,7 +86,7 @@ class RankProcesses:
     def await_cause(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Wait for other ranks that fail at the same time or, if only consequences are known, for the cause.
 
-        A rank may have reported an error and still take long to end. Returns at once if `is_stopped`.
+        A rank that has reported an error may still take long to exit. Returns as soon as `is_stopped()` is true.
         """
         begin = time.monotonic()
         while self.running() and not is_stopped():
@@ -103,11 +103,11 @@ class RankProcesses:
             if record is not None and time.time() - record.at > SLOW_S:
                 self._shown.add(rank)
                 trace = "\n".join(quoted(rank, record.trace))
-                say(f"{trace}\nrank {rank} raised this {SLOW_S:.0f} s ago and still runs")
+                say(f"{trace}\nrank {rank} raised this {SLOW_S:.0f} s ago and is still running")
 
     def send(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank and its child processes, even if the rank itself has ended."""
-        # Each rank leads a process group. By now, the group's id may belong to another user's process.
+        """Send a signal to a rank and its child processes, even if the rank itself has exited."""
+        # Each rank leads a process group. The group's id may have been reused by another user's process.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._processes[rank].pid, number)
 

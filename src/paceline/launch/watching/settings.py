@@ -65,7 +65,7 @@ class Supervision:
     """Settings of the launcher.
 
     Args:
-        requeue_exit_code: exit code of a job that a signal ended after a saved step; None for 128 + the signal.
+        requeue_exit_code: exit code of a job that saved a step and ended after a signal; None for 128 + the signal.
         hang_timeout: seconds that a rank may go without progress before it counts as hanging; None disables the watch.
         min_nproc: minimum number of ranks; None for all.
     """

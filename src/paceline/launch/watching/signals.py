@@ -15,7 +15,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 # torchelastic's signal handler may raise at any point, so install it only for this signal, which is never sent.
 SPARE = signal.SIGURG
 
-# timeout(1) signals the process and then its group. Both signals count as one request to end.
+# timeout(1) signals the process and then its group. Two signals within this time, in seconds, count as one request.
 ECHO_S = 0.2
 
 HELD_BACK = {*FORWARDED, signal.SIGUSR2}
@@ -24,9 +24,9 @@ HELD_BACK = {*FORWARDED, signal.SIGUSR2}
 
 @contextmanager
 def sheltered() -> Iterator[None]:
-    """Make processes started inside block signals to the whole job; ranks need these processes until the ranks end.
+    """Make processes started inside this context block signals to the whole job, because ranks need the processes.
 
-    The launcher also gets the signals, and ends the processes itself.
+    The launcher also receives these signals, and terminates the processes after the ranks.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
@@ -36,9 +36,9 @@ def sheltered() -> Iterator[None]:
 
 
 class Stopped(Exception):
-    """The launcher or a rank received a signal, and all ranks have ended.
+    """Raised after the launcher or a rank has received a signal and all ranks have exited.
 
-    ``saved`` is the step that the ranks agreed on and saved; None if they did not save.
+    ``saved`` is the step that the ranks agreed on and saved; None if they saved none.
     """
 
     def __init__(self, number: signal.Signals, saved: int | None = None) -> None:
@@ -47,10 +47,10 @@ class Stopped(Exception):
 
 
 class Caught:
-    """A context manager that records signals so that none of them interrupts the start of the ranks.
+    """A context manager that records signals, so that no signal interrupts the start of the ranks.
 
-    A signal that the parent ignores (``nohup``) stays ignored. SIGINT is handled even then: shells ignore it for
-    background jobs, which ``kill -INT`` should still end. Has no effect outside the main thread.
+    Signals that the parent process ignores (``nohup``) stay ignored, except SIGINT: shells ignore it for background
+    jobs, but ``kill -INT`` should still end them. Has no effect outside the main thread.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = FORWARDED) -> None:

@@ -20,9 +20,9 @@ from paceline.launch.rank.stack_dump import number, path_of, polite_number
 POLITE_S, ANSWER_S = 0.5, 1.0
 """Seconds for a rank to write its stacks, after the first signal and after the second."""
 BACKWARD = "Tensor.backward"
-"""The script's call when torch's wrapper waits."""
+"""The call in the script during which torch's wrapper waits for gradients."""
 _FOLDER = re.escape(f"{Path(errors.__file__).parent}/")
-# Without a virtual environment, the folder of installed packages is inside that of the standard library.
+# Without a virtual environment, the folder of installed packages is inside the standard library's folder.
 _STDLIB = re.escape(f"{sysconfig.get_path('stdlib')}/") + "(?!(?:site|dist)-packages/)"
 _PACKAGE, _LAUNCHES, _STANDARD = (re.compile(folder) for folder in (_FOLDER, f"{_FOLDER}launch/", _STDLIB))
 _WAITS = re.compile(
@@ -30,7 +30,7 @@ _WAITS = re.compile(
 )
 """Code that waits for other ranks."""
 ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
-"""A frame of torch's autograd engine. torch's wrapper waits when the engine has finished."""
+"""A frame of torch's autograd engine. When the engine has finished, torch's wrapper waits in this frame."""
 _LIBRARY = re.compile(rf'{_FOLDER}|{_STDLIB}|/(site|dist)-packages/|"<')
 _SAVING = re.compile(f"{_FOLDER}checkpoint/saving/")
 _HANDLER = re.compile(r"  File .*/stack_dump\.py\", line \d+ in write_stacks\n")
@@ -39,7 +39,7 @@ PLACE = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dict[int, str]:
-    """Return the stacks of the ranks that answer, by local rank.
+    """Request stacks and return the answers by local rank, leaving out ranks that do not answer.
 
     Args:
         folder: the job's folder.
@@ -53,10 +53,10 @@ def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = Fa
             path = path_of(folder, rank)
             try:
                 if rank not in stacks and flight_record.handles(pid, signal_number):
-                    # From now on, any text is part of the answer.
+                    # From now on, any text in the file is part of the answer.
                     os.truncate(path, 0)
                     _signal_main_thread(pid, signal_number)
-                    # After the signal, so that the main thread handles it before anything else.
+                    # Continue only after the signal, so that the main thread handles the signal first.
                     if resume:
                         os.kill(pid, signal.SIGCONT)
                     waiting[rank] = path
@@ -82,10 +82,9 @@ def _answers(waiting: dict[int, Path], seconds: float) -> dict[int, str]:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the main thread, whose stack is requested.
+    """Send a signal to the main thread of a process, because its stack is requested.
 
-    When a stopped process continues, any of its threads may handle a signal to the process while the main thread moves
-    on.
+    If the signal went to a stopped process as a whole, another thread could handle it while the main thread moves on.
     """
     try:
         send = ctypes.CDLL(None, use_errno=True).tgkill
@@ -97,17 +96,17 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 
 def main_thread(stacks: str) -> list[str]:
-    """Return the frames of the main thread, which wrote `stacks`, innermost first."""
+    """Return the frames of the main thread from `stacks`, innermost first."""
     _, _, frames = stacks.partition("Current thread ")
     return [line.strip() for line in frames.split("\n\n")[0].splitlines()[1:]]
 
 
 def waiting_frames(stacks: str, also: str | None = None) -> list[str]:
-    """Return the frame that waits for other ranks, followed by its callers; an empty list if no frame waits.
+    """Return the frame that waits for other ranks, followed by its callers; an empty list if the rank does not wait.
 
     Args:
         stacks: the rank's stacks.
-        also: part of the path of other code that counts as waiting.
+        also: part of a path; code in matching files also counts as waiting.
     """
     frames = main_thread(stacks)
     if frames and (ENGINE.search(frames[0]) or _is_script_waiting(frames[0])):
@@ -118,14 +117,14 @@ def waiting_frames(stacks: str, also: str | None = None) -> list[str]:
 
 
 def waiting_call(stacks: str) -> str:
-    """Return the name of the script's call that waits for other ranks; an empty string if no call waits."""
+    """Return the name of the call in the script that waits for other ranks; an empty string if no call waits."""
     frames = waiting_frames(stacks)
     if not frames:
         return ""
     if ENGINE.search(frames[0]):
         return BACKWARD
     call = "wait"
-    for frame in takewhile(_WAITS.search, frames):  # the outermost one is the script's call
+    for frame in takewhile(_WAITS.search, frames):  # the last match is the script's call
         name = frame.rpartition(" in ")[2]
         if "/torch/" in frame and name not in ("wrapper", "_wait"):
             call = name
@@ -133,9 +132,9 @@ def waiting_call(stacks: str) -> str:
 
 
 def is_in_script(stacks: str) -> bool:
-    """Return whether the rank is in the script's code, called from Paceline or torch.distributed.
+    """Return whether the rank is in code of the script that Paceline or torch.distributed called.
 
-    Examples are hooks and the ``state_dict`` of a saved object.
+    Examples are hooks and the ``state_dict`` method of a saved object.
     """
     is_script = False
     for frame in main_thread(stacks):
@@ -146,7 +145,7 @@ def is_in_script(stacks: str) -> bool:
 
 
 def waits_for_save(stacks: str) -> bool:
-    """Return whether the main thread waits for a background save, in close() or while the interpreter shuts down."""
+    """Return whether the main thread waits for a background save, in close() or during interpreter shutdown."""
     frames = list(dropwhile(_STANDARD.search, main_thread(stacks)))
     return bool(_SAVING.search(stacks)) and (not frames or bool(_SAVING.search(frames[0])))
 
@@ -161,7 +160,7 @@ def runs_of(pid: int) -> int:
 
 
 def _is_script_waiting(frame: str) -> bool:
-    """Return whether the frame is in the script and waits (``wait()``) for an asynchronous collective or a future."""
+    """Return whether the frame is in the script and calls ``wait()`` on an asynchronous collective or a future."""
     place = PLACE.search(frame)
     return bool(place and not _LIBRARY.search(frame) and ".wait(" in linecache.getline(place[1], int(place[2])))
 

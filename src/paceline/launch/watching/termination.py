@@ -1,4 +1,4 @@
-"""Ends ranks and their child processes with a signal, and later with SIGKILL."""
+"""Terminates ranks and their child processes with a signal, and if necessary with SIGKILL."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.launch.watching.rank_processes import RankProcesses
 from paceline.launch.watching.signals import Caught
 
 KILLED_S = 3.0
-"""Seconds for the kernel to end a killed process."""
+"""Seconds that the kernel has to end a killed process."""
 
 
 class Ending:
-    """Ends the ranks of one start.
+    """Terminates the ranks of one start.
 
     Args:
         ranks: the processes of the ranks.
@@ -27,7 +27,7 @@ class Ending:
         self._ranks, self._caught, self._say = ranks, caught, say
 
     def end(self, number: signal.Signals, grace: float, heedless: Collection[int] = (), quiet: bool = False) -> None:
-        """Signal the running ranks (`heedless` ones with SIGKILL) and :meth:`wait` for them."""
+        """Signal the running ranks and :meth:`wait` for them. `heedless` ranks get SIGKILL."""
         running, received = self._ranks.running(), len(self._caught.received)
         self._ranks.signalled.update(running)
         for rank in running:
@@ -37,10 +37,10 @@ class Ending:
         self.wait(number, grace, quiet, received)
 
     def wait(self, number: signal.Signals, grace: float, quiet: bool = False, received: int | None = None) -> None:
-        """Wait for the signalled ranks; kill them after `grace` seconds, or when the launcher gets another signal.
+        """Wait for the signaled ranks; kill them after `grace` seconds, or when the launcher gets another signal.
 
         Args:
-            received: number of signals to the launcher that are older and do not count; all by default.
+            received: number of earlier signals to the launcher, which do not count; by default, all received so far.
         """
         ranks, received = self._ranks, len(self._caught.received) if received is None else received
         running, failed = ranks.running(), ranks.failed()

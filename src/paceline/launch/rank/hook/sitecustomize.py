@@ -1,7 +1,8 @@
 """Prepares a rank for error reports. Python imports this module before the script runs.
 
-It removes itself from the path, so that neither the script nor its children see it, imports the user's own
-``sitecustomize``, and then installs the record of uncaught exceptions. In the fork server this happens after the fork.
+It removes itself from the path, so that neither the script nor its child processes see it, imports the user's own
+``sitecustomize``, and then installs the hook that records uncaught exceptions. In the fork server, this happens after
+the fork.
 """
 
 import os
@@ -41,7 +42,7 @@ def _load(module: str, package: str = "rank") -> ModuleType:
     spec = spec_from_file_location(name, os.path.join(launcher, package, module + ".py"))
     assert spec is not None
     assert spec.loader is not None
-    sys.modules[name] = loaded = module_from_spec(spec)  # dataclasses look up their module
+    sys.modules[name] = loaded = module_from_spec(spec)  # dataclasses look up their module there
     spec.loader.exec_module(loaded)
     return loaded
 
@@ -64,7 +65,7 @@ def _print_in_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-if __name__ == "sitecustomize":  # not when a tool imports every module of the package
+if __name__ == "sitecustomize":  # False if a tool imports every module of the package
     if FORK_SERVER in os.environ:
         _serve()
     _print_in_lines()
