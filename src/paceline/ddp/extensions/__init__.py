@@ -1,1 +1,1 @@
-"""Extensions for the rare cases of a step, called by the reducer (:mod:`paceline.ddp.reducer.extension`)."""
+"""Extensions of the reducer for the rare cases of a step (see :mod:`paceline.ddp.reducer.extension`)."""

@@ -1,4 +1,4 @@
-"""Finds gradients that hold NaN or Inf, waiting for the device only once per step."""
+"""Finds gradients that contain NaN or Inf, waiting for the device only once per step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.ddp.transport.sparse import stored_elements
 
 
 class FiniteCheck(Extension):
-    """Looks for NaN and Inf in this rank's gradients, which it reads from the buckets.
+    """Looks for NaN and Inf in this rank's gradients, reading them from the buckets.
 
     Args:
         is_wanted: returns whether the check is on.
@@ -30,7 +30,7 @@ class FiniteCheck(Extension):
         return self._is_wanted()
 
     def begin(self, backward: Backward) -> None:
-        """Forget the magnitudes of an earlier backward, which an exception may have ended."""
+        """Forget magnitudes left over from an earlier backward pass that an exception may have interrupted."""
         self._checked = Magnitudes()
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
@@ -38,17 +38,17 @@ class FiniteCheck(Extension):
         self._checked.add_bucket(bucket)
 
     def has_report(self, backward: Backward) -> bool:
-        """Record the parameters whose gradient is not finite, including those outside buckets."""
+        """Record the parameters with non-finite gradients, including gradients outside the buckets."""
         self._checked.add(backward.out_of_bucket.keys(), list(map(stored_elements, backward.out_of_bucket.values())))
         backward.non_finite = self._checked.found()
         return bool(backward.non_finite)
 
 
 class Magnitudes:
-    """The largest magnitudes of one step's gradients; a gradient may be changed or dropped after it was added."""
+    """The largest magnitudes of one step's gradients; gradients may be changed or dropped after they were added."""
 
     def __init__(self) -> None:
-        # For each device, the parameters added and the largest magnitude in the gradient of each.
+        # For each device, the parameters added and the largest magnitude in each gradient.
         self._largest: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
 
     def add_bucket(self, bucket: Bucket) -> None:
@@ -69,7 +69,7 @@ class Magnitudes:
             norms.append(largest)
 
     def found(self) -> list[int]:
-        """Return the parameters whose gradient is not finite; waits for the device if any were added."""
+        """Return the parameters whose gradient is not finite; waits for each device that holds magnitudes."""
         return [
             index
             for places, norms in self._largest.values()
@@ -79,5 +79,5 @@ class Magnitudes:
 
 
 def as_real(gradient: Tensor) -> Tensor:
-    """Return a complex gradient as real numbers; autograd may have conjugated it lazily."""
+    """View a complex gradient as real numbers, after resolving a lazy conjugation."""
     return torch.view_as_real(gradient.resolve_conj())

@@ -1,4 +1,4 @@
-"""Capture of a step in a CUDA graph; a feature that a graph cannot replay is refused by name."""
+"""Capture of a step in a CUDA graph; a feature that a graph cannot replay raises an error that names it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ CHECK_FINITE = "check_finite=True, because the host reads the result"
 
 
 class GraphCapture(Extension):
-    """Refuses to capture a backward that needs the host, because a graph replays only operations on the device.
+    """Refuses to capture a backward pass that needs the host, because a graph replays only device operations.
 
     Args:
         device: the device of the gradients.
         rank: this rank.
-        unfit: for each feature, by its name in the error, a function that returns whether it is in use.
+        unfit: functions that return whether a feature is in use, keyed by the feature's name in the error.
     """
 
     def __init__(self, device: torch.device, rank: int, unfit: Mapping[str, Callable[[], bool]]) -> None:
         self._device, self._rank, self._unfit = device, rank, unfit
 
     def is_active(self) -> bool:
-        """Return whether a CUDA graph is possible."""
+        """Return whether a CUDA graph can be captured on the device."""
         return self._device.type == "cuda"
 
     def check_change(self) -> None:
@@ -35,7 +35,7 @@ class GraphCapture(Extension):
             raise cannot_capture("the first step after parameters were added or unfrozen", self._rank)
 
     def begin(self, backward: Backward) -> None:
-        """Refuse the backward if it is being captured with a feature that a graph cannot replay."""
+        """Refuse to capture the backward pass if a feature is in use that a graph cannot replay."""
         if is_capturing(self._device):
             for name, is_used in self._unfit.items():
                 if is_used():
@@ -45,6 +45,6 @@ class GraphCapture(Extension):
 def cannot_capture(name: str, rank: int) -> UsageError:
     """Return the error for a feature that a CUDA graph cannot capture."""
     return UsageError(
-        f"rank {rank}: a CUDA graph cannot capture {name}; leave it out, or train this step without a graph; "
-        "docs/gpu.md has the rules"
+        f"rank {rank}: a CUDA graph cannot capture {name}; leave it out, or train this step without a graph; see "
+        "docs/gpu.md"
     )

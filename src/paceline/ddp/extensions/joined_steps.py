@@ -1,6 +1,6 @@
 """Steps inside ``join``: ranks with data announce each collective to ranks that have run out.
 
-Decision 0008 says why; :mod:`paceline.ddp.agreement.join_events` has the messages.
+Decision 0008 says why; :mod:`paceline.ddp.agreement.join_events` defines the messages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class JoinedSteps(Extension):
     """Announces the collectives in one wrapper's steps to ranks that have run out of data.
 
     Args:
-        wrapper: provides the group and the device of ``Join``'s own messages.
+        wrapper: provides the group and the device for ``Join``'s own messages.
         channel: the wrapper's channel.
         module: returns the wrapper's module.
     """
@@ -38,17 +38,18 @@ class JoinedSteps(Extension):
     """Whether the wrapper is inside ``join``; set by :meth:`enable`. Outside, events are not sent."""
 
     channel: Channel
-    """The wrapper's channel. Events are sent over the group that the channel was opened for."""
+    """The wrapper's channel. Events are sent over the same process group as the channel's collectives."""
     stage: Stage
     """This rank's stage; ``IDLE`` outside ``join``."""
     present: Sequence[int]
-    """Ranks of the group that had data when the step began; ``(0,)`` outside ``join``."""
+    """The ranks of the group that had data when the step began; ``(0,)`` outside ``join``."""
 
     launches_at_end: Callable[[bool], bool] = staticmethod(bool)
-    """Function that returns whether buckets are launched after backward, given whether ranks without data take part."""
+    """Function that returns whether buckets are launched after backward; its argument is whether ranks without data
+    follow."""
 
     def __init__(self, wrapper: Joinable, channel: Channel, module: Callable[[], nn.Module]) -> None:
-        self._wrapper = weakref.ref(wrapper)  # weak: the wrapper holds this object
+        self._wrapper = weakref.ref(wrapper)  # weak, because the wrapper holds this object
         self.channel, self._module = channel, module
         self.reset()
 
@@ -71,13 +72,14 @@ class JoinedSteps(Extension):
             )
 
     def begin(self, backward: Backward) -> None:
-        """Announce a synchronized backward with an exchange of control blocks."""
-        # A rank without data has no gradients to decide from, so blocks are always exchanged, and read in backward.
+        """Announce a synchronized backward pass with an exchange of control blocks."""
+        # A rank without data has no gradients to base a decision on, so blocks are always exchanged and read in
+        # backward.
         backward.sends_block = backward.reads_in_backward = True
         backward.launches_at_end = self.launches_at_end(self.announce(Event.BACKWARD))
 
     def begin_local(self) -> None:
-        """Announce the end of the step after its local backward."""
+        """Announce the end of the step after a local backward pass."""
         if self.enabled:
             queue_callback(partial(self.announce, Event.LOCAL))
 
@@ -86,7 +88,7 @@ class JoinedSteps(Extension):
         self.announce(Event.END)
 
     def reset(self) -> None:
-        """Forget earlier steps, when ``join`` begins or ends."""
+        """Forget earlier steps; called when ``join`` begins or ends."""
         self.stage, self.present = Stage.IDLE, (0,)
 
     @property
@@ -95,8 +97,7 @@ class JoinedSteps(Extension):
         return self.present[0]
 
     def forward_begins(self) -> None:
-        """Begin a step, unless the forward belongs to a step that ranks without data already shadow; only inside
-        ``join``."""
+        """Begin a step unless the forward pass belongs to a step that is already shadowed; only inside ``join``."""
         if self.stage in (Stage.IDLE, Stage.ALL_HAVE_DATA):
             self._open_step()
 
@@ -116,13 +117,13 @@ class JoinedSteps(Extension):
         return is_followed
 
     def exchange(self, message: Message | None) -> Message | None:
-        """Exchange the next event, and which ranks have data; a rank that has run out of data passes None."""
+        """Exchange the next event and the ranks that have data; a rank that has run out of data passes None."""
         wrapper, channel = self._wrapper(), self.channel
         assert wrapper is not None
         values = encode(message, event_number(channel.name), channel.rank, channel.size)
         vector = torch.tensor(values, device=wrapper.join_device)
-        # On the group of Join's own messages, which all wrappers share, so that interleaved steps are detected and
-        # refused. Collectives of layers and of communication hooks on that group are ordered with the events.
+        # Use the group of Join's own messages, which all wrappers share: interleaved steps are detected and refused,
+        # and collectives of layers and communication hooks on that group stay in order with the events.
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=wrapper.join_process_group)
         message, self.present = decode(vector)
         if message is not None and message.event is Event.FORWARD and len(self.present) < channel.size:
@@ -140,10 +141,10 @@ class JoinedSteps(Extension):
 
 
 def _check_shadowable(module: nn.Module) -> None:
-    """Refuse layers whose collectives a rank without data cannot take part in."""
+    """Refuse layers with collectives that a rank without data cannot take part in."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm) and layer.training and not isinstance(layer, Communicates):
             raise UsageError(
-                f"a rank ran out of data inside join(), and cannot take part in torch's SyncBatchNorm {name!r}; "
+                f"a rank ran out of data inside join() and cannot take part in torch's SyncBatchNorm {name!r}; "
                 "use paceline.SyncBatchNorm.convert_sync_batchnorm(model)"
             )

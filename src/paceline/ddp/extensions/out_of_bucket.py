@@ -1,6 +1,6 @@
-"""The second pass: averages gradients outside the buckets, because they are sparse or arrived too late for a bucket.
+"""The second pass: averages gradients that are sparse or arrived too late for a bucket.
 
-The control block lists their parameters.
+The control block lists the affected parameters.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from paceline.ddp.transport.sparse import as_dense, average_sparse
 
 
 class OutOfBucket(Extension):
-    """Averages gradients outside the buckets, on all ranks, once the buckets hold averages."""
+    """Averages the gradients outside the buckets on all ranks, after the buckets are averaged."""
 
     def __init__(self, trained: Trained, buckets: BucketSet, channel: Channel) -> None:
         self._trained, self._buckets, self._channel = trained, buckets, channel
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
-        """Average late deltas and sparse gradients; add late deltas to the average in their bucket."""
+        """Average late deltas and sparse gradients; a late delta is added to the average in its bucket."""
         sparse, late = exchanged.control.second_pass()
-        # Every rank gets the same lists from the same sums; a rank without such a gradient contributes zeros.
+        # All ranks read the same lists from the summed block; a rank without such a gradient contributes zeros.
         trained, local, scale = self._trained, backward.out_of_bucket, exchanged.scale
         targets = {index: self._target(index) for index in late}
         if late:
@@ -40,7 +40,7 @@ class OutOfBucket(Extension):
         backward.out_of_bucket_averages = averages
 
     def _target(self, index: int) -> Tensor:
-        """Return the tensor for the sum of late deltas."""
+        """Return the tensor that holds the sum of late deltas."""
         if index in self._buckets.unbucketed:
             return torch.zeros_like(self._trained.parameters[index].detach())
         return self._buckets.views[index]
@@ -49,14 +49,14 @@ class OutOfBucket(Extension):
 def _add_late(
     local: Mapping[int, Tensor], targets: Mapping[int, Tensor], scale: float, channel: Channel
 ) -> Pausing[None]:
-    """Sum all ranks' deltas (`local` holds this rank's), scale them, and add them to the averages in `targets`."""
+    """Sum the ranks' deltas (`local` holds this rank's), scale them, and add them to the averages in `targets`."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, target in targets.items():
         kinds.setdefault((target.dtype, target.device), []).append(index)
     launched = []
     for same in kinds.values():
         parts = [local[index] if index in local else torch.zeros_like(targets[index]) for index in same]
-        # Half precision is summed in single precision: the sum over N ranks may overflow although the mean does not.
+        # Sum half precision in single precision: the sum over N ranks may overflow even if the mean does not.
         dtype = torch.promote_types(targets[same[0]].dtype, torch.float32)
         flat = torch.cat([part.detach().reshape(-1).to(dtype) for part in parts])
         launched.append((same, flat, channel.all_reduce(flat)))

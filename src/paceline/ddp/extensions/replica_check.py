@@ -1,15 +1,15 @@
-"""The replica check: compares the bits of all ranks' replicas after step 1, 3, 7, 15, …, or every k steps.
+"""The replica check: compares the replicas bit by bit after step 1, 3, 7, 15, …, or every k steps.
 
-It also runs in the step after a backward that the wrapper did not see (:meth:`.Ledger.backward_began`).
+The check also runs in the step after a backward pass that the wrapper did not see (:meth:`.Ledger.backward_began`).
 
-Replicas can drift apart, unnoticed by any other check, because of a backward that bypasses the wrapper, a forward or a
-hook that writes to weights, a flipped bit, or optimizers that differ between ranks. Each rank computes a 64-bit digest
-of each tensor, and one number from all digests. These numbers are gathered in one small collective during a
-synchronized backward, when all ranks are at the same step. Only if they differ are all digests gathered, to find the
-tensor.
+Replicas can drift apart, unnoticed by any other check, because of a backward pass that bypasses the wrapper, a forward
+or a hook that writes to weights, a flipped bit, or optimizers that differ between ranks. Each rank computes a 64-bit
+digest of each tensor, and combines the digests into one number. A small collective gathers these numbers during a
+synchronized backward pass, when all ranks are at the same step. Only if the numbers differ are all digests gathered, to
+find the tensor.
 
-It compares every parameter. With ``check_replicas_every`` it also compares the optimizer state that all ranks hold
-(sharded state is not held by all). Buffers are not compared: a broadcast makes them equal in every step, and buffers
+The check covers every parameter. With ``check_replicas_every`` it also covers optimizer state, except sharded state,
+which is not the same on all ranks. Buffers are not compared: a broadcast makes them equal in every step, and buffers
 that are not broadcast, such as BatchNorm's running statistics, may differ.
 
 Decision 0058 says why.
@@ -43,7 +43,7 @@ _WHAT = "comparison of replicas"
 class ReplicaCheck(Extension):
     """Compares the parameters of the ranks of `channel` every `every` optimizer steps, or at doubling intervals if 0.
 
-    ``named_parameters()`` returns the current ones, because a module's parameters may change after it was wrapped.
+    ``named_parameters()`` returns the current parameters, because a module's parameters may change after wrapping.
     """
 
     def __init__(
@@ -56,31 +56,31 @@ class ReplicaCheck(Extension):
         self._every, self._ledger, self._channel = every, ledger, channel
         self._named_parameters = named_parameters
         self._checked_at = 0
-        # Digests of the parameters, and the number of synchronizations when they were computed.
+        # Digests of the parameters, and the number of synchronizations at the time they were computed.
         self._noted: dict[str, Tensor] = {}
         self._noted_at = -1
         self._common: list[str] = []  # names of the tensors that all ranks hold
         self._layouts: list[int] = []  # a digest of each rank's tensor names when `_common` was agreed on
 
     def is_active(self) -> bool:
-        """Return whether checks are due at regular intervals; others are requested by :attr:`.Ledger.compare_at`."""
+        """Return whether checks run at regular intervals; others are requested through :attr:`.Ledger.compare_at`."""
         return self._every > 0
 
     def begin_capture(self) -> bool:
-        """Stop comparing by default when a CUDA graph begins; returns whether regular checks prevent the capture."""
+        """Turn off default comparisons when a CUDA graph begins; returns whether regular checks prevent the capture."""
         self._ledger.compare_at = inf
         return self.is_active()
 
     def note(self) -> None:
-        """Digest the parameters before a forward of a step that ends with a comparison.
+        """Digest the parameters before a forward pass of a step that ends with a comparison.
 
-        Only at the first forward of a step, because SAM may perturb the weights locally afterwards.
+        This is done only at the first forward pass of a step, because SAM may perturb the weights locally after it.
         """
         if self._noted_at != self._ledger.synchronizations:
             self._noted_at, self._noted = self._ledger.synchronizations, self._parameters()
 
     def has_report(self, backward: Backward) -> bool:
-        """Return whether a check is due after the steps that this rank has taken."""
+        """Return whether a check is due, based on the number of steps that this rank has taken."""
         return self._is_due(self._ledger.status.optimizer_steps)
 
     def _is_due(self, steps: int) -> bool:
@@ -92,15 +92,16 @@ class ReplicaCheck(Extension):
             backward.defer_error(ReplicaMismatch(message))
 
     def _compare(self, statuses: Sequence[Status]) -> Pausing[str | None]:
-        """Compare if a check is due on all ranks; returns a sentence about the first difference, or None."""
-        # Decided from the statuses, which are the same on every rank, not from this rank's own count.
+        """Compare replicas if a check is due on all ranks; returns a sentence about the first difference, or None."""
+        # The decision is based on the statuses, which are the same on every rank, rather than on this rank's own count.
         steps, ledger = statuses[0].optimizer_steps, self._ledger
-        # A rank that has run out of data inside join() takes no steps; it receives the others' model at the end.
+        # A rank that has run out of data inside join() takes no steps; it receives the final model when join() ends.
         stands_apart = any(one.aborted or one.joined or one.optimizer_steps != steps for one in statuses)
         is_asked = all(status.compares for status in statuses)
         if any(status.compares for status in statuses) or ledger.synchronizations >= ledger.compare_at:
-            # The interval doubles, so the cost becomes negligible. If only some ranks asked, out of turn, the others
-            # have not digested their parameters before the forward, so all ranks compare in the next step instead.
+            # The interval doubles, so the cost becomes negligible. If only some ranks made a request out of turn, the
+            # other ranks have not digested their parameters before the forward pass, so all ranks compare in the next
+            # step instead.
             is_postponed = not (is_asked or stands_apart)
             ledger.compare_at = (1 if is_postponed else 2) * ledger.synchronizations + 1
             ledger.compares_out_of_turn = False
@@ -113,7 +114,7 @@ class ReplicaCheck(Extension):
         layouts = [row[0] for row in rows]
         if layouts == self._layouts and len({row[1] for row in rows}) == 1:
             return None
-        # Ranks may hold different tensors, such as optimizer state that only some have made: agree on the common ones.
+        # Ranks may hold different tensors, for example optimizer state that exists only on some; find the common ones.
         if layouts != self._layouts:
             numbers = {_number(name): name for name in local}
             padding = [0] * (max(row[2] for row in rows) - len(local))
@@ -132,7 +133,7 @@ class ReplicaCheck(Extension):
         return _number(" ".join(str(digests.get(name)) for name in self._common))
 
     def _digests(self) -> dict[str, int]:
-        # Digests from an earlier step are out of date, for instance if a rank was inside join() at that time.
+        # Digests may be left over from an earlier step, for instance if this rank was inside join() then.
         is_current = self._noted_at == self._ledger.synchronizations
         tensors = self._noted if is_current else self._parameters()
         self._noted = {}
@@ -148,13 +149,13 @@ class ReplicaCheck(Extension):
 def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> str | None:
     """Describe in one sentence the first tensor that differs, given every rank's digests; None if all are equal.
 
-    The value that most ranks hold counts as correct; in a tie, rank 0's value does.
+    The value held by most ranks counts as correct; in a tie, rank 0's value does.
     """
     columns = {name: [row[place] for row in rows] for place, name in enumerate(names)}
     differing = [name for name, column in columns.items() if len(set(column)) > 1]
     if not differing:
         return None
-    # Parameters first, because optimizer state differs as a consequence.
+    # Report parameters first, because differences in optimizer state follow from them.
     name = next((each for each in differing if each.startswith("parameter ")), differing[0])
     column = columns[name]
     counts = Counter(column)
@@ -163,9 +164,9 @@ def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> st
     others = f" (and {len(differing) - 1} more tensors)" if len(differing) > 1 else ""
     return (
         f"after optimizer step {steps}, {name!r}{others} has different bits on {named_ranks(odd)} than on "
-        f"rank {column.index(usual)}, so the replicas have drifted apart; start again from the last checkpoint, and "
-        "look for a backward that bypasses the wrapper, an update from gradients under no_sync() (in SAM, the first "
-        "backward must be synchronized too), a hook or a forward that changes weights based on one rank's samples, or "
+        f"rank {column.index(usual)}, so the replicas have drifted apart; restart from the last checkpoint, and look "
+        "for a backward pass that bypasses the wrapper, an update from gradients under no_sync() (in SAM, synchronize "
+        "the first backward pass too), a hook or a forward that changes weights based on one rank's samples, or "
         "faulty memory; list parameters that may differ in module._ddp_params_and_buffers_to_ignore"
     )
 

@@ -1,10 +1,11 @@
-"""Parameters that several live wrappers have in common: an actor's and a critic's body, or a model wrapped again.
+"""Parameters that several live wrappers have in common, such as the shared body of an actor and a critic.
 
-A wrapper acts only in a backward through one of its forwards. Two rules make common parameters exact:
+A wrapper takes part in a backward pass only if it goes through one of the wrapper's forward passes. Two rules make
+common parameters exact:
 
-* If one backward runs through several wrappers, autograd sums a common parameter's gradient over all of them before
-  it arrives. The wrapper that began first averages it; the others launch zeros for it.
-* An average that a wrapper has left in ``p.grad`` is set aside when a backward begins, and added back at its end.
+* If one backward pass goes through several wrappers, autograd sums a common parameter's gradient over all of them
+  before it arrives. The wrapper that began first averages it; the others contribute zeros for it.
+* An average that a wrapper has left in ``p.grad`` is set aside when a backward pass begins, and added back at its end.
 
 So each contribution is averaged by one wrapper, and ``p.grad`` ends up as the sum of all wrappers' averages.
 
@@ -36,32 +37,32 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """One wrapper's common parameters in one backward, by index."""
+    """One wrapper's common parameters in one backward pass, by index."""
 
     averaged_elsewhere: Mapping[int, Sharing] = field(default_factory=dict)
-    """For each parameter that another wrapper averages in this backward, that wrapper's sharing."""
+    """For each parameter that another wrapper averages in this backward pass, the :class:`Sharing` of that wrapper."""
     set_aside: Mapping[int, Tensor] = field(default_factory=dict)
-    """Wrappers' averages that were in ``p.grad`` before this backward."""
+    """Averages of any wrapper that were in ``p.grad`` before this backward pass."""
 
 
 NOTHING_SHARED = Share()
-"""Share of a wrapper without common parameters."""
+"""The share of a wrapper without common parameters."""
 
 
 class Sharing:
-    """The parameters of one wrapper, and which of them other live wrappers also train.
+    """Tracks which parameters of one wrapper are also trained by other live wrappers.
 
     Args:
-        trained: the parameters.
+        trained: the wrapper's parameters.
         ledger: the wrapper's ledger.
         ranks: the global ranks that the wrapper averages over.
-        changed: called when the set of wrappers that share parameters with this one has changed.
+        changed: called when the set of wrappers that share parameters with this wrapper has changed.
     """
 
     is_active: bool
-    """Whether a synchronized backward of the wrapper is under way."""
+    """Whether the wrapper is in a synchronized backward pass."""
     left_to_others: frozenset[int]
-    """Parameters that another wrapper averaged last, so that wrapper's step guard is responsible for them."""
+    """Parameters that another wrapper averaged last; the step guard of that wrapper is responsible for them."""
 
     def __init__(
         self, trained: Trained, ledger: Ledger, ranks: Sequence[int], changed: Callable[[], None] = _nothing
@@ -71,13 +72,14 @@ class Sharing:
         self._names, self._parameters, self._ledger, self._ranks = trained.names, trained.parameters, ledger, [*ranks]
         self._keys = [id(parameter) for parameter in trained.originals]
         self._index_of = {key: index for index, key in enumerate(self._keys)}
-        # For each wrapper with common parameters, their indices in this wrapper. An entry is removed with its wrapper.
+        # For each wrapper with common parameters, the indices of these in this wrapper. An entry disappears with its
+        # wrapper.
         self._partners: WeakKeyDictionary[Sharing, frozenset[int]] = WeakKeyDictionary()
-        # For each common parameter, by id, the average last written to p.grad, and its version.
+        # For each common parameter, by id: the average last written to p.grad, and its version.
         self._shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        # By parameter id, averages set aside in the running backward that are not yet added back.
+        # By parameter id: averages that the running backward pass has set aside and not added back yet.
         self._to_add: dict[int, Tensor] = {}
-        # Ids of common parameters without a gradient on this rank in the running backward.
+        # Ids of common parameters that have no gradient on this rank in the running backward pass.
         self._absent: frozenset[int] = frozenset()
         for other in list(_sharings()):
             common = self._index_of.keys() & other._index_of.keys()
@@ -97,31 +99,32 @@ class Sharing:
 
     @property
     def is_partner_active(self) -> bool:
-        """Whether another wrapper with common parameters is in a backward."""
-        # A list, because garbage collection may remove a partner during the iteration.
+        """Whether another wrapper with common parameters is in a backward pass."""
+        # A list, because garbage collection may remove a partner during iteration.
         return any(partner.is_active for partner in list(self._partners))
 
     # -- a synchronized backward ----------------------------------------------------------------------------------
 
     def begin(self) -> Share:
-        """Begin a synchronized backward: decide who averages each parameter, and set aside others' averages."""
+        """Begin a synchronized backward pass: decide who averages each parameter, and set aside others' averages."""
         share = NOTHING_SHARED
         if self._partners:
             elsewhere: dict[int, Sharing] = {}
             for partner, common in list(self._partners.items()):
-                if partner.is_active:  # it began before this one, in the same backward
+                if partner.is_active:  # the partner began first in this backward pass
                     elsewhere |= {index: partner for index in common if index not in elsewhere}
             for partner in set(elsewhere.values()):
                 self._check_same_mean(partner, elsewhere)
             set_aside = {}
-            # Every decision here must be the same on all ranks, although each averages common parameters in its own
-            # order. So no average is set aside if it may contain local gradients on some ranks.
+            # Every decision here must be the same on all ranks, although the order of backward passes through common
+            # parameters may differ. So an average is not set aside if it may contain local gradients on some ranks.
             everyone = [self, *self._partners]
             is_accumulated = any(sharing._ledger.local_backwards for sharing in everyone)
             for index in () if is_accumulated else self.common - elsewhere.keys():
                 gradient = self._parameters[index].grad
                 if gradient is not None and self._was_shown(index, gradient, everyone):
-                    # A copy, because it may be part of the partner's bucket, which the next backward overwrites.
+                    # A copy, because the gradient may be part of the partner's bucket, which the next backward pass
+                    # overwrites.
                     set_aside[index] = gradient.detach().clone()
                     self._parameters[index].grad = None
             share = Share(elsewhere, set_aside)
@@ -130,20 +133,19 @@ class Sharing:
         return share
 
     def note_absent(self, absent: Sequence[int]) -> None:
-        """After all buckets are launched, remember the parameters whose gradient is `absent` on this rank."""
+        """Remember the parameters whose gradient is `absent` on this rank; called after all buckets are launched."""
         if self._partners:
             self._absent = frozenset(self._keys[index] for index in absent)
 
     def lacks(self, index: int, share: Share) -> bool:
-        """Return whether the wrapper that averages parameter `index` in this backward has no gradient for it on this
-        rank."""
+        """Return whether the wrapper that averages parameter `index` has no gradient for it on this rank."""
         return self._keys[index] in share.averaged_elsewhere[index]._absent
 
     def show(self, averages: Mapping[int, Tensor | None], share: Share) -> None:
         """Add this wrapper's averages of common parameters to averages that were set aside or are in ``p.grad``.
 
-        Averages that were set aside come first, no matter which wrapper did so: the order determines the bits of the
-        sum.
+        Averages that were set aside are added first, no matter which wrapper set them aside, because the order
+        determines the bits of the sum.
         """
         for index, average in averages.items():
             parameter = self._parameters[index]
@@ -151,7 +153,7 @@ class Sharing:
             parameter.grad = _sum(average, _sum(parameter.grad, set_aside))
 
     def end(self) -> None:
-        """End the backward, and remember which gradients are this wrapper's averages."""
+        """End the backward pass, and remember which gradients are this wrapper's averages."""
         self.is_active = False
         if not self._partners:
             return
@@ -165,14 +167,14 @@ class Sharing:
             partner.left_to_others |= partner._partners.get(self, frozenset())
 
     def abort(self, share: Share) -> None:
-        """Restore the averages that were set aside, after an exception has ended the backward."""
+        """Restore the averages that were set aside; called after an exception interrupts the backward pass."""
         self.is_active = False
         self._to_add = {}
         for index, gradient in share.set_aside.items():
             self._parameters[index].grad = gradient
 
     def close(self) -> None:
-        """Remove this wrapper, which is no longer used, from the partners of the others."""
+        """Remove this wrapper, which is no longer used, from the partners of the other wrappers."""
         self.is_active = False
         _sharings().discard(self)
         for partner in list(self._partners):
@@ -184,7 +186,10 @@ class Sharing:
     # -- refusals ---------------------------------------------------------------------------------------------------
 
     def check_no_average(self) -> None:
-        """Refuse a weighted backward under ``no_sync`` onto another wrapper's average, which would be scaled again."""
+        """Refuse a weighted backward pass under ``no_sync`` if ``p.grad`` holds another wrapper's average.
+
+        Dividing by the weights would scale that average again.
+        """
         if not self._partners or not self._ledger.is_weight_pending:
             return
         for index in self.common:
@@ -192,29 +197,29 @@ class Sharing:
             if gradient is not None and self._was_shown(index, gradient, list(self._partners)):
                 raise UsageError(
                     f"the gradient of {self._names[index]!r} is already an average of another DistributedDataParallel, "
-                    "and a backward inside model.weight() and no_sync() would add undivided gradients to it; run "
-                    "this model's micro-batches first, or set gradients to None before them"
+                    "and a backward pass inside model.weight() and no_sync() would add undivided gradients to it; run "
+                    "this model's micro-batches first, or set gradients to None before running them"
                 )
 
     def _check_same_mean(self, first: Sharing, elsewhere: Mapping[int, Sharing]) -> None:
-        """Refuse a backward through two wrappers that divide a common parameter's gradient by different numbers."""
+        """Refuse a backward pass through two wrappers that average a common parameter with different divisors."""
         name = next(self._names[index] for index, partner in elsewhere.items() if partner is first)
         if first._ranks != self._ranks:
             raise UsageError(
-                f"one backward runs through two DistributedDataParallel wrappers that share {name!r}, and they average "
-                f"over different ranks, {first._ranks} and {self._ranks}; wrap both over one process "
-                "group, or run a backward for each"
+                f"one backward pass runs through two DistributedDataParallel wrappers that share {name!r} but average "
+                f"over different ranks, {first._ranks} and {self._ranks}; wrap both with the same process "
+                "group, or run a separate backward pass for each"
             )
         weight, theirs = self._weight(), first._weight()
-        # If this wrapper is inside a wrapped model, the outer wrapper averages all of its parameters, with the outer
+        # If this wrapper is inside a wrapped model, the outer wrapper averages all of its parameters with the outer
         # weight.
         is_inside = weight is None and len(elsewhere) == len(self._parameters)
         if weight != theirs and not is_inside:
             shown = [f"model.weight({given:g})" if given is not None else "no weight" for given in (theirs, weight)]
             raise UsageError(
-                f"one backward runs through two DistributedDataParallel wrappers that share {name!r}, one with "
-                f"{shown[0]} and the other with {shown[1]}, so their shares cannot be separated; give both the same "
-                "weight, or run a backward for each"
+                f"one backward pass runs through two DistributedDataParallel wrappers that share {name!r}, one with "
+                f"{shown[0]} and the other with {shown[1]}, so their gradients cannot be separated; give both the same "
+                "weight, or run a separate backward pass for each"
             )
 
     def _weight(self) -> float | None:
@@ -223,8 +228,8 @@ class Sharing:
         return status.weight if status.weighting & WEIGHTED else None
 
     def _was_shown(self, index: int, gradient: Tensor, by: Sequence[Sharing]) -> bool:
-        """Return whether `gradient` is an unchanged average of one of these wrappers."""
-        # It must be the same tensor with the same version: accumulation in a backward increases the version.
+        """Return whether `gradient` is an unchanged average of one of the wrappers in `by`."""
+        # Unchanged means the same tensor with the same version: accumulating in a backward pass increases the version.
         for wrapper in by:
             reference, version = wrapper._shown.get(self._keys[index], (None, 0))
             if reference is not None and reference() is gradient and gradient._version == version:
@@ -233,7 +238,7 @@ class Sharing:
 
 
 def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """Return `total` + `more`, in place if both are dense; a sparse tensor stays sparse if the other one is zero."""
+    """Return `total` + `more`, in place if both are dense; a sparse tensor stays sparse if the other is zero."""
     if total is None or more is None:
         return more if total is None else total
     if not total.is_sparse and not more.is_sparse:
@@ -278,15 +283,15 @@ class SharedParameters(Extension):
         return bool(self._sharing)
 
     def other_wrapper_in_backward(self) -> bool:
-        """Return whether a wrapper with common parameters is in a backward."""
+        """Return whether another wrapper with common parameters is in a backward pass."""
         return self._sharing.is_partner_active
 
     def begin_local(self) -> None:
-        """Refuse a weighted backward that would be added to another wrapper's average."""
+        """Refuse a weighted backward pass that would add to another wrapper's average."""
         self._sharing.check_no_average()
 
     def begin(self, backward: Backward) -> None:
-        """Decide who averages each parameter, and set aside others' averages, before gradients are looked at."""
+        """Decide who averages each parameter, and set aside others' averages before gradients are inspected."""
         self._share = NOTHING_SHARED
         self._share = share = self._sharing.begin()
         backward.is_shared, backward.averaged_elsewhere = True, share.averaged_elsewhere.keys()
@@ -296,9 +301,10 @@ class SharedParameters(Extension):
         if not self._sharing:  # a garbage-collected wrapper does not call _note_partners()
             self._note_partners()
         for index in self._sharing.common & backward.out_of_bucket.keys():
-            # This backward holds the gradient now; another wrapper would mistake it for its own in p.grad.
+            # The backward state now holds the gradient. If it stayed in p.grad, another wrapper would treat it as its
+            # own.
             self._reducer.trained.parameters[index].grad = None
-        # Averaged by another wrapper, but absent there too: only then may the parameter's gradient end up as None.
+        # Another wrapper averages these but has no gradient either, so p.grad may end up as None.
         lacking = [index for index in self._share.averaged_elsewhere if self._sharing.lacks(index, self._share)]
         backward.absent = [*backward.absent, *lacking]
         self._sharing.note_absent(backward.absent)
@@ -307,11 +313,11 @@ class SharedParameters(Extension):
     def show(self, backward: Backward, averages: list[Tensor | None]) -> None:
         """Add the averages of common parameters to other wrappers' averages."""
         parameters = self._reducer.trained.parameters
-        common = self._sharing.common | self._share.set_aside.keys()  # other wrappers may be gone by now
+        common = self._sharing.common | self._share.set_aside.keys()  # other wrappers may have been deleted by now
         self._sharing.show({index: averages[index] for index in common}, self._share)
         for index in common:
             averages[index] = parameters[index].grad
-        # _end() remembers the gradients in p.grad, so it runs after buckets may have been reallocated in the order of
+        # _end() records the gradients in p.grad, so it must run after buckets may have been reallocated in order of
         # arrival. It is the first deferred function, because one of the others may raise.
         backward.deferred = [self._end, *backward.deferred]
 
@@ -325,13 +331,13 @@ class SharedParameters(Extension):
         self._share = NOTHING_SHARED
 
     def parameters_changed(self) -> None:
-        """Find out which of the new parameters other wrappers also have."""
+        """Determine which of the new parameters other wrappers also have."""
         self._sharing.close()
         shown = self._sharing._shown
         self._make_sharing()
         self._sharing._shown = shown
 
     def close(self) -> None:
-        """Remove the wrapper from all sharing, and drop the function that refers back to this object."""
+        """Stop sharing parameters, and drop the function that refers back to this object."""
         self._sharing.close()
         self._reducer.averages.left_to_others = frozenset

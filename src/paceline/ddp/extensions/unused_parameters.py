@@ -1,8 +1,8 @@
-"""Unused parameters: those without a gradient on some rank. They are harmless, but can be reported or refused.
+"""Unused parameters: parameters without a gradient on some rank. They are harmless, but can be reported or refused.
 
-For each parameter, the control block holds the number of ranks that have a gradient. Which ranks lack it is determined
-only the first time that a parameter is missing. A rank without any gradients had no data, and does not count. Frozen
-parameters do not count either.
+For each parameter, the control block contains the number of ranks that have a gradient. The ranks that lack it are
+determined only the first time that the parameter is missing. A rank without any gradients had no data and does not
+count. Frozen parameters do not count either.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.errors import UnusedParameterWarning, UsageError
 
 
 class UnusedParameters(Extension):
-    """Reports unused parameters: once each in a warning on rank 0, or in an error on every rank."""
+    """Reports each unused parameter once in a warning on rank 0, or every time in an error on every rank."""
 
     def __init__(self, mode: UnusedParameterMode, reducer: Reducer) -> None:
         self._mode, self._trained, self._channel = mode, reducer.trained, reducer.channel
@@ -30,19 +30,19 @@ class UnusedParameters(Extension):
 
     def parameters_changed(self) -> None:
         everything = range(len(self._trained.names))
-        # One set serves both: once a parameter was reported, a step without its gradient needs no control blocks.
+        # One set is enough: once a parameter has been reported, a step without its gradient needs no control blocks.
         self._expected = self._reducer.expected_absent = set(everything if self._mode == "allow" else ())
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
-        """Find out which ranks lack gradients, for parameters that are missing somewhere and not yet reported."""
+        """Find out which ranks lack gradients for parameters that are missing somewhere and not yet reported."""
         missing = exchanged.control.missing_somewhere(exchanged.statuses)
         asked = [index for index in missing if index not in self._expected]
         if not asked or self._mode == "allow":
             return
-        if self._mode == "warn":  # an error is raised each time
+        if self._mode == "warn":  # errors are raised every time
             self._expected.update(asked)
         names, parameters = self._trained.names, self._trained.parameters
-        is_idle = len(backward.absent) == len(names)  # without data, so all parameters are absent
+        is_idle = len(backward.absent) == len(names)  # this rank has no data, so all parameters are absent
         lacking = set() if is_idle else set(backward.absent)
         lacks = [int(index in lacking and parameters[index].requires_grad) for index in asked]
         without = yield from self._channel.gather_numbers(lacks, "exchange of unused parameters")
@@ -59,7 +59,7 @@ class UnusedParameters(Extension):
 
 
 def unused_message(names: Sequence[str], without: Sequence[Sequence[int]]) -> str | None:
-    """Return a sentence that lists the parameters without a gradient and the affected ranks; None if all had one.
+    """Return a sentence that lists the unused parameters and the ranks without a gradient; None if there are none.
 
     ``without[i][rank]`` is 1 if that rank had no gradient for parameter i.
     """
