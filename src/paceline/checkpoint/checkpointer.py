@@ -41,7 +41,7 @@ Object = TypeVar("Object", bound=Stateful)
 class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves and restores registered objects as folders ``step-00000120`` in `folder`.
 
-    Create it on all ranks with the same arguments, and call its methods on all ranks. Without a process group this
+    Create it on all ranks with the same arguments, and call its methods on all ranks. Without a process group, this
     process is the only rank. ::
 
         checkpointer = Checkpointer("runs/7")
@@ -95,7 +95,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._registered: dict[str, Registered] = {}
         this = weakref.ref(self)  # weak, so that a deleted Checkpointer releases its folder
         contents = Contents(self._path, self._registered, lambda: getattr(this(), "_opened", None))
-        # Created before the folder is opened, because the folder's steps include rescued ones.
+        # Create this before the folder is opened, because the folder's steps include rescued steps.
         self._recovery = Recovery(world, contents)
         weakref.finalize(self, self._recovery.stops.close).atexit = False
         self.due = DueSaves(self._recovery.record, world.rank == 0)
@@ -207,7 +207,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             DesyncError: if `step` differs between ranks.
         """
         world, entries = self._world(), list(self._registered.values())
-        self._finish(world)  # one save is written at a time
+        self._finish(world)  # only one save is written at a time
         order, taken = capture_all(world, step, entries, lambda: self._keep.note(notes.check(metadata, protect)))
         if world.rank != 0:
             captures.hand_over(taken[-1])

@@ -21,7 +21,7 @@ NAME = "manifest.json"
 STATE = "state.json"
 RANK_ROLE = "rank"
 GENERATORS = "rng"
-_FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")  # no slash or leading dot, so it stays in the folder
+_FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")  # no slash or leading dot, so that the file is in the folder
 
 
 class NewerFormat(ValueError):

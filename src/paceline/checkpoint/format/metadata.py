@@ -18,7 +18,7 @@ from paceline.core.processes import consensus
 from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointWarning, UsageError
 
-NAME = "metadata.json"  # also its role in the manifest
+NAME = "metadata.json"  # also the file's role in the manifest
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Keep:
-    """The rule for keeping checkpoints: the ``newest`` ones, the protected ones, and the best one."""
+    """The rule for keeping checkpoints: keep the ``newest`` checkpoints, protected checkpoints, and the best one."""
 
     newest: int
     metric: str | None = None

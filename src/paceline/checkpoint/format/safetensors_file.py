@@ -77,7 +77,7 @@ def spec_of(tensor: torch.Tensor) -> Spec:
 
 
 def runs(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
-    """Split `specs` into runs, each sent in one transfer: small tensors together, each large one by itself."""
+    """Split `specs` into runs, each sent in one transfer: small tensors together, each large tensor separately."""
     all_runs: list[dict[str, Spec]] = []
     room = -1  # negative, so that the first tensor begins a run
     for name, spec in specs.items():

@@ -23,7 +23,7 @@ class Slice:
     whole: tuple[int, ...]
 
 
-@torch.inference_mode(False)  # in inference mode views have no _base
+@torch.inference_mode(False)  # in inference mode, views have no _base
 def slices_of(nodes: Mapping[str, Any], specs: Mapping[str, Spec]) -> dict[str, Slice]:
     """Return the slices of the tensors in one rank's state, by name; `nodes` contains the rank's objects."""
     tensors = {name: spec.empty("meta") for name, spec in specs.items()}

@@ -46,7 +46,7 @@ def _plain_path(name: str) -> str:
 
 
 def check_module(name: str, module: nn.Module, saved: Any, step: int) -> None:
-    """Compare the state of `module` with the one `saved` in `step`; raise a CheckpointMismatch at the first difference.
+    """Compare the state of `module` with the state `saved` in `step`; a difference raises a CheckpointMismatch.
 
     Submodules with their own loading code may accept other keys and shapes, so they are not compared.
     """

@@ -84,7 +84,7 @@ def check_groups(name: str, optimizer: Optimizer, saved: Any, step: int) -> None
 
 
 def check(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], step: int, allow_changed: bool) -> None:
-    """Compare the description of the optimizer `name` in this run with the one `saved` in `step`."""
+    """Compare the description of the optimizer `name` in this run with the description `saved` in `step`."""
     if own["class"] != saved["class"]:
         raise CheckpointMismatch(
             f"{name!r} is of class {own['class']} in this run but of class {saved['class']!s:.80} in the checkpoint "

@@ -77,7 +77,7 @@ class Rescue:
         if barrier is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
         if _is_from_wrong_rank(error):
-            return  # after a restart all replicas would have this rank's wrong weights
+            return  # otherwise, all replicas would have this rank's wrong weights after a restart
         if any(entry.is_sharded for entry in self._contents.entries()):
             return  # the lost rank's parts of DTensors are gone
         step, memory = self._boundary.step, rescued_folder(barrier.folder)

@@ -18,7 +18,7 @@ from paceline.errors import PacelineError
 
 
 def keep(folder: Path) -> tuple[str, bool] | None:
-    """Copy the newest checkpoint from `folder` in memory, if it is newer than the ones on disk.
+    """Copy the newest checkpoint from `folder` in memory, if it is newer than the checkpoints on disk.
 
     Returns:
         A line for the user, and whether a resume will find the copy; None if no copy is needed.

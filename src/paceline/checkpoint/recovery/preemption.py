@@ -89,7 +89,7 @@ class StopRequests:
         """Handle signal `number`: record the first request, and end the process on the second."""
         now, bit = time.monotonic(), 1 << STOP_SIGNALS.index(signal.Signals(number))
         is_second = bool(self._boundary.wish & bit) and now - self._noted > ECHO_S
-        if os.getpid() != self._process or is_second:  # a forked child ends at once
+        if os.getpid() != self._process or is_second:  # a forked child ends immediately
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

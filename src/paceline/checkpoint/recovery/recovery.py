@@ -173,7 +173,7 @@ def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRe
 
 
 def _agreed_barrier(world: World, barrier: StepBarrier | None, problem: str) -> StepBarrier | None:
-    """Return the `barrier` if every rank has one, otherwise None; rank 0 warns about problems."""
+    """Return the `barrier` if every rank has a barrier, otherwise None; rank 0 warns about problems."""
     answers = consensus.gather(world, [barrier is not None, problem])
     problems = {rank: reason for rank, (_, reason) in enumerate(answers) if reason}
     if problems and world.rank == 0:

@@ -153,7 +153,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Wait for a background save, and release the folder for other runs."""
-        self.writer.join()  # not in the try block, because after a Ctrl-C here the folder must stay locked
+        self.writer.join()  # outside the try block, because the folder must stay locked after a Ctrl-C here
         try:
             self.writer.close()
         finally:

@@ -122,7 +122,7 @@ def parts(world_size: int, own_captures: Sequence[Capture]) -> Iterator[Iterator
         for states in shared:
             yield None, states
         yield 0, own_states
-        while waiting:  # fetched one by one, so that rank 0 does not hold the states of all ranks
+        while waiting:  # fetch captures one by one, so that rank 0 never holds the states of all ranks
             rank = waiting.pop(0)
             yield rank, captures.fetch(rank)
 

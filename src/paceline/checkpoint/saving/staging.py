@@ -33,7 +33,7 @@ class Staging:
     def _grow(self, size: int, pinned: bool) -> None:
         if size <= self._memory.numel():
             return
-        self._memory = torch.empty(0, dtype=torch.uint8)  # released before the larger one is allocated
+        self._memory = torch.empty(0, dtype=torch.uint8)  # release the old buffer before a larger one is allocated
         try:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:  # raised by torch if memory is exhausted

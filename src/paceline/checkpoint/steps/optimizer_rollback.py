@@ -2,9 +2,9 @@
 
 If each backward pass of a training step has its own optimizer (as in adversarial training), a rank can end during the
 second backward pass, after the first optimizer has stepped on all ranks. The first optimizer and its parameters are
-therefore copied before it steps. Optimizers that step back to back, and the last optimizer of a training step, need no
-copies. Once new gradients have arrived between two optimizer steps of a training step, later training steps make
-copies.
+therefore copied before it steps. Copies are not needed for optimizers that step back to back, or for the last optimizer
+of a training step. Once new gradients have arrived between two optimizer steps of a training step, later training steps
+make copies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files in memory that outlive the rank that writes them, with slots that are either complete or invalid.
+"""Files in memory that outlive their rank, with slots that are either complete or invalid.
 
 A slot begins with its write number, which is set to 0 first and written last. If a rank is killed during a write, the
 other slots stay valid.
@@ -70,7 +70,7 @@ class SlotFile:
         # Built under another name, so that the old slots survive if the rank is killed here.
         new = self._path.with_name(f".{self._path.name}")
         with open(new, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # without it, a write into full memory ends the rank with SIGBUS
+            os.posix_fallocate(file.fileno(), 0, size)  # otherwise, a write into full memory causes a SIGBUS
             made = mmap.mmap(file.fileno(), size)
         if before is not None:
             old, new_capacity = len(before) // SLOTS, size // SLOTS

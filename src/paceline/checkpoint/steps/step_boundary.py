@@ -71,7 +71,7 @@ class Boundary:
         self.wishes = 0
         """Stop requests of all ranks as of the last step."""
         self.barrier = barrier
-        """The barrier; None if this run does not use one or has left it."""
+        """The barrier; None if this run does not use a barrier or has left it."""
         self._entries = entries
         self._record = record
         """Counts completed steps without a barrier, so that a restart knows which steps it recomputes."""
@@ -200,7 +200,7 @@ class Boundary:
 
     def _refresh_watched(self) -> Watched:
         entries = self._entries()
-        # Objects are only added, so a new one changes their number.
+        # Objects are never removed, so each new object changes their number.
         if len(entries) != len(self._watched.entries):
             self._watched = Watched(entries)
         return self._watched

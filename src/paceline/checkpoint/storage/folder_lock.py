@@ -17,8 +17,8 @@ _UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno
 class FolderLock:
     """An exclusive ``flock`` on `folder` itself, so that no lock file is left behind.
 
-    Forked children (DataLoader workers) close the descriptor at once, so that a child that outlives this process does
-    not keep the lock.
+    Forked children (DataLoader workers) close the descriptor immediately, so that they do not keep the lock if they
+    outlive this process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +44,7 @@ class FolderLock:
         os.register_at_fork(after_in_child=lambda: _forget_in_child(this))
 
     def is_on(self, folder: Path) -> bool:
-        """Return whether the folder at this path is still the locked one, and has not been replaced."""
+        """Return whether the folder at this path is still the locked folder, and has not been replaced."""
         here, locked = os.stat(folder), os.fstat(self._descriptor)
         return (here.st_dev, here.st_ino) == (locked.st_dev, locked.st_ino)
 

@@ -135,7 +135,7 @@ class Storage:
 
     def commit(self, draft: Path, step: int) -> Path:
         """Make the temporary folder `draft` the durable checkpoint of `step`, replacing an existing one."""
-        # Before the rename, because after a crash the final name must belong to a complete folder.
+        # Sync before the rename, because after a crash the final name must belong to a complete folder.
         sync_folder(draft)
         strike("before-rename")
         with self.settled:
@@ -198,9 +198,9 @@ class Storage:
             self._lock.release()
 
     def _delete(self, path: Path, step: int) -> None:
-        """Delete a checkpoint under another name, so that a half-deleted one does not look like a checkpoint."""
+        """Rename a checkpoint, then delete it, so that a half-deleted folder does not look like a checkpoint."""
         doomed = self.folder / f".deleted-{step_name(step)}"
-        shutil.rmtree(doomed, ignore_errors=True)  # from an interrupted deletion
+        shutil.rmtree(doomed, ignore_errors=True)  # the name is left from an interrupted deletion
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -219,7 +219,7 @@ class Storage:
 def _probe(folder: Path) -> None:
     """Write a file and remove it, because os.access() does not notice a full quota."""
     probe = folder / ".probe"
-    probe.unlink(missing_ok=True)  # from a process that was killed here
+    probe.unlink(missing_ok=True)  # the file is left from a process that was killed here
     write_file(probe, [b"can this folder be written to?"])
     probe.unlink()
 

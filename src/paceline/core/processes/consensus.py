@@ -44,7 +44,7 @@ def here() -> World:
 
 def is_alone() -> bool:
     """Return whether this process is the only rank and was not started by our launcher."""
-    # The name is spelled out, not imported, because the launcher's package is above this one.
+    # Spell out the name instead of importing it, because the launcher's package is above this package.
     return here().size == 1 and "PACELINE_LAUNCHER" not in os.environ
 
 
@@ -97,7 +97,7 @@ def gather(world: World, value: Any) -> list[Any]:
         heads = _all_gather(_head(raw))
         sizes = [_size(head) for head in heads]
         texts = [head[8:] for head in heads]
-        # All ranks know the longest text, so either all of them take part in a second gather or none does.
+        # All ranks know the longest text, so they agree on whether a second gather is needed.
         if (longest := max(sizes)) > _FIRST:
             rest = torch.zeros(longest - _FIRST, dtype=torch.uint8, device=raw.device)
             rest[: max(0, raw.numel() - _FIRST)] = raw[_FIRST:]

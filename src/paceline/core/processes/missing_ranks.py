@@ -51,8 +51,8 @@ def ranks_by_value(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]
 def failed(event: str, ranks: Sequence[int], me: int, error: BaseException) -> CommunicationError:
     """Return the error to raise for a collective of `ranks` that failed with torch's `error` on rank `me`.
 
-    It names the missing ranks. All ranks that took part fail almost at once, so a rank without a report has ended or
-    called something else.
+    It names the missing ranks. All ranks that joined the collective fail almost immediately, so a rank without a report
+    has ended or called something else.
     """
     reason = reason_of(error)
     try:
@@ -154,13 +154,13 @@ def late(me: int, missing: Collection[int], timeout: timedelta) -> Communication
 
 
 def missing_from(store: Store, keys: Sequence[str], seconds: float = 0) -> list[int]:
-    """Wait at most `seconds` until all `keys` are in `store`; return the indices of the missing ones.
+    """Wait at most `seconds` until all `keys` are in `store`; return the indices of the missing keys.
 
     Unlike ``Store.wait``, it prints no warnings at the timeout.
     """
     if store.check(list(keys)):
         return []
-    # Short sleeps at first, for ranks that are about to arrive; longer ones later, to reduce load on the store.
+    # Sleep briefly at first, for ranks that are about to arrive, and longer later, to reduce the load on the store.
     deadline, nap = time.monotonic() + seconds, 0.0005
     with waiting():
         while not store.check(list(keys)):

@@ -28,7 +28,7 @@ class Communicator:
     """One of Paceline's process groups with NCCL."""
 
     group: Any
-    """Process group; None if this rank has already closed it by itself."""
+    """Process group; None if this rank has already closed it on its own."""
     ranks: tuple[int, ...]
     """World ranks of its members."""
     is_released: bool = False
@@ -96,7 +96,7 @@ def destroy_all() -> None:
 
 @contextmanager
 def aborting() -> Iterator[None]:
-    """Abort the remaining groups and the ones aborted in the block, without waiting for other ranks."""
+    """Abort the remaining groups, and all groups that the block aborts, without waiting for other ranks."""
     groups = [group for group, _ in _all()]
     with grouped_aborts(next(filter(None, map(nccl_of, groups)), None)):
         for group in groups:

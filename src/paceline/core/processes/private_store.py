@@ -63,7 +63,7 @@ def open_file(path: str, port: str) -> int:
     its number could refer to another file.
     """
     try:
-        _check_own(os.stat(path))  # before opening it, because opening a device or FIFO has side effects
+        _check_own(os.stat(path))  # check before opening the file, because opening a device or FIFO has side effects
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise NotPrivate(f"it cannot be opened: {error.strerror}") from error

@@ -132,7 +132,7 @@ class Get:
         return self
 
     def _default(self) -> DeviceMesh | None:
-        """Return the mesh for calls without one."""
+        """Return the mesh for calls without a mesh."""
         mesh = self._registered.get()
         return None if mesh is None or mesh.mesh_dim_names else mesh
 
@@ -152,7 +152,7 @@ class Get:
 
 
 class cache_mesh(Generic[Answer]):
-    """A decorator for functions ``f(what, mesh)``: calls without a mesh get the registered one::
+    """A decorator for functions ``f(what, mesh)``: calls without a mesh get the registered mesh::
 
         @paceline.cache_mesh
         def size_of(what, mesh=None):

@@ -185,7 +185,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         # Use loopback, so that no port is reachable from outside. Gloo would use the interface of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     chosen = backend or (OWN_BACKEND if gpu is None else "cpu:gloo,cuda:nccl")
-    # Binding the group to its GPU creates the NCCL communicator at once, so that others can be split from it.
+    # Bind the group to its GPU: this creates the NCCL communicator immediately, and others can be split from it.
     bound = torch.device("cuda", gpu) if gpu is not None and "nccl" in chosen else None
     try:
         if "RANK" in os.environ:

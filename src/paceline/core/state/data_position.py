@@ -126,7 +126,7 @@ def who_has(values: Mapping[int, Any], noun: str) -> str:
 
 
 class _Taken:
-    """The sources that have handed over batches since the last synchronized backward, and counts of steps."""
+    """The sources that have handed over batches since the last synchronized backward pass, and counts of steps."""
 
     def __init__(self) -> None:
         self.sources: dict[int, Source] = {}

@@ -131,7 +131,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     if "numpy" in state:
-        import numpy  # not imported yet, but the saved run used it
+        import numpy  # NumPy is not imported yet, but the saved run used it
 
         saved = state["numpy"]
         keys = saved["keys"].numpy().astype("uint32")

@@ -31,18 +31,18 @@ class Accumulates(Protocol):
     """A wrapper that reports whether it holds gradients that are not synchronized yet."""
 
     def holds_local_gradients(self) -> bool:
-        """Return whether gradients of a local backward (under ``no_sync``) are not synchronized yet."""
+        """Return whether gradients of a local backward pass (under ``no_sync``) are not synchronized yet."""
 
 
 @runtime_checkable
 class Communicates(Protocol):
-    """A layer with collectives that a rank without data can take part in."""
+    """A layer whose collectives can also be joined by a rank without data."""
 
     announce: Callable[[int], object] | None
     """Function to call before each collective, with its code; None if collectives need not be announced."""
 
     def ranks(self) -> Sequence[int]:
-        """Return the ranks of the world that take part in its collectives."""
+        """Return the world ranks that its collectives involve."""
 
     def shadow(self, code: int, device: torch.device) -> None:
         """Take part in the collective `code` without values, with tensors on `device`."""

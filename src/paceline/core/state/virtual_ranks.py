@@ -46,7 +46,7 @@ def slices_of_rank(count: int, rank: int, size: int) -> range:
 
 
 def seed_of_slice(seed: int, epoch: int, batch: int, slice_number: int) -> int:
-    """Return the seed of the random streams for a slice's forward and backward."""
+    """Return the seed of the random streams for a slice's forward and backward pass."""
     return derive_seed("slice", seed, epoch, batch, slice_number)
 
 
@@ -55,7 +55,7 @@ class Slices(list[Any]):
 
     Args:
         slices: the batches.
-        seeds: a seed for each slice's forward and backward.
+        seeds: a seed for each slice's forward and backward pass.
     """
 
     def __init__(self, slices: Iterable[Any], seeds: list[int]) -> None:

@@ -84,7 +84,7 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
         _tell_torchrun(text)
         print(f"error: {text}", file=sys.stderr)
     elif isinstance(error, UsageError):
-        # Not sys.stderr: torch's hook around this one captures it, and shows the text only if this function returns.
+        # Not sys.stderr: torch's hook around this hook captures it, and prints the text only if this function returns.
         print(f"error: {error}{place_in(trace)}", file=sys.__stderr__)
         raise SystemExit(2)
     else:

@@ -38,7 +38,7 @@ STEP, STEP_AT = struct.Struct("Qdddddd"), 320  # steps, end, last, mean, waited,
 RAISED, RAISED_AT = struct.Struct("iidd"), 384  # phase, bucket, since, until
 JOB, JOB_AT = struct.Struct("qq"), 448  # completed, first
 UNKNOWN = -1
-"""Value that stands for an unknown step of the job."""
+"""Value for an unknown step of the job."""
 PHASES = ("loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint", "collective")
 """Phases of a rank; a record holds the index. ``loop`` is everything between the others."""
 WAITING = frozenset(("wait", "bucket wait", "collective"))

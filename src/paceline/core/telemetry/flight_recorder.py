@@ -72,13 +72,13 @@ class BlackBox:
         self._is_due = False
         """Whether a forward has run since the last step ended."""
         self._start = 0 if is_first_start else UNKNOWN
-        """First step of this start."""
+        """The step from which this start of the ranks continues."""
         self.completed = UNKNOWN
         """Last completed step of the job."""
         self._is_marked: bool | None = None
         """Whether a Checkpointer marks steps; None without a Checkpointer."""
         self._counted = 0
-        """Number of steps in this start that no Checkpointer marked."""
+        """Number of steps since this start that no Checkpointer has marked."""
         self.owner = self._owner = 0
         """Wrapper whose parameters an optimizer is updating, and the first such wrapper; 0 for none."""
         self._waited = self._mean = self._mean_waited = self._variance = 0.0

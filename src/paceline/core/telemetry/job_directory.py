@@ -107,7 +107,7 @@ class JobFolder:
             raise
 
     def clear(self, ranks: Iterable[int]) -> None:
-        """Clear the flight records of ranks that have ended, before new ones start."""
+        """Clear the flight records of ranks that have ended, before new ranks start."""
         for rank in ranks:
             with suppress(OSError), path_of(self.path, rank).open("r+b") as file:
                 file.write(bytes(SIZE))
@@ -215,7 +215,7 @@ def _remove_if_stale(folder: Path) -> bool:
     except OSError:  # the location has become read-only
         return False
     try:
-        # Decided by the lock, not the pid, which may have been reused or belong to another container.
+        # Check the lock, not the pid, which may have been reused or belong to another container.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

@@ -165,7 +165,7 @@ class Recorder:
 
 @class_never_compiled
 class _Timed:
-    """Records one span. A class, because a generator is slower and a step has dozens of spans."""
+    """Records one span. This is a class because a step has dozens of spans, and a generator would be slower."""
 
     __slots__ = ("_bucket", "_event", "_group", "_label", "_phase", "_recorder", "_start")
 

@@ -30,7 +30,7 @@ RESTARTS = "PACELINE_RESTARTS"
 """Environment variable with the number of restarts without progress that our launcher allows."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals that batch systems, service managers and terminals send before they end a job. Ranks that mark their steps
-finish the current one first."""
+finish the current step first."""
 ECHO_S = 0.5
 """Two signals within this many seconds count as one, because batch systems signal all processes and launchers forward
 signals."""
@@ -93,7 +93,7 @@ class StepRecord:
     prepared_part = _Number(5)
     """:attr:`prepared` times :data:`PARTS`, plus the number of prepared parts of that step after the first."""
     completed = _Number(6)
-    """The last step completed in this start; -1 for none."""
+    """The last step completed since this start; -1 for none."""
     is_alone = _Number(7)
     """1 if the optimizer has stepped although other ranks may not have prepared the step."""
     has_ended = _Number(8)
@@ -147,7 +147,7 @@ class StepRecord:
 
     @property
     def prepared(self) -> int:
-        """The last step prepared in this start; -1 for none."""
+        """The last step prepared since this start; -1 for none."""
         return self.prepared_part // PARTS
 
     @property
@@ -167,7 +167,7 @@ class StepRecord:
 
     @property
     def has_left(self) -> bool:
-        """Whether the rank has ended by itself, not by a signal."""
+        """Whether the rank has exited on its own, not because of a signal."""
         return bool(self.has_ended or self.has_exited)
 
     @property
@@ -222,7 +222,7 @@ def spare_page(path: Path) -> Path:
 
 
 def _write_page(path: Path, page: bytes) -> None:
-    """Write `page` to a new file, or into the memory of an existing one."""
+    """Write `page` to a new file, or into the memory of an existing file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if os.write(descriptor, page) < len(page):

@@ -1,4 +1,4 @@
-"""Asks torch's autograd engine about the running backward. Some of this has no public API."""
+"""Asks torch's autograd engine about the running backward pass. Some of this has no public API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2] / "d
 class GraphTask:
     """Lives as long as a graph task of autograd, whose callbacks hold the only reference to it.
 
-    A thread of the engine may keep a task for a moment after ``backward()`` has raised an exception; see
+    A thread of the engine may keep a task alive briefly after ``backward()`` has raised an exception; see
     :func:`has_ended`.
     """
 
@@ -48,7 +48,7 @@ class Accumulators:
         return self._nodes
 
     def are_accumulated(self) -> bool:
-        """Whether the running graph task is a backward for these parameters, not ``autograd.grad``."""
+        """Whether the running graph task is a backward pass for these parameters, not ``autograd.grad``."""
         nodes = self._present_nodes()
         if is_plain_backward():
             # It does not matter which parameters it reaches: all of them may be hidden in reentrant checkpoints, and a
@@ -100,8 +100,8 @@ def current_task() -> int:
 def has_ended(number: int) -> bool:
     """Return whether graph task `number`, which is still referenced, has ended.
 
-    It has ended if this thread is outside of the task and no thread waits for it. A backward of a reentrant checkpoint
-    is inside the task that runs it.
+    It has ended if this thread is outside of the task and no thread waits for it. The backward pass of a reentrant
+    checkpoint is inside the task that runs it.
     """
     now = current_task()
     return now != number and count_running_calls() <= (now != -1)
@@ -122,7 +122,7 @@ def count_running_calls() -> int:
 
 
 def backward_call() -> FrameType | None:
-    """Return the frame of the running ``torch.autograd.backward``; on an autograd thread, look in other threads."""
+    """Return the frame of the running ``torch.autograd.backward``; on an autograd thread, search the other threads."""
     if (call_here := _innermost(sys._getframe())) is not None:
         return call_here
     with readable_stacks():
@@ -168,7 +168,7 @@ def comes_last(handle: RemovableHandle, kind: type) -> bool:
 
 
 def queue_callback(callback: Callable[[], object]) -> None:
-    """Queue `callback` for the end of the running graph task, after those queued before it; its result is dropped."""
+    """Queue `callback` for the end of the running graph task, after earlier callbacks; its result is dropped."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
 
 

@@ -1,5 +1,4 @@
-"""Tells ``torch.compile`` to leave Paceline alone: Paceline runs between compiled graphs, never inside one.
-
+"""Tells ``torch.compile`` to leave Paceline alone: Paceline runs between compiled graphs, never inside them.
 torch.compile translates Python functions when they are called, including Paceline's hooks and collectives between two
 graphs. These are marked in the same way as torch's own functions, without importing torch._dynamo, which is slow to
 load. The mark survives ``torch._dynamo.reset()``.
@@ -80,7 +79,7 @@ def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[An
     """Call `module`. If it is compiled, split it into graphs at the bucket boundaries of `wrapper`, if given.
 
     torch's DDPOptimizer does this for the wrapper that is active during compilation. It uses the same rule as our
-    buckets: from the last operation backwards, a graph ends when its parameters fill a bucket.
+    buckets: starting from the last operation, a graph ends when its parameters fill a bucket.
     """
     previous = TorchDDP._active_ddp_module
     TorchDDP._active_ddp_module = wrapper
@@ -92,13 +91,13 @@ def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[An
 
 
 @cache
-@never_compiled  # runs at the first call of each class, in the middle of what should become one graph
+@never_compiled  # runs on the first call for each class, in the middle of what should become one graph
 def _caller(kind: type[nn.Module]) -> Callable[..., Any]:
-    """A function that calls a module of the class `kind`."""
+    """Return a function that calls a module of the class `kind`."""
     if not getattr(kind.forward, "__module__", "").startswith("torch."):
         return _call
     # torch.compile does not begin a graph in torch's own files, such as that of nn.Sequential, so it needs a function
-    # elsewhere. There is one for each class, because torch.compile stores the shapes of inputs by function name.
+    # elsewhere. Each class has its own function, because torch.compile stores the shapes of inputs by function name.
     code = _call_from_graph.__code__.replace(co_name=f"call_{kind.__name__}")
     return FunctionType(code, _call_from_graph.__globals__)
 

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_map as tree_map
 
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
 copy_each: Callable[[Tensors, Tensors], None] = torch._foreach_copy_
-"""Copies each tensor in the second list to the one at the same index in the first. These names refer to torch's
+"""Copies each tensor in the second list to the tensor at the same index in the first list. These names refer to torch's
 functions directly, without a wrapper, because every bucket uses them in every step."""
 multiply_each: Callable[[Tensors, float], object] = torch._foreach_mul_
 """Multiplies each tensor by a number, in place."""
 add_each: Callable[[Tensors, Tensors], object] = torch._foreach_add_
-"""Adds each tensor in the second list to the one at the same index in the first, in place."""
+"""Adds each tensor in the second list to the tensor at the same index in the first list, in place."""
 mix_each: Callable[[Tensors, Tensors, float], object] = torch._foreach_lerp_
-"""Moves each tensor in the first list towards the one at the same index in the second (``lerp``), in place."""
+"""Moves each tensor in the first list toward the tensor at the same index in the second list (``lerp``), in place."""
 zero_each: Callable[[Tensors], object] = torch._foreach_zero_
 """Fills each tensor with zeros."""
 count_each: Callable[[int], int] = torch._C._storage_Use_Count

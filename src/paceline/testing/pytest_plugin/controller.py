@@ -150,7 +150,7 @@ def _pass_on(item: Any, outcomes: Mapping[int, Outcome]) -> None:
 
 
 def _exception_of(verdict: Verdict) -> BaseException:
-    """Return an exception for the verdict, if possible the one that the first failing rank raised."""
+    """Return an exception for the verdict, if possible the exception of the first rank that failed."""
     if verdict.kind == "skipped":
         return pytest.skip.Exception(verdict.message, _use_item_location=True)
     if verdict.kind == "xfailed":

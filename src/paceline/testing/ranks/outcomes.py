@@ -87,7 +87,7 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
     failed = [e for e in endings if e.outcome and e.outcome.kind == "failed"]
     own = [e for e in failed if not outcomes[e.rank].is_consequence]
     disagreement = _disagreement(endings)
-    # A failed collective is the consequence of another rank's error or death, so look for those first.
+    # A failed collective is a consequence of another rank's error or death, so look for these causes first.
     for causes in (own + dead, [] if disagreement else failed):
         if causes:
             first = min(causes, key=lambda e: e.when)

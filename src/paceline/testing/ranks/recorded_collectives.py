@@ -1,8 +1,8 @@
 """Records a rank's ``torch.distributed`` collectives for the test process.
 
 In a rank, :class:`Recorder` wraps torch's functions. It keeps each call for the comparison at the end of the test, and
-writes the latest one to memory shared with the test process. The test process can therefore locate a rank that
-waits in C++ or has ended. Messages that a wrapper itself sends are not recorded.
+writes the latest call to memory shared with the test process. The test process can therefore locate a rank that waits
+in C++ or has ended. Messages that a wrapper itself sends are not recorded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Note:
         self._memory = mmap.mmap(-1, SIZE)
 
     def write(self, **entry: Any) -> None:
-        """Replace the entry, unless the new one is too long, which happens only with hundreds of ranks."""
+        """Replace the entry, unless the new entry is too long, which happens only with hundreds of ranks."""
         text = json.dumps(entry).encode()
         if len(text) < SIZE - 1:
             self._memory[: len(text) + 1] = text + b"\0"

@@ -40,7 +40,7 @@ def get_default_store() -> Store:
 
 
 def get_default_timeout(backend: str) -> timedelta:
-    """Return the timeout of a process group of `backend` that is made without one."""
+    """Return the default timeout of process groups with `backend`."""
     timeout: timedelta = _c10d._get_default_timeout(dist.Backend(backend))
     return timeout
 
@@ -48,7 +48,7 @@ def get_default_timeout(backend: str) -> timedelta:
 def cell_of(name: str) -> CellType | None:
     """Return the cell that holds the inner function of a decorated function of ``torch.distributed``; None without one.
 
-    A function put into the cell is called instead by all callers, however they imported the decorated function.
+    All callers use a function that is put into the cell, no matter how they imported the decorated function.
     """
     closure = getattr(_c10d, name).__closure__  # of torch's _exception_logger
     return closure[0] if closure else None

@@ -49,6 +49,6 @@ def cast_inputs(dtype: torch.dtype | None, inputs: Sequence[Any], kwargs: Mappin
 
 
 def replace_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[Any]:
-    """In the block, replace parameters, including tied ones, by the `tensors` with the same names."""
+    """In the block, replace parameters, including tied parameters, with the `tensors` of the same names."""
     context: AbstractContextManager[Any] = _reparametrize_module(module, tensors, tie_weights=True)
     return context

@@ -48,7 +48,7 @@ def part_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def as_local(parameter: nn.Parameter) -> nn.Parameter:
-    """Return `parameter`, or if it is a DTensor, an object that stands for it in the reducer."""
+    """Return `parameter` or, if it is a DTensor, an object that represents it in the reducer."""
     return cast("nn.Parameter", _Shard(cast("DTensor", parameter))) if is_sharded(parameter) else parameter
 
 
@@ -66,8 +66,8 @@ class _Shard:
 
     def __init__(self, parameter: DTensor) -> None:
         self._parameter = parameter
-        # Done on arrival, because it may need a collective: gradients arrive in the same order on all ranks that share
-        # a parameter, but each group of replicas chooses its own order for launching buckets.
+        # Convert gradients on arrival, because this may need a collective: gradients arrive in the same order on all
+        # ranks that share a parameter, but each group of replicas chooses its own order for launching buckets.
         self._handle = parameter.register_post_accumulate_grad_hook(_lay_out)
 
     @property

@@ -19,7 +19,7 @@ Start = Callable[[tuple[str, ...], dict[str, str], IO[Any] | None, IO[Any] | Non
 def starting_ranks_with(start: Start) -> Iterator[None]:
     """Make torchelastic start ranks with ``start(command, environment, out, err)`` instead of ``subprocess.Popen``.
 
-    `out` and `err` are the files for a rank's output; None stands for this process's output. The result has the
+    `out` and `err` are the files for a rank's output; None means this process's output. The result has the
     members of ``Popen`` that torchelastic uses. This applies to the whole process until the block ends.
     """
 

@@ -29,7 +29,7 @@ def nccl_of(group: Any) -> Any:
 
 
 def bound_device(group: Any) -> torch.device | None:
-    """Return the ``device_id`` of `group`, if any. With one, the NCCL communicator exists from the start."""
+    """Return the ``device_id`` of `group`, if any. If it has one, its NCCL communicator exists from the start."""
     device: torch.device | None = group.bound_device_id
     return device
 
@@ -63,7 +63,7 @@ def attach_nccl(
     nccl._set_sequence_number_for_group()
     group._set_default_backend(ProcessGroup.BackendType.NCCL)
     group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
-    group._set_group_name(name)  # after the backends are registered, because the group passes the name on to them
+    group._set_group_name(name)  # set after the backends are registered, because the group passes it to them
     group._set_group_desc("paceline")
     if is_split:
         torch.cuda.synchronize(device)  # NCCL can split only an idle communicator
@@ -72,7 +72,7 @@ def attach_nccl(
 
 @contextmanager
 def grouped_aborts(nccl: Any) -> Iterator[None]:
-    """Group the block's aborts of communicators into one, so that they do not wait for each other."""
+    """Combine the block's aborts of communicators, so that they do not wait for each other."""
     if nccl is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Replicas of modules without their parameters, similar to the ones that ``torch.nn.parallel.replicate`` creates."""
+"""Replicas of modules without their parameters, similar to the replicas from ``torch.nn.parallel.replicate``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from torch import Tensor, nn
 
 
 def bare_replica(module: nn.Module) -> nn.Module:
-    """Return a shallow copy of one module, without its parameters; :func:`set_tensor` puts tensors in their place."""
+    """Return a shallow copy of one module, without its parameters; :func:`set_tensor` adds tensors instead."""
     replica: nn.Module = module._replicate_for_data_parallel()
     return replica
 
 
 def set_tensor(replica: nn.Module, name: str, tensor: Tensor | None) -> None:
-    """Put `tensor`, which autograd made from a parameter, in that parameter's place."""
+    """Set `tensor`, which autograd computed from a parameter, under that parameter's name."""
     if tensor is None:
         replica._parameters[name] = None
     else:
