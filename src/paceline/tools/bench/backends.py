@@ -25,7 +25,7 @@ OURS: dict[str, tuple[str, ...]] = {
 }
 """Paceline's algorithms for each collective. A function and its schedule have the same name."""
 ZERO_COPY = "paceline zero-copy"
-"""The group's all-reduce of a tensor that is already in shared memory, like the reducer's buckets."""
+"""All-reduce of a tensor that is already in the group's shared memory, like the reducer's buckets."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Variant:
     name: str
     """Name in the table: ``"ring"``, ``"gloo"``, ``"paceline"``."""
     schedule: str | None
-    """Schedule for the cost model; None unless this is one of Paceline's algorithms."""
+    """Schedule for the cost model, if this is one of Paceline's algorithms, else None."""
     source: Tensor
-    """Input of this rank: the whole tensor or its part."""
+    """Input of this rank: the whole tensor, or only this rank's part."""
     run: Callable[[], object]
     """Run the collective once."""
     result: Tensor
-    """Output of this rank: the whole tensor or its part."""
+    """Output of this rank: the whole tensor, or only this rank's part."""
 
     def load(self, values: Tensor) -> None:
         """Fill :attr:`source` from `values` of the whole tensor."""
@@ -56,7 +56,7 @@ def part_of_rank(count: int) -> slice:
 
 @contextmanager
 def variants(op: str, count: int, backends: Sequence[str], gloo: Any) -> Iterator[list[Variant]]:
-    """Provide the implementations of `op` on `count` float32 values; `gloo` is a Gloo group of all ranks."""
+    """Yield the implementations of `op` on `count` float32 values; `gloo` is a Gloo group of all ranks."""
     made: list[Variant] = []
     if "algorithms" in backends:
         made += [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
@@ -78,12 +78,12 @@ def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
     schedule = build(name, members.size)
     short = name.removesuffix(f"_{op}").replace("_", "-")
     result = tensor[part_of_rank(tensor.numel())] if op == "reduce_scatter" else tensor
-    # Not the public functions, because the ranks' comparison of arguments would be timed too.
+    # Do not call the public functions, which also compare arguments between ranks; this would be timed too.
     return Variant(short, name, tensor, lambda: execute(schedule, tensor, members), result)
 
 
 def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
-    """Return the collective of `group`. Reduce-scatter and all-gather need a second tensor for the part."""
+    """Return the collective `op` of `group`. Reduce-scatter and all-gather need a second tensor for a rank's part."""
     part = torch.zeros(tensor.numel() // dist.get_world_size())
     calls: dict[str, tuple[Tensor, Callable[[], object], Tensor]] = {
         "all_reduce": (tensor, lambda: dist.all_reduce(tensor, group=group), tensor),

@@ -22,7 +22,7 @@ paceline bench collectives --backends gloo,paceline --json speed.json
 bench = typer.Typer(cls=Commands, help="Measure this machine.")
 
 
-# Without a callback, typer would turn the only command into the group itself: `paceline bench --nproc 2`.
+# Without a callback, typer would merge the group with its only command: `paceline bench --nproc 2`.
 @bench.callback()
 def _group() -> None:
     """Measure this machine."""
@@ -32,12 +32,12 @@ def _group() -> None:
 def collectives(
     nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, cpu, or auto.")] = "auto",
     sizes: Annotated[str, typer.Option(metavar="LIST", help="Bytes of the whole tensor, with K, M or G.")] = SIZES,
-    ops: Annotated[str, typer.Option(metavar="LIST", help=f"Some of {', '.join(OPS)}.")] = "all_reduce",
+    ops: Annotated[str, typer.Option(metavar="LIST", help=f"Any of {', '.join(OPS)}.")] = "all_reduce",
     backends: Annotated[
         str,
         typer.Option(
             metavar="LIST",
-            help="Some of algorithms (Paceline's, over Gloo's send and receive), gloo, paceline (shared memory).",
+            help="Any of algorithms (Paceline's, over Gloo's send and receive), gloo, paceline (shared memory).",
         ),
     ] = ",".join(BACKENDS),
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON.")] = None,

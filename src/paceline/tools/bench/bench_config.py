@@ -15,10 +15,10 @@ OPS = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
 BACKENDS = ("algorithms", "gloo", "paceline")
 SIZES = "1K,4K,16K,64K,256K,1M,4M,25M"
 ELEMENT = 4
-"""Bytes of a float32, the only dtype."""
+"""Bytes of a float32. Other dtypes are not measured."""
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 COPIES = 4
-"""Tensors that a rank may hold at once: one per variant and a buffer of the backend."""
+"""Maximum number of tensors that a rank holds at once: one per variant, and a buffer of the backend."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BenchConfig(ProgramConfig):
     plot: str | None
 
     def check(self, ranks: int) -> None:
-        """Reject options that cannot work on `ranks` ranks."""
+        """Reject options that would fail on `ranks` ranks."""
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         needed = max(self.sizes) * ranks * COPIES
         if needed > available:

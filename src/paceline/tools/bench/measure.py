@@ -20,18 +20,18 @@ from paceline.tools.bench.rows import Row, fitted
 from paceline.tools.bench.turns import slowest_timed, take_turns
 
 BYTES_A_TURN = 8_000_000
-"""Approximate bytes per turn, so that a turn of small tensors has many calls."""
+"""Approximate bytes per turn. A turn with small tensors therefore has many calls."""
 CALLS = 100
 """Maximum number of calls in a turn."""
 ROUNDS = 7
-"""Turns of each variant; the median is reported."""
+"""Number of turns of each variant. The median turn is reported."""
 
 
 def main(config_json: str) -> None:
     """Measure on this rank, and report on rank 0."""
     config = BenchConfig.from_json(config_json)
     with init("paceline") as world:
-        # Paceline's algorithms and Gloo's run on the same group, so that only the algorithm differs.
+        # Run Paceline's algorithms and Gloo's on the same group, so that only the algorithm differs.
         gloo = dist.new_group(backend="gloo")
         rows: list[Row] = []
         for op in config.ops:
@@ -45,7 +45,7 @@ def main(config_json: str) -> None:
             host_cores = cores()
             model, rows = fitted(rows, host_cores)
             report(rows, model, host_cores, config)
-    # After the block, because a rank that leaves the world with an error does not wait for the others.
+    # Raise after the block, because a rank that leaves the world with an error does not wait for the others.
     if world.is_main and (wrong := sum(row.wrong for row in rows)):
         raise PacelineError(f"{wrong} elements have wrong values; see the column '#wrong'")
 
@@ -60,7 +60,7 @@ def _measure(op: str, count: int, compared: Sequence[Variant], ranks: int) -> li
     """Check every variant, then time them. Return a row for each."""
     wrong = {variant.name: _wrong(op, count, variant) for variant in compared}
     calls = max(1, min(CALLS, BYTES_A_TURN // (count * ELEMENT)))
-    # The check has warmed up each variant.
+    # No warm-up, because the check has already run each variant.
     seconds = take_turns({variant.name: partial(_turn, variant, calls) for variant in compared}, ROUNDS, warm_up=0)
     return [
         Row(op, v.name, v.schedule, ranks, count * ELEMENT, tuple(seconds[v.name]), wrong[v.name]) for v in compared
@@ -68,13 +68,13 @@ def _measure(op: str, count: int, compared: Sequence[Variant], ranks: int) -> li
 
 
 def _turn(variant: Variant, calls: int) -> float:
-    # Written just before use, like gradients. Zeros, because repeated sums would overflow.
+    # Write the tensor just before use, as backward does. Use zeros, because repeated sums would overflow.
     variant.source.zero_()
     return slowest_timed(variant.run, calls)
 
 
 def _wrong(op: str, count: int, variant: Variant) -> int:
-    """Return the number of wrong elements on all ranks. Small whole numbers are summed exactly."""
+    """Return the number of wrong elements on all ranks. The test values are small integers, whose sums are exact."""
     rank = dist.get_rank()
     variant.load(_values(count, rank))
     variant.run()

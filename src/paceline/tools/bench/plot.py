@@ -17,7 +17,7 @@ REFERENCE = "gloo"
 MOST_MARKS = 10
 """Maximum number of labels that fit below the axis."""
 SPREAD = 2**0.5
-"""Factor over which the points of one size are spread, so that error bars do not overlap."""
+"""Factor by which the points of one size are spread horizontally, so that error bars do not overlap."""
 
 
 def plot(rows: Sequence[Row], cores: int) -> Figure:

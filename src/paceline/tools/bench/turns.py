@@ -1,4 +1,4 @@
-"""Fair comparisons on a noisy machine: variants take turns in one run, and ratios are taken within a round."""
+"""Fair comparisons on a noisy machine: variants take turns, and only times of the same round are compared."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Measurement = TypeVar("Measurement")
 def take_turns(
     turns: Mapping[str, Callable[[], Measurement]], rounds: int, *, warm_up: int = 1, rotated: bool = False
 ) -> dict[str, list[Measurement]]:
-    """Run every variant once in each round, and return the measurements of each.
+    """Run every variant once per round, and return the measurements by variant.
 
     Args:
         turns: a function for each variant that runs one turn and returns its measurement.
         rounds: number of measured rounds.
-        warm_up: number of unmeasured rounds before them.
+        warm_up: number of unmeasured rounds before the measured ones.
         rotated: start each round with the next variant instead of the first.
     """
     measurements: dict[str, list[Measurement]] = {name: [] for name in turns}
@@ -36,7 +36,7 @@ def take_turns(
 
 
 def timed(run: Callable[[], Any], calls: int) -> float:
-    """Return this rank's seconds per call of `run`. All ranks start together."""
+    """Return the seconds per call of `run` on this rank. All ranks start together."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(calls):
@@ -45,7 +45,7 @@ def timed(run: Callable[[], Any], calls: int) -> float:
 
 
 def slowest_timed(run: Callable[[], Any], calls: int) -> float:
-    """Return the slowest rank's seconds per call of `run`. All ranks start together."""
+    """Return the seconds per call of `run` on the slowest rank. All ranks start together."""
     seconds = torch.tensor(timed(run, calls), dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return float(seconds)

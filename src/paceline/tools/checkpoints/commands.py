@@ -1,7 +1,7 @@
 """The subcommands of ``paceline checkpoint``: list, verify, show and export.
 
-Modules that need torch are imported in functions, so that ``--help`` does not load it. Tables are too, because all
-commands import this module.
+Modules that need torch are imported inside functions, so that ``--help`` does not load it. So are tables, because every
+``paceline`` command imports this module.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _echo_verdict(found: Inspected, where: str) -> None:
 
 
 def _differences(step: int, same: Sequence[Inspected]) -> Iterator[str]:
-    """Yield how the copies of `step` differ from one of them, which is undamaged if possible."""
+    """Yield the differences between the copies of `step` and a reference copy, which is undamaged if possible."""
     from paceline.tools.checkpoints.compare_copies import differences
 
     reference = next((each for each in same if not each.damages), same[0])
@@ -234,7 +234,7 @@ def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:
 
 
 def _summary(found: Inspected) -> dict[str, Any]:
-    """Return the facts about a checkpoint, without its contents, for JSON."""
+    """Return the overview of a checkpoint for JSON, without its contents."""
     return {
         "step": found.step,
         "path": str(found.path),

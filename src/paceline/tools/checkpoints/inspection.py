@@ -45,7 +45,7 @@ class Inspected:
 
     @property
     def state(self) -> Literal["complete", "damaged", "newer format"]:
-        """Condition in a few words."""
+        """The state as a word or two for the user."""
         if self.newer:
             return "newer format"
         return "damaged" if self.damages else "complete"
@@ -67,7 +67,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedObject:
-    """An object saved as `name`: by `rank`, or for all ranks if that is None."""
+    """An object saved as `name`: the own object of `rank`, or one shared by all ranks if `rank` is None."""
 
     name: str
     rank: int | None
@@ -115,7 +115,7 @@ def inspect(folder: Path, steps: Sequence[int], every_byte: bool) -> Iterator[In
 
 
 def newest(folder: Path, steps: Sequence[int], every_byte: bool) -> tuple[Inspected, list[Inspected]]:
-    """Return the newest complete checkpoint, and the newer ones, which are incomplete."""
+    """Return the newest complete checkpoint, and all newer, incomplete ones."""
     skipped: list[Inspected] = []
     for found in inspect(folder, steps[::-1], every_byte):
         if not found.damages:
@@ -202,7 +202,7 @@ def _saved_at(path: Path) -> float:
 def _object(
     name: str, rank: int | None, node: Any, file: File | None, pieces: Mapping[str, Slice] | None = None
 ) -> SavedObject:
-    """Describe the object saved as `node`; its tensors are in `file`, and some may be `pieces` of whole ones."""
+    """Describe the object saved as `node`. Its tensors are in `file`; some may be `pieces` of larger tensors."""
     if type(node) is not dict:
         raise ValueError("an object's entry is not a JSON object")
     complex_ones = dict(state_codec.tensors_in([node["state"], node["metadata"], node.get("optimizer")]))

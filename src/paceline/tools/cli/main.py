@@ -163,7 +163,7 @@ def profile(
     count, note = resolve_nproc(nproc)
     settings, environment = profile_command.ProfileSettings(out, steps), {}
     if target in RECIPES:
-        # Only one training runs, so it may write its files, unlike in a comparison.
+        # Unlike in a comparison, only one training runs, so it may write its files.
         config = parse_recipe(target, context.args, "profile", keeps_files=True)
         program = ["-m", "paceline.tools", f"recipes.{target}", config.to_json()]
         settings = dataclasses.replace(settings, title=command_line(target, config))
@@ -210,12 +210,12 @@ def env() -> None:
 def main() -> NoReturn:
     """Entry point of ``paceline`` and ``python -m paceline``."""
     arguments = sys.argv[1:]
-    # typer treats a group without a command as an error; show its commands instead.
+    # For a group without a command, typer reports an error; show the help instead.
     if not arguments or arguments in (["train"], ["bench"], ["checkpoint"]):
         arguments.append("--help")
     try:
         command = untyped_flags(typer.main.get_command(app))
-        # Not standalone, because click would print usage errors in several lines and exit.
+        # In standalone mode, click would print multi-line usage errors and exit.
         code = command.main(args=arguments, prog_name="paceline", standalone_mode=False)
     except UsageError as error:
         code = _refuse(str(error))
@@ -225,8 +225,8 @@ def main() -> NoReturn:
         say("interrupted")
         code = INTERRUPTED
     except Exception as error:
-        # A click error, such as an unknown option. It is recognized by its attribute, because some versions of typer
-        # bundle a separate click with different classes.
+        # A click error, such as an unknown option. Check an attribute instead of the class, because some versions of
+        # typer bundle their own copy of click.
         if not hasattr(error, "format_message"):
             raise
         if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):

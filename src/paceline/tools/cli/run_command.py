@@ -107,7 +107,7 @@ def own_options_in(arguments: Sequence[str], text: str | None) -> list[str]:
 
 
 def several_hosts(options: Namespace) -> bool:
-    """Return whether the options describe more than this host."""
+    """Return whether the options describe a job on several hosts."""
     try:
         low, _, high = options.nnodes.partition(":")
         least, most = int(low), int(high or low)
@@ -123,7 +123,7 @@ def several_hosts(options: Namespace) -> bool:
     host = options.rdzv_endpoint.rpartition(":")[0] or options.rdzv_endpoint
     return (
         most > 1
-        # etcd is for several hosts; c10d and static on loopback are common for a single host.
+        # etcd implies several hosts; c10d and static on loopback are common on a single host.
         or options.rdzv_backend not in ("static", "c10d")
         or host.strip("[]") not in LOOPBACKS
         or options.master_addr.strip("[]") not in LOOPBACKS
@@ -135,7 +135,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
     grace = options.shutdown_timeout
     if grace is None:
         name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-        # torch's variable and default, so that a job ends as under torchrun.
+        # Same variable and default as in torch, so that a job shuts down as under torchrun.
         grace = _number(name, os.environ.get(name, str(GRACE_S)))
     only = options.local_ranks_filter
     logs = Logs(
@@ -153,7 +153,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         max_restarts=options.max_restarts,
         grace=grace,
         interval=options.monitor_interval,
-        # torchrun's default "none" is the same for all jobs, so an empty id requests a random one.
+        # torchrun's default "none" is not unique, so an empty id requests a random one.
         run_id="" if options.rdzv_id == "none" or options.standalone else options.rdzv_id,
         logs=logs,
         signals=[_signal(name.strip()) for name in options.signals_to_handle.split(",")],

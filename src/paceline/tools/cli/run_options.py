@@ -49,7 +49,7 @@ class LinesFormatter(HelpFormatter):
     def _filled(line: str, width: int) -> str:
         start = re.match(r" *(\S+( \S+)* {2,})?", line)
         assert start is not None
-        # Options stay whole: --node-rank is not broken at its hyphen.
+        # Do not break options such as --node-rank at the hyphen.
         indent = " " * min(start.end(), width // 3)
         return fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
@@ -95,22 +95,22 @@ def help_parser() -> ArgumentParser:
 
 
 def asks_for_help(arguments: list[str]) -> bool:
-    """Return whether ``--help`` is among the options before the script; only options in the help are known here."""
+    """Return whether ``--help`` is among the options before the script. Recognizes only options in the help."""
     before_script, _ = split(arguments, help_parser()._option_string_actions)
     return not {"-h", "--help"}.isdisjoint(before_script)
 
 
 NOT_OURS = ("--print-completion", "--print_completion")
-"""Options of torch 2.15 that print torchrun's shell completions; removed here."""
+"""Options of torch 2.15 that print shell completions for torchrun. Not supported."""
 
 
 def parser() -> ArgumentParser:
-    """Return torchrun's parser with Paceline's options added; mistakes become :class:`UsageError`."""
+    """Return torchrun's parser with Paceline's options added. Parsing errors become :class:`UsageError`."""
     from torch.distributed.argparse_util import env
     from torch.distributed.run import get_args_parser
 
     base: ArgumentParser = get_args_parser()
-    if "--shutdown-timeout" not in base._option_string_actions:  # torch 2.11, whose own launcher always waits 30 s
+    if "--shutdown-timeout" not in base._option_string_actions:  # torch 2.11, whose launcher always waits 30 s
         base.add_argument(
             *("--shutdown-timeout", "--shutdown_timeout"),
             action=env,
@@ -119,7 +119,7 @@ def parser() -> ArgumentParser:
         )
     add_own_options(base)
     _set_defaults(base._option_string_actions)
-    # torchrun's help would list all of its options.
+    # Otherwise, the help would list all options of torchrun.
     base.format_help = help_parser().format_help  # type: ignore[method-assign]
     for name in NOT_OURS:
         base._option_string_actions.pop(name, None)
@@ -138,14 +138,14 @@ def parser() -> ArgumentParser:
 
 def _set_defaults(actions: Mapping[str, Action]) -> None:
     """Change the defaults of torchrun's options, unless the environment sets them."""
-    # torchrun's parser has already read the defaults that the user set in PET_… variables.
+    # torchrun's parser has already read defaults from the PET_… variables.
     if "PET_SIGNALS_TO_HANDLE" not in os.environ:
         actions["--signals-to-handle"].default = ",".join(number.name for number in FORWARDED)
     if "PET_MAX_RESTARTS" not in os.environ:
-        # None lets the job choose. torchrun's default of 0 looks like a 0 that the user gave.
+        # None lets the job choose. torchrun's default of 0 is indistinguishable from an explicit 0.
         actions["--max-restarts"].default = None
     if "PET_MASTER_ADDR" not in os.environ:
-        actions["--master-addr"].default = ""  # on several hosts the first one has to be named
+        actions["--master-addr"].default = ""  # required on several hosts, so there is no default
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -160,14 +160,14 @@ def parse(arguments: Sequence[str]) -> Namespace:
 def split(arguments: Sequence[str], known: Mapping[str, Action]) -> tuple[list[str], list[str]]:
     """Split `arguments` after the script.
 
-    argparse looks at all of them, and would treat a script's ``--log x`` as an ambiguous option of the launcher.
+    argparse alone would also parse the script's arguments, and treat ``--log x`` as an ambiguous launcher option.
     """
     index = 0
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] not in ("-", "--"):
         name, _, _ = arguments[index].partition("=")
         abbreviated = {full for full in known if name.startswith("--") and full.startswith(name)}
         actions = {known[full] for full in ({name} if name in known else abbreviated)}
-        # An option that is unknown or ambiguous is left to argparse, which refuses it; "-t3" is "-t" with its value.
+        # argparse reports unknown and ambiguous options later. "-t3" is "-t" with its value.
         takes_next = "=" not in arguments[index] and len(actions) == 1 and actions.pop().nargs is None
         index += 2 if takes_next else 1
     if arguments[index : index + 1] == ["--"]:

@@ -19,12 +19,12 @@ TorchDDP = nn.parallel.DistributedDataParallel
 
 
 class Measured(DistributedDataParallel):
-    """Paceline's wrapper with a callback."""
+    """Paceline's wrapper, which calls :attr:`seen` before each forward pass."""
 
     seen: ClassVar[Callable[[nn.Module, Any], None]]
-    """Called with the inputs of every forward, or with None if a rank without samples synchronizes."""
+    """Called with the inputs of each forward pass, or with None if a rank without samples synchronizes."""
     devices: ClassVar[int]
-    """Number of devices of the comparison."""
+    """Number of devices that this variant uses."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         type(self).seen(self, (inputs, kwargs))
@@ -36,7 +36,7 @@ class Measured(DistributedDataParallel):
 
 
 class Threads(Measured):
-    """Paceline's wrapper in a world of one, around DataParallel: one process with a thread per device."""
+    """Paceline's wrapper around DataParallel in a world of one rank: one process with a thread per device."""
 
     _threads: DataParallel
 
@@ -51,18 +51,18 @@ class Threads(Measured):
 
 
 class Torch(Measured):
-    """Paceline's wrapper in a group of one, around torch's wrapper, which averages gradients."""
+    """Paceline's wrapper in a group of one rank, around torch's wrapper, which averages the gradients."""
 
     _torch: TorchDDP
-    check_finite = False  # torch's wrapper does not check for NaN either
+    check_finite = False  # torch's wrapper does not check gradients for NaN
     total_weight = 0.0
     _weight = 0.0
-    """Weight of the micro-batches since the last synchronization."""
+    """Total weight of the micro-batches since the last synchronization."""
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
         given = inspect.signature(super().__init__).bind(module, *arguments, **options).arguments
         ranks: Any = given.pop("process_group", None) or dist.group.WORLD
-        # Gloo instead, because users of torch's wrapper do not have the "paceline" backend.
+        # Use Gloo, because users of torch's wrapper would not have the "paceline" backend.
         if dist.get_backend(ranks) == "paceline":
             ranks = dist.new_group(dist.get_process_group_ranks(ranks), backend="gloo")
         known = inspect.signature(TorchDDP).parameters
@@ -79,7 +79,7 @@ class Torch(Measured):
 
     @contextmanager
     def weight(self, weight: Any, reduction: str = "sum") -> Iterator[None]:
-        """Weight micro-batches as users of torch's wrapper do by hand: all-reduce the total and scale the gradients."""
+        """Do what users of torch's wrapper do to weight micro-batches: all-reduce the total and scale the gradients."""
         if reduction != "sum":
             raise UsageError("only Paceline's wrapper has weight(reduction='mean'); compare with --modes ddp")
         yield
@@ -88,7 +88,7 @@ class Torch(Measured):
             total = torch.tensor(self._weight, device=self.device)
             dist.all_reduce(total, group=self.process_group)
             self._weight, self.total_weight = 0.0, total.item()
-            # torch's wrapper has divided the sum by the number of ranks.
+            # torch's wrapper has already divided the sum by the number of ranks.
             scale = dist.get_world_size(self.process_group) / self.total_weight
             for parameter in self.parameters():
                 if parameter.grad is not None:

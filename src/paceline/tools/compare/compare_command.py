@@ -1,4 +1,4 @@
-"""``paceline compare``: runs a program in several ways that take turns, and prints their results side by side."""
+"""``paceline compare``: runs variants of a program in turns, and prints their results side by side."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Comparison:
 
 
 def compare(comparison: Comparison, ways: Sequence[Way]) -> int:
-    """Run all ways, print the table and write the files. Return the exit code of the first way to fail, or 0."""
+    """Run all variants, print the table and write the files. Return the exit code of the first failed variant, or 0."""
     comparison.check(ways)
-    # Every way gets the same number of threads per device, so that one process has no more cores than one rank.
+    # All variants use the same number of threads per device, so that a single process has as many cores as a rank.
     threads = max(1, cores() // max(way.devices for way in ways))
     for number, way in enumerate(ways, 1):
         say(f"{number}/{len(ways)} {way.mode} on {counted(way.devices, 'device')}: {MODES[way.mode]}")
@@ -77,7 +77,7 @@ def compare(comparison: Comparison, ways: Sequence[Way]) -> int:
 
 
 def _run_ways(comparison: Comparison, ways: Sequence[Way], threads: int, folder: Path) -> int:
-    """Run the program in ways that take turns. Return the exit code of the first way to fail, or 0."""
+    """Run the variants in turns. Return the exit code of the first failed variant, or 0."""
     turns = folder / "turns"
     turns.write_bytes(b"")
     ranks = sum(way.ranks for way in ways)

@@ -15,11 +15,11 @@ from paceline.tools.compare.turn_taking import TURN
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one way.
+    """The results of one variant.
 
-    The base is the mode ``single`` or, without it, the first way. Its time per step is the median of its turns. The
-    time of any other way is the base's time multiplied by the median of their turn-by-turn ratios, because only the
-    times of one turn are measured side by side.
+    The baseline is the mode ``single`` or, without it, the first variant. Its time per step is the median over its
+    turns. The time of any other variant is the baseline's time multiplied by the median of their turn-by-turn ratios,
+    because only times of the same turn are comparable.
     """
 
     mode: str
@@ -29,25 +29,25 @@ class Row:
     """Seconds per step of the slowest rank, in each turn."""
     seconds_per_step: float
     samples_per_step: float | None
-    """Mean over the timed steps, summed over devices; None if the model's inputs contain no tensor."""
+    """Mean number over the timed steps, of all devices together; None if the model's inputs contain no tensor."""
     samples_per_second: float | None
     """:attr:`samples_per_step` divided by :attr:`seconds_per_step`."""
     speedup: float
-    """:attr:`samples_per_second` relative to the base."""
+    """:attr:`samples_per_second` relative to the baseline."""
     efficiency: float
-    """:attr:`speedup` divided by the ratio of this way's devices to the base's."""
+    """:attr:`speedup` divided by the ratio of the numbers of devices."""
     memory_bytes: int
-    """Largest peak memory of a rank."""
+    """Peak memory of the rank with the highest peak."""
     replicas_identical: bool
-    """Whether all ranks ended with the same bits."""
+    """Whether the final weights of all ranks are bit-identical."""
     weights_difference: float | None
-    """Largest difference of a weight from the base, relative to the base's largest; None if the models differ."""
+    """Largest deviation from the baseline's weights, relative to its largest weight; None if the models differ."""
 
 
 def figures(
     ways: Sequence[Way], records: Sequence[Mapping[str, Any]], weights: Sequence[Mapping[str, Tensor]]
 ) -> list[Row]:
-    """Return a row for each way, given its record and weights."""
+    """Return a row for each variant, given its record and weights."""
     start = next((number for number, way in enumerate(ways) if way.mode == "single"), 0)
     base = _row(ways[start], records[start], None, 0.0)
     return [
@@ -67,7 +67,7 @@ def _row(way: Way, record: Mapping[str, Any], base: Row | None, difference: floa
         seconds = base.seconds_per_step * median(time / other for time, other in zip(turns, base.turns, strict=True))
     samples = sum(rank["samples"] for rank in ranks) / len(steps) or None
     speedup = 1.0 if base is None else base.seconds_per_step / seconds
-    if samples and base and base.samples_per_step:  # otherwise steps count as equal
+    if samples and base and base.samples_per_step:  # otherwise, assume that steps have equally many samples
         speedup *= samples / base.samples_per_step
     return Row(
         way.mode,

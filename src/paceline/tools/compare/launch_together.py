@@ -19,7 +19,7 @@ def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) 
 
     Args:
         jobs: the jobs, by name.
-        has_worked: returns whether the job with this name did its work; called if its ranks ended without an error.
+        has_worked: returns whether the job with this name did its work; called only if its ranks ended without errors.
 
     Returns:
         The exit code as from :func:`~paceline.launch.job.launch`, and the name of the first job to fail, if any.

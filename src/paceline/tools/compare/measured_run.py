@@ -1,4 +1,4 @@
-"""One rank of a compared run: the unchanged program, with a meter on its forwards and optimizer steps."""
+"""One rank of a compared run: the unchanged program, with hooks that time its optimizer steps."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from paceline.tools.compare.modes import Run
 from paceline.tools.compare.turn_taking import TURN, Turns
 
 WARM_UP = 3
-"""First steps, not timed, because buckets find their order and memory is allocated."""
+"""Steps before timing starts; in these, buckets get their final order and memory is allocated."""
 SAMPLED = 2**16
-"""Maximum number of elements to compare per parameter. All of them would fill a checkpoint for each way."""
+"""Maximum number of elements to compare per parameter. All elements would take the space of a checkpoint each."""
 
 
 def main(text: str) -> None:
@@ -39,7 +39,7 @@ def main(text: str) -> None:
     meter = Meter(run)
     substitute(run.mode, run.devices, meter.seen)
     register_optimizer_step_post_hook(meter.stepped)
-    # Otherwise the output of programs that run side by side would mix with the comparison's.
+    # Otherwise, the output of the program would mix with the output of the comparison.
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     try:
         run_program(run.program)
@@ -57,14 +57,14 @@ def main(text: str) -> None:
 class Meter:
     """Counts and times the steps of a program.
 
-    If several optimizers take turns, as for a generator and a discriminator, a step ends with the optimizer whose first
-    step came last, so it includes a step of each.
+    If several optimizers alternate, as in a GAN, a step ends with the optimizer that made its first step last. A timed
+    step therefore includes a step of every optimizer.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.wrappers: list[Any] = []
-        """Wrapped models, in the order of their first forwards."""
+        """Wrapped models, in the order of their first forward pass."""
         self.seconds: list[float] = []
         """Seconds of each step, including the warm-up."""
         self.samples: list[int] = []
@@ -74,12 +74,12 @@ class Meter:
         self._last: torch.optim.Optimizer | None = None
         """The optimizer that ends a step."""
         self._forwards: list[int] = []
-        """Samples of each forward since the last step."""
+        """Samples of each forward pass since the last step."""
         self._start = time.perf_counter()
         """Start of the current step."""
 
     def seen(self, wrapper: nn.Module, inputs: Any) -> None:
-        """Count a forward if a backward may follow it."""
+        """Count a forward pass in training mode with gradients enabled."""
         if wrapper.training and torch.is_grad_enabled():
             if all(wrapper is not other for other in self.wrappers):
                 self.wrappers.append(wrapper)
@@ -90,14 +90,14 @@ class Meter:
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._last = optimizer
-        # Neither another optimizer nor a model without a wrapper ends a step.
+        # Steps of other optimizers, or of models without a wrapper, do not count.
         if optimizer is not self._last or not self._forwards:
             return
-        # Wait for the GPU, because the host runs ahead of it.
+        # Kernels run asynchronously, so wait for the GPU.
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self._start)
-        # Several models may all see the same samples, so only the first forward counts.
+        # Several models may all see the same samples, so only the first forward pass counts.
         self.samples.append(self._forwards[0] if len(self.wrappers) > 1 else sum(self._forwards))
         self._forwards = []
         timed = len(self.seconds) - WARM_UP
@@ -108,7 +108,7 @@ class Meter:
                 raise Enough(0)
             self._turns.end()
             self._turns.take()
-            dist.barrier()  # ranks notice their turn at slightly different times
+            dist.barrier()  # ranks notice at slightly different times that it is their turn
         self._start = time.perf_counter()
 
     def _write(self) -> None:
@@ -118,7 +118,7 @@ class Meter:
             "seconds": self.seconds[WARM_UP:],
             "samples": sum(self.samples[WARM_UP:]),
             "memory": peak_memory(),
-            # Without buffers, which may differ under torch's wrapper.
+            # Buffers are left out, because they may differ between ranks under torch's wrapper.
             "sha256": hashlib.sha256(b"".join(map(tensor_digest, parameters))).hexdigest(),
         }
         ranks: list[Any] = [None] * dist.get_world_size()

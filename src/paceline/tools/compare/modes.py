@@ -1,4 +1,4 @@
-"""The ways of training to compare."""
+"""The variants to compare: modes of training and numbers of devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class Way:
-    """A mode on a number of devices."""
+    """A variant: a mode and its number of devices."""
 
     mode: str
     devices: int
@@ -51,7 +51,7 @@ class Run(ProgramConfig):
 
 
 def choose_ways(names: str | None, counts: Sequence[int]) -> list[Way]:
-    """Return the ways to compare: all modes for one number of devices, or Paceline's wrapper for several.
+    """Return the variants to compare: all modes for one number of devices, or Paceline's wrapper for several.
 
     Args:
         names: comma-separated modes that override this choice.

@@ -47,7 +47,7 @@ def show(rows: Sequence[Row], target: str, threads: int, steps: int) -> None:
 
 
 def table(rows: Sequence[Row], target: str) -> Table:
-    """Return a table with a line for each way."""
+    """Return a table with a row for each variant."""
     samples = f" of {rows[0].samples_per_step:,.0f} samples" if rows[0].samples_per_step else ""
     title = f"{target}: steps{samples} in {counted(len(rows), 'way')}"
     made = new_table(tuple(COLUMNS), title=title, words=("mode",), wraps=("weights\ndiffer",), space=0)
@@ -67,7 +67,7 @@ def _base(rows: Sequence[Row]) -> str:
 
 
 def notes(rows: Sequence[Row], threads: int, steps: int) -> list[str]:
-    """Return notes on the columns, and on whether the ways did the same work and learned the same."""
+    """Return notes on the columns, and on whether all variants did the same work and learned the same weights."""
     listed = [
         statistic(rows),
         f"A device is a GPU, or {counted(threads, 'CPU thread')}. Speed-up: samples/s relative to {_base(rows)}; "
@@ -97,7 +97,7 @@ def document(rows: Sequence[Row], target: str, threads: int) -> dict[str, object
 
 
 def draw(rows: Sequence[Row], target: str) -> Figure:
-    """Draw a bar for each way; shorter is faster."""
+    """Draw a bar for each variant; shorter is faster."""
     figure = new_figure(6.5, 1.8 + 0.55 * len(rows))
     title = f"{target}: time per step, median of {counted(len(rows[0].turns), 'turn')}"
     axes = figure.add_subplot(title=title, xlabel="ms; shorter is faster")
@@ -109,8 +109,8 @@ def draw(rows: Sequence[Row], target: str) -> Figure:
         for time, row in zip(times, rows, strict=True)
     ]
     axes.bar_label(bars, labels, padding=4, fontsize="small")
-    # barh() starts at the bottom, the table at the top.
+    # barh() draws the first bar at the bottom.
     axes.invert_yaxis()
-    # Room for the label of the longest bar.
+    # Leave room for the label of the longest bar.
     axes.set_xlim(0, 1.8 * max(times))
     return figure

@@ -1,10 +1,10 @@
-"""Turns of the compared ways: each trains two steps while the others wait, so load on the machine affects all equally.
+"""Turns of the compared variants: one trains two steps while the others wait, so machine load affects all equally.
 
-The length of a file says which way is next. Every rank appends a byte after its warm-up and after each of its turns, so
-each rank can compute the length that starts its next turn. With three ways:
+The length of a file determines which variant is next. Every rank appends a byte after its warm-up and after each of
+its turns, so each rank knows at which length its next turn begins. With three variants:
 
     |  all ranks, warmed up  |  single  |  ddp    |  ddp-torch  |  single  |  ddp    |  …
-                             └ turn 0 of each way, in order     └ turn 1
+                             └ turn 0 of each variant in order  └ turn 1
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 TURN = 2
 """Optimizer steps in a turn. Short turns give more ratios for the median."""
 NAP_S = 0.01
-"""Seconds between two checks of the file."""
+"""Polling interval in seconds."""
 
 
 class Turns:
@@ -24,16 +24,16 @@ class Turns:
     Args:
         file: path of a file that all ranks share, empty at first.
         before: number of ranks whose turns come earlier in each round.
-        ranks: number of ranks of all ways.
+        ranks: number of ranks of all variants.
     """
 
     def __init__(self, file: str, before: int, ranks: int) -> None:
         self._file, self._ranks = file, ranks
         self._next = ranks + before
-        """Length of the file when this rank's next turn begins."""
+        """File length at which this rank's next turn begins."""
 
     def end(self) -> None:
-        """End this turn or the warm-up. The next way begins when all ranks of this one have done so."""
+        """End this turn or the warm-up. The next variant begins when all ranks of this variant have ended theirs."""
         file = os.open(self._file, os.O_WRONLY | os.O_APPEND)  # appends from several processes are never lost
         try:
             os.write(file, b".")

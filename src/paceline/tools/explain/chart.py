@@ -35,7 +35,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """One case, drawn as a group of rows."""
+    """A group of rows that shows one case."""
 
     title: str
     rows: Sequence[str]

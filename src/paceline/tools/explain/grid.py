@@ -26,7 +26,7 @@ class Cell(NamedTuple):
     label: str = ""
     """Text drawn instead of slots, in the color of the only rank in `terms`, or in gray if there is none."""
     came: bool = False
-    """Whether it has just arrived."""
+    """Whether the contents have just arrived."""
 
 
 class Grid:

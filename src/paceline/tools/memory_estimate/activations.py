@@ -1,4 +1,4 @@
-"""Activations: the tensors that autograd saves in a forward, which runs here on fake tensors without memory."""
+"""Activations: the tensors that autograd saves in a forward pass, found by running it on fake tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.nn.data_parallel import nested_tensors
 from paceline.tools.memory_estimate.models import BuiltModel, described, empty
 
 LARGE = 32 * MIB
-"""Minimum bytes of a block that malloc returns to the system (DEFAULT_MMAP_THRESHOLD_MAX in ``man mallopt``)."""
+"""Minimum bytes of a memory block that malloc returns to the system (DEFAULT_MMAP_THRESHOLD_MAX in ``man mallopt``)."""
 
 
 class Batch(NamedTuple):
@@ -32,14 +32,14 @@ class Batch(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Description for people."""
+        """Description shown to the user."""
         if self.is_tokens:
             return f"{self.shape[0]} × {self.shape[1]:,} tokens"
         return f"a batch of shape {self.shape}"
 
 
 class Activations(NamedTuple):
-    """Bytes that autograd saves in a forward, including the outputs; each storage counts once."""
+    """Bytes that autograd saves in a forward pass, including the outputs. Each storage counts once."""
 
     total: int = 0
     small: int = 0
@@ -47,16 +47,16 @@ class Activations(NamedTuple):
 
 
 def activations_of(model: BuiltModel, batch: Batch, autocast: torch.dtype | None, *, on_gpu: bool) -> Activations:
-    """Return the activations of one forward. The module's tensors become fake, so it cannot be used afterwards.
+    """Return the activations of one forward pass. Makes the module's tensors fake, so it cannot be used afterwards.
 
     Args:
         model: the model.
         batch: its input.
-        autocast: dtype of ``torch.autocast`` around the forward; None for none.
+        autocast: dtype of ``torch.autocast`` around the forward pass; None for no autocast.
         on_gpu: whether attention with dropout runs as flash attention, as on a GPU.
     """
     module = model.module.train()
-    # The storages are kept, so that their ids stay unique.
+    # Keep references to the storages, so that their ids stay unique.
     storages: dict[int, torch.UntypedStorage] = {}
 
     def save(tensor: Tensor) -> Tensor:
@@ -66,8 +66,8 @@ def activations_of(model: BuiltModel, batch: Batch, autocast: torch.dtype | None
 
     try:
         with warnings.catch_warnings(), without_memory():
-            warnings.simplefilter("ignore")  # they are about tensors without values
-            empty(module, "cpu")  # kernels are chosen as on a CPU
+            warnings.simplefilter("ignore")  # such as warnings about tensors without values
+            empty(module, "cpu")  # selects the same kernels as a CPU
             inputs = _inputs(model, batch)
             cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
             hooks = saved_tensors_hooks(save, lambda tensor: tensor)
@@ -81,12 +81,12 @@ def activations_of(model: BuiltModel, batch: Batch, autocast: torch.dtype | None
                 storages.pop(id(stored_elements(tensor).untyped_storage()), None)
             sizes = [storage.nbytes() for storage in storages.values()]
             return Activations(sum(sizes), sum(size for size in sizes if size < LARGE))
-    except (Exception, SystemExit) as error:  # of the user's code
+    except (Exception, SystemExit) as error:  # user code may raise anything
         kind = "int64" if batch.is_tokens else "floating point"
         raise UsageError(
-            f"a forward of {model.name} with {batch.title} ({kind}) failed: {described(error)}; give a batch that the "
-            "model accepts, or none for an estimate without activations. The tensors have no values here, so .item(), "
-            "nonzero() and boolean masks fail"
+            f"the forward pass of {model.name} with {batch.title} ({kind}) failed: {described(error)}; give a batch "
+            "that the model accepts, or none for an estimate without activations. The tensors have no values here, so "
+            ".item(), nonzero() and boolean masks fail"
         ) from error
 
 
@@ -100,15 +100,15 @@ def _inputs(model: BuiltModel, batch: Batch) -> dict[str, Any]:
     if model.has_labels:
         inputs["labels"] = tensor
     if model.input_name and "use_cache" in inspect.signature(model.module.forward).parameters:
-        inputs["use_cache"] = False  # the cache of keys and values is for generation
+        inputs["use_cache"] = False  # the KV cache is only for generation
     return inputs
 
 
 class _Attention(TorchFunctionMode):
     """Runs ``scaled_dot_product_attention`` as it would run with real values on the target device.
 
-    With dropout, a CPU uses a kernel that keeps all attention scores, and a GPU does not. transformers drops a mask
-    that masks no token, but it cannot read the values of fake tensors and would keep it.
+    With dropout, the CPU kernel stores all attention scores, and the GPU kernel does not. transformers drops a mask
+    that masks no token, but it cannot check fake tensors, which have no values, and would keep the mask.
     """
 
     def __init__(self, is_maskless: bool, on_gpu: bool) -> None:

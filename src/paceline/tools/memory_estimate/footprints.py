@@ -1,4 +1,4 @@
-"""The bytes that one rank holds in training, for each strategy of sharing the work between ranks."""
+"""The bytes that a rank needs for training with each data-parallel strategy."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ class Training:
         return sum(self._state_bytes(piece.parameter, self._shape(piece)) for piece in pieces)
 
     def sharded_pieces(self, ranks: int) -> tuple[list[list[Piece]], int]:
-        """Return the pieces that each rank of a sharded optimizer holds, and the bytes of updated ones in transfer."""
+        """Return the pieces that each rank of a sharded optimizer holds, and the bytes to exchange updated pieces."""
         kind = self.optimizer
         by = "element" if is_elementwise(kind.optimizer_class) else "tensor"
-        # Every rank updates sparse parameters, which cannot be divided; a single rank updates all parameters.
+        # Parameters with sparse gradients cannot be divided, so every rank updates them. A single rank updates all.
         replicated = range(len(self.parameters)) if ranks == 1 else sorted(self.sparse)
         held = [[Piece(at, 0, self.parameters[at].numel(), rank) for at in replicated] for rank in range(ranks)]
         staged = []
@@ -119,7 +119,7 @@ class Training:
         return Footprint(SHARDED, weights, self.gradient_bytes, self.held_state(pieces), communication, largest)
 
     def _fsdp2(self, ranks: int) -> Footprint:
-        """Each rank holds a part of each parameter, and gathers a layer while it prefetches the next one."""
+        """Return the footprint of FSDP2: a rank holds part of each parameter, and at most two gathered layers."""
         weights, gradients, state, largest = self.buffer_bytes, 0, 0, 0
         for place, parameter in enumerate(self.parameters):
             # fully_shard pads all parts to the size of the largest.

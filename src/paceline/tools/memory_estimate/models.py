@@ -59,7 +59,7 @@ def empty(module: nn.Module, device: str) -> None:
     ]
     module.to_empty(device=device)
     new: dict[nn.Parameter, nn.Parameter] = {}
-    for part, name, parameter in owners:  # to_empty() gives every owner a separate parameter
+    for part, name, parameter in owners:  # to_empty() has given every owner a separate parameter
         setattr(part, name, new.setdefault(parameter, getattr(part, name)))
     for part in module.modules():
         for name, value in vars(part).items():
@@ -68,7 +68,7 @@ def empty(module: nn.Module, device: str) -> None:
 
 
 def described(error: BaseException) -> str:
-    """Return an error's class, first line and the line of user code behind it: ``KeyError: 'a' (x.py, line 3)``."""
+    """Return an error's class, message and line in the user's code: ``KeyError: 'a' (x.py, line 3)``."""
     trace, place = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -85,7 +85,7 @@ def _from_python(path: str) -> BuiltModel:
             target = reduce(getattr, attribute.split("."), _import(source))
             with torch.device("meta"):
                 module = target if isinstance(target, nn.Module) else target()
-    except (Exception, SystemExit) as error:  # of the user's code
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise UsageError(
             f"{path} cannot be built: {described(error)}; name a module, or a function or class that returns one "
             "without arguments and without reading tensors' values, as in model.py:build"
@@ -96,7 +96,7 @@ def _from_python(path: str) -> BuiltModel:
 
 
 def _import(source: str) -> Any:
-    """Import a file or a module that is found like ``python file.py`` or ``python -m module``."""
+    """Import a file or a module, found as by ``python file.py`` or ``python -m module``."""
     is_file = source.endswith(".py")
     sys.path.insert(0, str(Path(source).absolute().parent if is_file else Path.cwd()))
     return importlib.import_module(Path(source).stem if is_file else source)
@@ -114,16 +114,16 @@ def _from_configuration(name: str) -> BuiltModel:
         raise MissingExtra("transformers", "recipes", f"the model {name!r}")
     if not is_local:
         path = _fetched(name)
-    work_offline()  # before the import, when the libraries read the setting
+    work_offline()  # before importing the libraries, which read the setting once
     import transformers
 
     quiet_libraries()
     try:
-        # No code from the hub: an estimate must be safe for any name that a user types.
+        # Never run code from the hub: an estimate must be safe for any model name.
         config: Any = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         with torch.device("meta"):
             model: Any = _instantiate(transformers, config)
-    except Exception as error:  # transformers raises many classes
+    except Exception as error:  # transformers raises many kinds of exceptions
         raise UsageError(f"no model can be made from {path}: {one_line(error)}; give another configuration") from error
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)

@@ -21,9 +21,9 @@ from paceline.tools.shared.hub import one_line
 
 Gradient = Literal["dense", "sparse", "none"]
 EXTENTS = (11, 7, 5, 3, 2, 13, 17, 19)
-"""Sizes of the tiny parameter's dimensions: all different, to recognize the dimensions of a state tensor."""
+"""Sizes of the tiny parameter's dimensions, all different so that a size in a state tensor identifies a dimension."""
 DEFAULT_MOMENTUM = 0.9
-"""Value of a numeric option that is given without one."""
+"""Value of a numeric option that is given without a value."""
 
 
 class OptimizerState:
@@ -57,7 +57,7 @@ class OptimizerState:
         shape = EXTENTS[:dimensions]
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # they are about the tiny parameter
+                warnings.simplefilter("ignore")  # such as warnings about the tiny parameter
                 parameter = nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=gradient != "none")
                 optimizer: Any = self.optimizer_class([parameter], **self.options)
                 if gradient != "none":

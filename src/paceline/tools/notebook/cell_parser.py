@@ -13,14 +13,14 @@ from paceline.errors import UsageError
 
 LINE_MAGICS = ("dist_init", "dist_shutdown", "dist_status", "sync", "pull")
 IN_KERNEL = ("load_ext paceline", "reload_ext paceline", "unload_ext paceline", "pip", "conda", "uv")
-"""Other line magics that run in the kernel, because they must run only once."""
+"""IPython magics that run in the kernel, because they must run only once."""
 INSTEAD = {
     "load_ext nbdistributed": "%load_ext paceline, which is already loaded, and %dist_init",
-    "dist_mode": "%%local at the top of a cell that the kernel is to run",
+    "dist_mode": "%%local at the top of a cell that should run in the kernel",
     "dist_reset": "%dist_shutdown and %dist_init",
     "dist_debug": "%dist_status",
 }
-"""What to use instead of magics of the nbdistributed extension."""
+"""Replacements for the magics of the nbdistributed extension."""
 ALL = "all"
 """The argument of ``%%rank`` for all ranks."""
 
@@ -51,13 +51,13 @@ def routed(lines: Sequence[str], has_ranks: bool) -> list[str]:
         return [line.replace("%%rank[", "%%rank [", 1) if line is text[0] else line for line in lines]
     if text[0].strip() == "%%local":
         return list(lines)[lines.index(text[0]) + 1 :]
-    if text[0].strip() == "%%distributed":  # in nbdistributed, a cell for all ranks
+    if text[0].strip() == "%%distributed":  # nbdistributed's magic for a cell on all ranks
         lines, text = list(lines)[lines.index(text[0]) + 1 :], text[1:]
     if all(_is_command(line) for line in text) and not has_ranks and not any(map(_MAGIC.match, text)):
         return list(lines)
     calls: list[str] = []
     part: list[str] = []
-    for line in [*lines, "%sync"]:  # the extra magic ends the last part; its call is dropped below
+    for line in [*lines, "%sync"]:  # the extra magic marks the end of the last part; its call is dropped below
         magic = _MAGIC.match(line)
         if not magic and not _KERNEL_MAGIC.match(line):
             part.append(line)

@@ -18,7 +18,7 @@ NO_RANKS = "no ranks are running; start them with %dist_init --nproc 2, or begin
 
 
 def shown(function: Any) -> Any:
-    """Show a PacelineError as one line, without the kernel's traceback, which does not concern the user."""
+    """Show a PacelineError as one line, without the kernel's traceback, which would not help the user."""
 
     def call(self: Any, *arguments: str) -> None:
         try:
@@ -33,8 +33,8 @@ def shown(function: Any) -> Any:
 
 
 def _as(name: str, lines: list[str]) -> Shown:
-    """Return an error that notebooks show as an error called `name`."""
-    # A new class, because notebooks show the name of the class.
+    """Return an error that notebooks display under the name `name`."""
+    # Create a class, because notebooks show the name of the error's class.
     kind: type[Shown] = type(name, (Shown,), {"__module__": Shown.__module__})
     return kind(name, lines)
 
@@ -133,7 +133,7 @@ class RankMagics(Magics):
     @line_magic
     @shown
     def dist_instead(self, line: str) -> None:
-        """Refuse a magic of the nbdistributed extension."""
+        """Point a user of the nbdistributed extension to the replacement for its magic."""
         raise UsageError(f"%{line} belongs to the nbdistributed extension; use {INSTEAD[line]}")
 
 

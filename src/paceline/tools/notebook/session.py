@@ -34,7 +34,7 @@ class Session:
             self._processes.spawn(list(range(start.nproc)))
             self.place = self._join()
             """Device and backend of rank 0."""
-        # Also on Ctrl-C, so that the ranks that have started are ended.
+        # Catch Ctrl-C too, so that ranks that have already started are ended.
         except BaseException:
             self._processes.close()
             raise
@@ -72,7 +72,7 @@ class Session:
     def status(self) -> list[str]:
         """Return a summary line and a line for each rank."""
         alive = [rank for rank in sorted(self._processes.ranks) if self._processes.end_of(rank) is None]
-        # Asked each time, because a cell may have created another process group.
+        # Ask the ranks each time, because a cell may have created another process group.
         places = Conversation(self._processes, alive).hold("place").results
         place = next(filter(None, places.values()), NO_GROUP)
         lines = [f"{counted(self.size, 'rank')}, {place}"]
@@ -99,7 +99,7 @@ class Session:
             raise PacelineError("interrupted while the process group was created; run %dist_init again")
         for rank, how in outcome.deaths.items():
             raise PacelineError(f"rank {rank} ended while the process group was created ({how}); run %dist_init again")
-        # Errors that caused errors on other ranks come first.
+        # Raise root causes before errors that other ranks caused.
         for _, failure in sorted(outcome.failures.items(), key=lambda item: (item[1].breaks_group, item[0])):
             raise PacelineError(failure.message)
         return str(outcome.results[0])
@@ -123,7 +123,7 @@ class Session:
             lost = {*outcome.deaths, *left.deaths}
             for rank in left.deaths:
                 self._processes.remove(rank)
-            # After the other ranks have left the old group, because new ranks can only join a new one.
+            # Start new ranks only after the others have left the old group, because they can only join a new one.
             self._processes.spawn(sorted(lost))
             self._join()
         except BaseException as error:
@@ -136,7 +136,7 @@ class Session:
 
 def _loaded(name: str, rank: int, value: bytes) -> Any:
     try:
-        # Pickle, because the value may be of any class. This user's own process has written it.
+        # Pickle supports values of any class. It is safe, because the data comes from the user's own process.
         return torch.load(BytesIO(value), map_location="cpu", weights_only=False)
     except Exception as error:
         raise UsageError(

@@ -29,7 +29,7 @@ class ProfileSettings:
     """Title of the program; empty to use its command line."""
 
     def check(self) -> None:
-        """Refuse options that cannot work, before anything runs."""
+        """Reject invalid options before anything runs."""
         if self.steps is not None and self.steps < 1:
             raise UsageError(f"--steps must be at least 1, not {self.steps}")
         if self.steps is not None and self.steps > MOST:
@@ -46,7 +46,7 @@ def prepare(folder: Path) -> None:
                 f"--out {folder} has a {others[0]} that a profile did not write and would delete; choose another folder"
             )
         make_folder(folder)
-        # Otherwise, if the new profile failed, these would look like its results.
+        # Otherwise, if the new profile failed, the old files would look like its results.
         for old in [*(folder / name for name in RESULTS), *(folder / FOLDER).glob("rank-*")]:
             old.unlink(missing_ok=True)
         # In an existing empty folder, the calls above do not reveal that it is read-only.

@@ -54,7 +54,7 @@ class AroundRecipe(TyperCommand):
             # Keep parsing after the name, and leave unknown options to the recipe.
             ctx.allow_interspersed_args = ctx.ignore_unknown_options = True
             if not values.get("help"):
-                ctx.help_option_names = []  # after the name, --help is the recipe's
+                ctx.help_option_names = []  # after the recipe's name, --help shows the recipe's help
         return list(super().parse_args(ctx, args))
 
 
@@ -87,12 +87,13 @@ def recipe_command(recipe: str) -> Any:
     types = get_type_hints(config)
     parameters = []
     for field in dataclasses.fields(config):
-        # Named, because typer would otherwise add a --no-… form of a flag.
+        # Name flags explicitly; otherwise, typer would add a --no-… form.
         names = [flag_of(field.name)] if field.default is False else []
         option = typer.Option(*names, help=field.metadata.get("help"), metavar=field.metadata.get("metavar"))
         parameters.append(_option(field.name, types[field.name], field.default, option))
     parameters += [_option(*option) for option in LAUNCHER_OPTIONS]
-    parameters.sort(key=lambda parameter: panel_of(parameter.name) != OWN_PANEL)  # the help lists these first
+    # --help lists the recipe's own options first.
+    parameters.sort(key=lambda parameter: panel_of(parameter.name) != OWN_PANEL)
     # typer reads the options from the function's signature.
     start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     start.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -114,12 +115,12 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     from paceline.launch.job import resolve_nproc, timeout_environment
     from paceline.tools.profile.profile_command import ProfileSettings, rank_program, show_results
 
-    launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}  # the recipe's options remain
+    launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}  # leaves only the recipe's options
     job = {name: launcher[name] for name in ("max_restarts", "report")}
     job["supervision"] = supervision_of(launcher)
     timeout, profile = launcher["timeout"], launcher["profile"]
     count, note = resolve_nproc(launcher["nproc"])
-    job["supervision"].places(count)  # refuses a --min-nproc that is out of range
+    job["supervision"].places(count)  # raises an error if --min-nproc is out of range
     environment = timeout_environment(None if timeout is None else f"{timeout:g}")
     config = RECIPES[recipe](**options)
     config.check()
@@ -130,7 +131,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
         # Checked after the recipe's options, because this deletes an earlier profile in the folder.
         settings.check()
         program = rank_program(settings, ["-m", *program])
-    # The top-level name, because find_spec() of a submodule imports the package.
+    # Look up only the top-level name, because find_spec() of a submodule imports its package.
     needs = (name for name in config.needs if find_spec(name.partition(".")[0]))
     modules = [f"paceline.tools.recipes.{recipe}", *needs]
     code = start_program(program, config, count, sys.stdout, note, environment, modules, **job)

@@ -18,7 +18,7 @@ from paceline.train import Evaluation, Result
 Batch = tuple[Tensor, Tensor]
 """Images, (n, 1, 8, 8), and labels, (n,)."""
 HELD_OUT = 0.2
-LABEL_SMOOTHING = 0.1  # against overfitting: held-out accuracy is 0.99 instead of 0.97
+LABEL_SMOOTHING = 0.1  # reduces overfitting: held-out accuracy rises from 0.97 to 0.99
 
 
 class DigitsNet(nn.Sequential):

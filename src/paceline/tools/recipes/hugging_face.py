@@ -51,7 +51,7 @@ def load(what: str, folder: Path, function: Any, *arguments: Any, **options: Any
     hub.quiet_libraries()
     try:
         return function(*arguments, **options)
-    except Exception as error:  # transformers raises many classes
+    except Exception as error:  # transformers raises many kinds of exceptions
         raise UsageError(f"no {what} can be made from {folder}: {hub.one_line(error)}") from error
 
 
@@ -75,7 +75,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def validate_known(tokenizer: Any, rows: Sequence[Sequence[int]]) -> None:
-    """Refuse a tokenizer that does not know most of the text, such as one for another language."""
+    """Reject a tokenizer that does not know most of the text, such as one for another language."""
     total, unknown = sum(map(len, rows)), sum(row.count(tokenizer.unk_token_id) for row in rows)
     if 2 * unknown > total:
         raise UsageError(
@@ -96,12 +96,12 @@ def classifier(folder: Path, tokenizer: Any, dropout: float | None, *, is_random
             setattr(config, name, dropout)
     loaded: Any = AutoModelForSequenceClassification
     if is_random:
-        # A small configuration may come with the tokenizer of a large model.
+        # A small configuration may be combined with the tokenizer of a large model.
         config.vocab_size = max(config.vocab_size, len(tokenizer))
         return load("classifier", folder, loaded.from_config, config, dtype=torch.float32)  # type: ignore[no-any-return]
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     model, info = load("classifier", folder, loaded.from_pretrained, str(folder), **options)
-    # Only the head and the pooler may start from random values.
+    # Only the head and the pooler may be randomly initialized.
     body = [key for key in info["missing_keys"] if key.startswith(f"{model.base_model_prefix}.")]
     if lacking := sorted(key for key in body if "pooler" not in key):
         raise UsageError(
@@ -112,12 +112,12 @@ def classifier(folder: Path, tokenizer: Any, dropout: float | None, *, is_random
 
 
 def validate_fitting(model: Any, tokens: int, length: int) -> None:
-    """Refuse more `tokens` in the tokenizer, or a greater text `length`, than the model has embeddings for."""
+    """Check that the model has embeddings for all `tokens` of the tokenizer and for texts of this `length`."""
     known, config = model.get_input_embeddings().weight.shape[0], model.config.to_dict()
     if tokens > known:
         raise UsageError(
-            f"the tokenizer has {tokens:,} tokens but the model knows {known:,}; give the model's tokenizer"
+            f"the tokenizer has {tokens:,} tokens but the model has only {known:,}; give the model's tokenizer"
         )
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     if isinstance(positions, int) and length > positions:
-        raise UsageError(f"pairs have {length:,} tokens but the model {positions:,} positions; lower --max-length")
+        raise UsageError(f"pairs have {length:,} tokens but the model has {positions:,} positions; lower --max-length")

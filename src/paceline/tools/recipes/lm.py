@@ -27,7 +27,7 @@ from paceline.train import Evaluation, Result
 OTHER_LR = 0.15
 """Learning rate of embeddings, gains and the output layer, relative to ``--lr``."""
 MOST_NATS = 700.0
-"""From this loss on, the perplexity is reported as infinite; exp() overflows above 709."""
+"""Losses above this are reported with infinite perplexity; exp() overflows above 709."""
 TEMPERATURE = 0.8
 """Temperature of the sample; values below 1 favor likely tokens."""
 
@@ -55,8 +55,8 @@ def sums(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tens
 
 @torch.no_grad()
 def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: int) -> Tensor:
-    """Return the (n,) tokens of `start` and `count` sampled ones, each predicted from at most `context` tokens."""
-    # Drawn on the CPU, so that the sample does not depend on the device.
+    """Return `start` followed by `count` sampled tokens, (n,), each predicted from at most `context` tokens."""
+    # Sample on the CPU, so that the text does not depend on the device.
     generator = torch.Generator().manual_seed(seed)
     tokens = start
     model.eval()

@@ -80,7 +80,7 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     collate: Any = DataCollatorWithPadding(tokenizer)
     held_out = DataLoader(dev_data, batch_size=8 * (config.virtual_ranks or world.size), collate_fn=collate)
     evaluation = Evaluation(held_out, sums, SUMS, scores)
-    # Only a sampler with costs takes accumulate.
+    # The loader accepts `accumulate` only with `cost`.
     balance = {"cost": train_data.lengths, "padded": True, "accumulate": config.micro_batches}
     loading = {"collate_fn": collate, **(balance if config.balance else {})}
     result = config.train(model, optimizer_of(model, config), loss, train_data, evaluation, **loading)
@@ -89,17 +89,17 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
 
 
 def remark(report: Report) -> str:
-    """Return a remark if always answering with the more frequent class is as good; else an empty string."""
+    """Return a remark if always predicting the more frequent class is just as good; else an empty string."""
     beaten = [name for name in ("accuracy", "f1") if report[name] > report[f"majority_{name}"]]
     if len(beaten) == 2:
         return ""
     figures = (f"{name} {report[name]:.3f} against {report[f'majority_{name}']:.3f}" for name in ("accuracy", "f1"))
-    return f"Answering every pair with the more frequent class is as good: {', '.join(figures)}. Train longer."
+    return f"Always predicting the more frequent class is just as good: {', '.join(figures)}. Train longer."
 
 
 def main(text: str) -> None:
     """Train on this rank, and print the report on rank 0."""
-    hub.work_offline()  # the command has fetched everything
+    hub.work_offline()  # the command has downloaded everything before starting ranks
     config = MrpcConfig.from_json(text)
     with init(config.backend) as world:
         report, result = train_mrpc(config, world)

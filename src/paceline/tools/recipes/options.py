@@ -79,7 +79,7 @@ class TrainingOptions(ProgramConfig):
     backend: str | None = option(None, "Process group: paceline, gloo, nccl, …")
 
     def check(self) -> None:
-        """Refuse options that cannot work, before any rank starts."""
+        """Reject invalid options before any rank starts."""
         from paceline.train.config import check_settings
 
         check_settings(self._settings(), lambda name: "--micro-batches" if name == "accumulate" else flag_of(name))
@@ -119,7 +119,7 @@ class TrainingOptions(ProgramConfig):
         if self.virtual_ranks is None:
             return {}
         slices_of_rank(self.virtual_ranks, 0, ranks)
-        # Kernels split sums among threads, and the number of threads would depend on the number of ranks.
+        # Kernels split sums among threads, and the default number of threads depends on the number of ranks.
         return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
 
     def _settings(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class TrainingOptions(ProgramConfig):
         evaluation: Evaluation,
         **loading: Any,
     ) -> Result:
-        """Train `model` on `data`; `loading` holds more arguments for the DataLoader."""
+        """Train `model` on `data`; `loading` holds additional arguments for the DataLoader."""
         from torch.optim.lr_scheduler import LambdaLR
 
         from paceline import train

@@ -48,7 +48,7 @@ class BrokenRow(UsageError):
 
 
 def read_folder(folder: Path) -> Splits:
-    """Read ``train.tsv`` and ``dev.tsv``; pairs that are in both are only held out."""
+    """Read ``train.tsv`` and ``dev.tsv``; a pair that is in both files is held out from training."""
     for name in ("train.tsv", "dev.tsv"):
         if not (folder / name).is_file():
             raise UsageError(f"--data {folder} has no {name}; give a folder with GLUE's train.tsv and dev.tsv of MRPC")
@@ -106,11 +106,11 @@ def hub_is_cached() -> bool:
 
 
 def read_hub() -> Splits:
-    """Read the hub's copy with ``datasets``, which fetches it if it is not cached."""
+    """Read the hub's copy with ``datasets``, which downloads it if it is not cached."""
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()  # no message about the cache on every rank
+    datasets.logging.set_verbosity_error()  # otherwise, every rank would print a message about the cache
     both = (datasets.load_dataset(*_HUB_NAME, split=split) for split in ("train", "validation"))
     train, dev = ([_from_hub(row) for row in rows] for rows in both)
     return Splits(train, dev)

@@ -98,7 +98,7 @@ def make_corpus(text: str, context: int) -> Corpus:
             f"--data is shorter than a sequence: its first nine tenths have {len(training):,} characters but need "
             f"{context + 1:,}, one more than --context; give a longer text, or a smaller --context"
         )
-    validation = torch.cat([training[-1:], validation])  # so that its first token is predicted too
+    validation = torch.cat([training[-1:], validation])  # so that the first validation token is predicted too
     return Corpus(tokenizer, Windows(training, context), Windows(validation, context))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline.errors import UsageError
 
 ANSWER_S = 4.0
-"""Seconds without an answer until the hub counts as unreachable."""
+"""Seconds to wait for an answer before the hub counts as unreachable."""
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 WEIGHT_FILES = (
     "model.safetensors",
@@ -24,9 +24,9 @@ OFFLINE = "HF_HUB_OFFLINE"
 
 
 def work_offline() -> None:
-    """Keep the Hugging Face libraries offline in this process. Call it before they are imported.
+    """Put the Hugging Face libraries into offline mode. Must be called before they are imported.
 
-    If the hub is unreachable, they retry for minutes before they use the cache.
+    Otherwise, if the hub is unreachable, the libraries retry for minutes before they fall back to the cache.
     """
     os.environ[OFFLINE] = "1"
 
@@ -40,12 +40,12 @@ def quiet_libraries() -> None:
 
 
 def fetch(what: str, remedy: str, download: Callable[[], object]) -> None:
-    """Download `what`, which is not in the cache; `remedy` names the options that avoid the download."""
+    """Download `what` into the cache; an error message recommends `remedy`, the options that avoid a download."""
     if (reason := out_of_reach()) is not None:
         raise UsageError(f"{what} is not on this machine, and {reason}; to run without a network, give {remedy}")
     try:
         download()
-    except Exception as error:  # the libraries raise many classes
+    except Exception as error:  # the libraries raise many kinds of exceptions
         raise UsageError(f"cannot download {what}: {one_line(error)}; try again, or give {remedy}") from error
 
 
@@ -61,13 +61,13 @@ def out_of_reach() -> str | None:
         try:
             urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=ANSWER_S).close()
         except urllib.error.HTTPError:
-            pass  # an answer, so the hub is reachable
+            pass  # even an HTTP error shows that the hub is reachable
         except (OSError, ValueError) as error:
             reasons.append(one_line(getattr(error, "reason", error)))
         answered.set()
 
     # In a thread, because the timeout does not cover DNS: two unresponsive name servers take 20 s. Without this
-    # probe, huggingface_hub retries for 24 s to minutes.
+    # check, huggingface_hub keeps retrying for 24 s up to several minutes.
     threading.Thread(target=ask, daemon=True).start()
     if not answered.wait(2 * ANSWER_S):
         reasons.append("no answer")

@@ -30,7 +30,7 @@ class ProgramConfig:
 
     @classmethod
     def from_json(cls: type[Config], text: str) -> Config:
-        """Return the settings from the result of :meth:`to_json`."""
+        """Parse the result of :meth:`to_json`."""
         return cls(**json.loads(text))
 
 

@@ -16,13 +16,13 @@ from paceline.core.telemetry.job_directory import JobNote
 
 STARTING, RUNNING, ENDED, UNREADABLE = "starting", "running", "ended", "unreadable"
 LEAST_SHARE = 0.1
-"""Minimum extra waiting time of the other ranks, as a share of a step, to call a rank slow."""
+"""A rank counts as slow if the others wait at least this share of a step longer than it does."""
 LEAST_SPREADS = 3.0
-"""Minimum extra waiting time of the other ranks in standard deviations, so that noise does not count."""
+"""To rule out noise, the extra waiting time must also be at least this many standard deviations."""
 LEAST_STEPS = 5
-"""Minimum number of steps before averages are compared."""
+"""Number of steps before averages are compared."""
 STUCK_S, STUCK_STEPS = 1.0, 3.0
-"""Minimum current wait of the other ranks, in seconds and in mean steps, to call a rank stuck."""
+"""A rank counts as stuck once the others have waited this many seconds and this many average steps."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Straggler:
     kind: str
     """``slow`` (in the average step) or ``stuck`` (right now, for longer than a step takes)."""
     seconds: float
-    """Waiting time of the others: per step if slow, until now if stuck."""
+    """How long the others wait: per step if the rank is slow, so far if it is stuck."""
 
     def __str__(self) -> str:
-        """Return a sentence for people."""
+        """Return the remark that the user sees."""
         if self.kind == "stuck":
             return f"rank {self.rank} has kept the others waiting for {duration(self.seconds)}"
         return f"rank {self.rank} is slow: the others wait {duration(self.seconds)} per step for it"
@@ -106,7 +106,7 @@ def find_straggler(statuses: Sequence[RankStatus]) -> Straggler | None:
 
 
 def _stuck(statuses: Sequence[RankStatus]) -> Straggler | None:
-    """Return the only rank that is not waiting, if all others have waited for a long time."""
+    """Return the only busy rank, if all others have waited for a long time."""
     busy = [status for status in statuses if status.phase not in WAITING]
     if len(busy) != 1:
         return None
@@ -124,13 +124,13 @@ def _slow(statuses: Sequence[RankStatus]) -> Straggler | None:
     gap = median(status.waiting_seconds or 0.0 for status in others) - (least.waiting_seconds or 0.0)
     spread = math.hypot(least.waiting_spread or 0.0, median(status.waiting_spread or 0.0 for status in others))
     step = median(status.step_seconds or 0.0 for status in statuses)
-    # The moving average of values with standard deviation s has one of s * sqrt(weight / (2 - weight)).
+    # If values have standard deviation s, their moving average has s * sqrt(weight / (2 - weight)).
     enough = max(LEAST_SHARE * step, LEAST_SPREADS * spread * math.sqrt(WEIGHT / (2 - WEIGHT)))
     return Straggler(least.rank, "slow", gap) if gap > enough else None
 
 
 def describe(statuses: Sequence[RankStatus]) -> str:
-    """Return one line about the ranks, or an empty string."""
+    """Return a one-line remark about ended ranks or a straggler; empty if all is well."""
     ended = [status for status in statuses if status.state == ENDED]
     if ended:
         names = ", ".join(str(status.rank) for status in ended)
@@ -143,14 +143,14 @@ def describe(statuses: Sequence[RankStatus]) -> str:
 
 @dataclass(frozen=True)
 class JobView:
-    """A job at one moment."""
+    """A snapshot of a job."""
 
     note: JobNote
     statuses: list[RankStatus]
     """Statuses of the ranks on this host, by local rank."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the view as plain values."""
+        """Return the snapshot as values for JSON."""
         straggler = find_straggler(self.statuses)
         note = self.note
         return {
@@ -178,7 +178,8 @@ def _read_status(folder: Path, note: JobNote, local_rank: int) -> RankStatus:
     now = time.monotonic()
     if snapshot is not None and is_running(snapshot.pid):
         return status_of(snapshot, RUNNING, now)
-    # The box is empty or its writer has ended. If the rank's process is alive, it has not opened the box yet.
+    # The box is empty, or the process that wrote it has ended. If the rank's process is alive, it has not opened the
+    # box yet.
     if (process is None and snapshot is None) or (process is not None and is_running(process)):
         return RankStatus(local_rank, STARTING, process)
     return RankStatus(local_rank, ENDED, process) if snapshot is None else status_of(snapshot, ENDED, now)

@@ -24,10 +24,10 @@ PAUSE_S = 0.5
 
 
 def run_top(job: int | None, json: bool) -> int:
-    """Show the ranks of a running job until it ends; print them once with `json` or if stdout is not a terminal.
+    """Show the ranks of a running job until it ends. With `json`, or if stdout is not a terminal, print them once.
 
-    `job` is the process id of its launcher or of a rank. By default, the only job is shown, or the one started in the
-    current folder.
+    `job` is the process id of the launcher or of a rank. By default, the job is the one started in the current folder,
+    or the only one on this host.
     """
     jobs = running_jobs()
     candidates = choose(jobs, job)
@@ -53,7 +53,7 @@ def run_top(job: int | None, json: bool) -> int:
 
 
 def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> list[tuple[Path, JobNote]]:
-    """Return the job with the process `wanted`; if that is None, the job started in this folder, else all jobs."""
+    """Return the job with the process `wanted`; by default the job started in this folder, or else all jobs."""
     if not jobs:
         raise UsageError("you have no running job on this host; start one with paceline run, train or profile")
     if wanted is None:
@@ -75,12 +75,12 @@ def process_of(note: JobNote, jobs: Mapping[Path, JobNote]) -> int:
 def _follow(folder: Path, note: JobNote) -> None:
     """Show the job until it ends or the user presses Ctrl-C."""
     try:
-        # Without auto-refresh, because the view changes only when the black boxes are read.
+        # No auto-refresh, because the view changes only when the black boxes are read.
         with Live(screen(view_job(folder, note)), auto_refresh=False) as live:
             while True:
                 time.sleep(PAUSE_S)
-                # Read again each time: a restart changes the note, and running_jobs() skips the folder that a killed
-                # launcher leaves behind.
+                # Read the note again each time, because a restart changes it. running_jobs() skips the folder of a
+                # killed launcher.
                 current = running_jobs().get(folder)
                 if current is None:
                     break

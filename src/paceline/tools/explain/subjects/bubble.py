@@ -24,14 +24,14 @@ from paceline.tools.explain.scene import Scene, figure, ms
 from paceline.tools.explain.subjects import buckets
 
 LATE_WORK = 1.5
-"""Work of a late rank's batch; the other ranks' batches have 1."""
+"""Work in the batch of a late rank, relative to the batches of the other ranks."""
 LATE = 1
 """The rank that is late in the first scene."""
 MICRO_BATCHES = 4
-"""Micro-batches in the second scene; ranks are late in turn."""
+"""Number of micro-batches in the second scene. In each, another rank is late."""
 EXACT = 9
-"""Decimal places of times in seconds: nanoseconds."""
-ALONE = "One rank has nobody to wait for."
+"""Decimal places to which times in seconds are rounded, that is, nanoseconds."""
+ALONE = "A single rank never waits."
 WORK = f"a forward of {1000 * buckets.FORWARD:g} ms and a backward of {1000 * buckets.BACKWARD:g}"
 ASSUMPTION = f"Normal work is {WORK}; {buckets.NETWORK}."
 READING = (
@@ -43,7 +43,10 @@ LEGEND = (("k0", "1 forward"), ("k1", "2 backward"), ("k2", "3 optimizer"), *WAI
 
 
 class MicroBatch(NamedTuple):
-    """A forward and a backward on every rank until all have the averages; times are in seconds."""
+    """Forward and backward of one micro-batch on every rank, ending when all ranks have the averaged gradients.
+
+    Times are in seconds.
+    """
 
     start: list[float]
     """Start of forward, by rank."""
@@ -54,18 +57,18 @@ class MicroBatch(NamedTuple):
     network: Overlap
     """The all-reduces. A bucket is full when every rank has filled it."""
     last: float
-    """When the last rank has finished its backward; until then the others are in a bubble."""
+    """When the last rank finishes backward. Until then, the other ranks are in a bubble."""
     end: float
-    """When all ranks have the averages; from `last` until then they wait for the network."""
+    """When all ranks have the averaged gradients. From `last` until `end`, they wait for the network."""
 
 
 class Case(NamedTuple):
-    """A step of all ranks, including the optimizer."""
+    """A training step on all ranks, including the optimizer step."""
 
     title: str
     computed: list[MicroBatch]
     meetings: list[MicroBatch]
-    """The micro-batches that end with an average over all ranks."""
+    """The micro-batches after which gradients are averaged."""
     bubbles: list[float]
     """Seconds in bubbles, by rank."""
     communication: float
@@ -102,7 +105,7 @@ def run_case(title: str, work: Sequence[Sequence[float]], every: int = 1, bandwi
     for number, amounts in enumerate(work, start=1):
         done = micro_batch(start, amounts, bandwidth)
         computed.append(done)
-        # Rounded, because sums of floats in another order may differ in the last bit and would become two events.
+        # Rounded, because the same time can differ in the last bit between ranks, and would become two events.
         start = [round(came, EXACT) for came in done.came] if number % every else [done.end] * len(start)
     met = computed[every - 1 :: every]
     bubbles = [sum(one.last - one.came[rank] for one in met) for rank in range(len(start))]
@@ -141,7 +144,7 @@ def late_outcome(late: Case, fast: Case, equal: Case) -> str:
 
 
 def accumulation_outcome(each: Case, once: Case) -> str:
-    """Describe what accumulation saves."""
+    """Describe the savings from accumulating gradients."""
     return (
         f"Bubbles take {each.share:.1%} of the ranks' time with averaging after each micro-batch, and {once.share:.1%} "
         f"with averaging once, because delays of different ranks cancel out. Waiting for the network falls from "
@@ -201,7 +204,7 @@ def _events(case: Case) -> Iterator[tuple[float, str]]:
         for came, ranks in ranks_by_value(enumerate(meeting.came)).items():
             yield round(came, EXACT), f"{named_ranks(ranks)} finished backward"
         if meeting.end > meeting.last:
-            yield round(meeting.end, EXACT), "all ranks have the averages"
+            yield round(meeting.end, EXACT), "all ranks have the averaged gradients"
     yield round(case.length, EXACT), "the step is over"
 
 

@@ -15,11 +15,11 @@ from paceline.tools.explain.chart import LATER, Bar, Chart, Panel
 from paceline.tools.explain.scene import Scene, figure, ms
 
 SIZES = (FIRST_CAPACITY, CAPACITY, CAPACITY, CAPACITY, CAPACITY)
-"""Bytes of the buckets: the wrapper's own capacities."""
+"""Bytes of the buckets, as in the wrapper."""
 BACKWARD = 0.150
 """Seconds of backward without communication, divided among the buckets in proportion to their bytes."""
 FORWARD = BACKWARD / 2
-"""Seconds of forward; backward computes two gradients for each output of forward."""
+"""Seconds of forward. Backward takes twice as long, because it computes two gradients for each output."""
 OPTIMIZER = 0.010
 """Seconds of the optimizer's step."""
 SHARES = tuple(BACKWARD * size / sum(SIZES) for size in SIZES)
@@ -37,7 +37,7 @@ HINT = "the all-reduce rows: all-reduces overlap with backward as buckets fill, 
 
 
 def example(ranks: int) -> tuple[Overlap, Overlap]:
-    """Compute a backward with buckets launched at its end, and with each launched as soon as it is full."""
+    """Return the timeline with all buckets launched after backward, and with each launched as soon as it is full."""
     ring = build("ring_all_reduce", ranks)
     seconds = [LINK.seconds(ring, size) for size in SIZES]
     return overlap(SHARES, seconds, False), overlap(SHARES, seconds)

@@ -107,7 +107,7 @@ def _cells(schedule: Schedule, rank: int, held: Sequence[Terms], needed: Sequenc
     size, arrived = schedule.size, {chunk for one in step if one.dst == rank for chunk in one.chunks}
     chunks: Iterable[int] = range(schedule.chunks)
     if schedule.result == "all-to-all":
-        # Row j holds the part for rank j, which is chunk rank·p + j; after their exchange, the part from rank j.
+        # Row j holds chunk rank·p + j, the part for rank j. Once exchanged, it holds the part from rank j.
         pairs = ((row * size + rank, rank * size + row) for row in range(size))
         chunks = (theirs if held[theirs] == (theirs // size,) else ours for theirs, ours in pairs)
     for chunk in chunks:
@@ -193,10 +193,10 @@ def traffic_of(schedule: Schedule, tensor: float) -> str:
 
 
 def used_later(schedule: Schedule) -> list[list[list[bool]]]:
-    """Return whether the result depends on a rank's part of a chunk after k steps: ``[k][rank][chunk]``."""
+    """Return, as ``[k][rank][chunk]``, whether the result depends on what a rank holds of a chunk after k steps."""
     now = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
     history = [now]
-    # In two passes, because the messages of a step are sent at once: one may overwrite data that another sends.
+    # In two passes, because all messages of a step are sent at once, and one may overwrite data that another sends.
     for step in reversed(schedule.steps):
         before = [list(row) for row in now]
         for transfer in step:

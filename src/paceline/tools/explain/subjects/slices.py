@@ -30,7 +30,7 @@ READING = (
 
 @dataclass(frozen=True)
 class Sum:
-    """A slice's gradient, or the sum of neighboring ones, computed by `rank`, or by ranks together if it is None."""
+    """The gradient of one slice, or the sum over neighboring slices. If `rank` is None, several ranks compute it."""
 
     first: int
     size: int
@@ -38,13 +38,13 @@ class Sum:
 
     @property
     def name(self) -> str:
-        """Its slices: ``0–3``."""
+        """The range of slices: ``0–3``."""
         return str(self.first) if self.size == 1 else f"{self.first}–{self.first + self.size - 1}"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One slice on every rank, or one round of additions between ranks: the new sums and the sums that rank 0 keeps."""
+    """The new sums after every rank computes a slice or adds between ranks, and the sums that rank 0 keeps."""
 
     made: tuple[Sum, ...]
     waiting: tuple[Sum, ...]

@@ -64,7 +64,7 @@ class Stage(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A step in one of the two ways; its first stage is the state before the step."""
+    """A training step with one of the two wrappers. The first stage is the state before the step."""
 
     name: str
     device: str
@@ -156,7 +156,7 @@ def outcome(way: Way) -> str:
 
 
 def scenes(ranks: int) -> list[Scene]:
-    """Draw both ways to train."""
+    """Draw a step of DataParallel and a step of DistributedDataParallel."""
     ways = (data_parallel(ranks), distributed(ranks))
     # Both axes end at the same value, so that the two ways can be compared.
     most = max(max(*sent, *received) for sent, received in (way.moved(way.stages) for way in ways))

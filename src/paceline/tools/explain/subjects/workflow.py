@@ -59,7 +59,7 @@ class Meeting(NamedTuple):
     nbytes: int
     """Bytes of the tensors; 0 for a layer that the example does not have."""
     begin: float
-    """Arrival of the last rank, in seconds."""
+    """When the last rank arrives, in seconds."""
     end: float
 
 
@@ -67,9 +67,9 @@ class TrainingStep(NamedTuple):
     """A step on every rank, in seconds from its start."""
 
     data: list[float]
-    """When each rank has its batch."""
+    """When each rank gets its batch."""
     came: list[float]
-    """Arrival of each rank at A, the first exchange."""
+    """When each rank reaches A, the first exchange."""
     forward: float
     """End of forward."""
     backward: float
@@ -117,7 +117,7 @@ def training_step(ranks: int) -> TrainingStep:
 def outcome(step: TrainingStep) -> str:
     """Describe how long the step takes, and where its ranks wait."""
     if len(step.data) == 1:
-        return f"The step takes {ms(step.end)}. One rank has nobody to wait for."
+        return f"The step takes {ms(step.end)}. A single rank never waits."
     waits = step.meetings[-1].end - step.backward
     return (
         f"The step takes {ms(step.end)}. Its ranks synchronize at A, D, F and G: at A, the first rank waits "
@@ -139,7 +139,7 @@ def scenes(ranks: int) -> list[Scene]:
     chart = Chart([panel], "time since the step began (ms)")
     title, summary = f"one training step, {counted(ranks, 'rank')}", f"{outcome(step)} {ASSUMPTION}"
     legend = [*((f"k{stage}", f"{stage + 1} {name}") for stage, name in enumerate(STAGES)), *WAITING]
-    frames, hint = chart.frames(_events(step)), HINT if ranks > 1 else "One rank has nobody to wait for."
+    frames, hint = chart.frames(_events(step)), HINT if ranks > 1 else "A single rank never waits."
     return [Scene(title, ABOUT, summary, reading, hint, frames, chart.still(), _table(step, title), legend=legend)]
 
 
@@ -166,7 +166,7 @@ def _events(step: TrainingStep) -> Iterator[tuple[float, str]]:
     ranks = len(step.data)
     yield from ((0.0, "the step begins"), (step.end, "the optimizer has stepped"))
     yield from ((step.forward, "forward ends"), (step.backward, "backward ends"))
-    # The first and the last rank are enough: the others follow each other between them.
+    # Only the first and the last rank; the other ranks get their batches in between.
     for rank in sorted({0, ranks - 1}):
         yield step.data[rank], f"rank {rank} has its batch"
     if ranks == 1:

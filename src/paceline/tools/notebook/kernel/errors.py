@@ -1,4 +1,4 @@
-"""Messages for a failed cell, from plain values."""
+"""Error messages for a failed cell."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def replaced(ranks: list[int], size: int) -> list[str]:
 
 
 def _grouped(failures: dict[int, Failure]) -> list[tuple[Failure, list[int]]]:
-    """Return each distinct failure with its ranks, ordered by the first rank."""
+    """Return each distinct failure with its ranks, ordered by lowest rank."""
     groups: dict[tuple[str, ...], tuple[Failure, list[int]]] = {}
     for rank, failure in sorted(failures.items()):
         key = (failure.name, failure.message, *failure.trace)

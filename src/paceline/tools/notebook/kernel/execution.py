@@ -23,9 +23,9 @@ from paceline.tools.notebook.messages import INTERRUPTED, Failure
 LOOK_S = 0.1
 """Polling interval in seconds."""
 STUCK_S = 2.0
-"""Seconds without output before stacks are read, and between two readings of the stacks."""
+"""Seconds without output before stacks are read, and seconds until they are read again."""
 HEED_S = 5.0
-"""Seconds until a rank that ignores an interrupt is killed."""
+"""Seconds to wait before killing a rank that ignores an interrupt."""
 IDLE = 0.2
 """A process that uses less than this share of one core counts as waiting."""
 
@@ -52,7 +52,7 @@ class Outcome:
 
 
 class Conversation:
-    """Exchange of one message with some of the ranks, until all have answered or ended."""
+    """Sends one message to some of the ranks, and serves them until all have answered or ended."""
 
     def __init__(self, processes: Processes, ranks: Sequence[int], screen: Screen | None = None) -> None:
         self._processes, self._ranks, self._screen = processes, list(ranks), screen
@@ -60,9 +60,9 @@ class Conversation:
         """Ranks that have not answered yet, in order."""
         self.outcome = Outcome()
         self._changed = self._looked = 0.0
-        """Times of the last message or output of a rank, and of the last request for stacks."""
+        """When a rank last sent a message or output, and when stacks were last requested."""
         self._seen: dict[int, tuple[Wait, float]] = {}
-        """Waits at the last request for stacks, and the CPU time of the processes at that time."""
+        """Each rank's waiting call and CPU time when stacks were last requested."""
         self._caught = Caught((signal.SIGINT,))
 
     def hold(self, *message: Any, seconds: float | None = None) -> Outcome:
@@ -101,7 +101,7 @@ class Conversation:
                 self._take_output(rank)
             if process.connection in ready:
                 self._take_message(rank)
-        # After the messages, because a rank may have sent its answer before it died.
+        # Check for deaths after reading messages, because a rank may have answered before it died.
         for rank in list(self._running):
             if (end := self._processes.end_of(rank)) is not None:
                 self.outcome.deaths.setdefault(rank, end)
@@ -125,7 +125,7 @@ class Conversation:
             self._processes.ranks[rank].kill()
             return
         self._changed = time.monotonic()
-        self._take_output(rank)  # output that was printed before the message comes first
+        self._take_output(rank)  # show output printed before this message first
         if kind == "done":
             result, failure = content
             self.outcome.results[rank] = result
@@ -150,7 +150,7 @@ class Conversation:
             self._screen.end(rank)
 
     def _asked(self, rank: int, prompt: str) -> tuple[str, str]:
-        """Return the user's answer to a question of `rank`, and the reason if it is missing."""
+        """Return the user's answer to a question of `rank`, or an empty string and the reason."""
         if self._caught.received:  # Ctrl-C was pressed during another rank's question
             return "", INTERRUPTED
         # With the handler of `Caught`, input() would keep waiting after a Ctrl-C.
@@ -160,7 +160,7 @@ class Conversation:
         except KeyboardInterrupt:
             self._caught.received.append(signal.SIGINT)
             return "", INTERRUPTED
-        except Exception as error:  # a frontend without input()
+        except Exception as error:  # the frontend does not support input()
             return "", f"input() is not possible here ({error})"
         finally:
             signal.signal(signal.SIGINT, handler)
@@ -195,7 +195,7 @@ class Conversation:
         self._stop()
 
     def _named(self, idle: list[int]) -> str:
-        """Return the ranks that will not take part, with the reasons."""
+        """Return the ranks that do not run the cell, with reasons."""
         reasons: dict[str, list[int]] = {}
         for rank in idle:
             if rank in self.outcome.deaths:
@@ -215,7 +215,7 @@ class Conversation:
         for rank in self._running:
             with suppress(ProcessLookupError):
                 os.kill(self._processes.ranks[rank].pid, signal.SIGINT)
-        # The last rank first, because killing it may unblock the others, which then keep their variables.
+        # Kill only the last rank first, because that may unblock the others, which then keep their variables.
         for victims in (slice(-1, None), slice(None)):
             deadline = time.monotonic() + HEED_S
             while self._running and time.monotonic() < deadline and len(self._caught.received) == received:

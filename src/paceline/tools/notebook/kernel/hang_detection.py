@@ -1,4 +1,4 @@
-"""Detection of calls that wait for other ranks, from the stack of a rank."""
+"""Recognizes, from the stack of a rank, calls that wait for other ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.launch.watching.stack_requests import ENGINE, PLACE, waiting_frames
 
 _CELL = re.compile(r"<ipython-input-(\d+)-")
-# Wrapper functions of torch; the user knows the function inside them.
+# Wrapper functions of torch, which are not reported; users know the wrapped function.
 _WRAPPERS = {"wrapper", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl"}
 
 
@@ -17,11 +17,11 @@ class Wait:
     """A call that waits for other ranks."""
 
     call: str
-    """Function that the cell called."""
+    """Name of the function that the cell called."""
     place: str
     """Cell and line; empty if the call is not in a cell."""
     is_sure: bool = True
-    """Whether the stack is proof. A backward runs in C++, where only the CPU time shows whether it computes."""
+    """Whether the stack alone is proof. Backward runs in C++, and may be waiting or computing; CPU time tells which."""
 
     def __str__(self) -> str:
         return f"{self.call}() ({self.place})" if self.place else f"{self.call}()"

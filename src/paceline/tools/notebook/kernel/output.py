@@ -20,9 +20,9 @@ from IPython.display import clear_output, display
 from paceline.core.processes.missing_ranks import named_ranks
 
 PATIENCE_S = 0.8
-"""Seconds that a line waits for the same line of another running rank."""
+"""Seconds that a line waits for equal lines from other running ranks."""
 AHEAD = 200
-"""Lines of another queue that are searched for an equal line."""
+"""Maximum number of lines to search in another queue for an equal line."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Queue:
 
 
 class Folding:
-    """The queues of the ranks that run one cell."""
+    """The queues of lines from the ranks that run one cell."""
 
     def __init__(self, ranks: list[int]) -> None:
         self._queues = {rank: _Queue() for rank in ranks}
@@ -65,8 +65,8 @@ class Folding:
             yield value, group
 
     def _next(self, heads: dict[int, tuple[int, float, Hashable]]) -> Hashable:
-        """Return the first head, preferring one that no other rank prints later."""
-        # By number alone, a line that only one rank prints would keep all later equal lines from being joined.
+        """Return the head with the lowest number among those that no other rank prints later, or else among all."""
+        # By number alone, a line printed by a single rank would keep all later equal lines from being joined.
         ordered = sorted(heads, key=lambda rank: (heads[rank][0], rank))
         for rank in ordered:
             value = heads[rank][2]
@@ -84,7 +84,7 @@ _CURSOR = re.compile(rb"\x1b\[(?:\?25[hl]|\d*[A-GJK])")
 
 
 class Screen:
-    """The output of one cell on `ranks` of a world of `size`. Figures of the first rank are shown."""
+    """The output of one cell on `ranks` of a world of `size`. Only the first rank's figures are shown."""
 
     def __init__(self, ranks: Sequence[int], size: int) -> None:
         self._ranks, self._size = list(ranks), size
@@ -94,9 +94,9 @@ class Screen:
         self._live = 0
         """Length of the incomplete line on the screen, which the next line overwrites."""
         self._live_text, self._looked = b"", time.monotonic()
-        """Incomplete line of the first rank at the last update, and the time of that update."""
+        """Incomplete line of the first rank when it was last updated, and the time of this update."""
         self._shown = 0
-        """Number of displays of the first rank."""
+        """Number of figures and other displays of the first rank."""
         self._others: list[tuple[int, tuple[Any, ...]]] = []
         """Rank and content of the displays of other ranks."""
 

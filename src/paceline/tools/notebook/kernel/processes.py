@@ -59,7 +59,7 @@ class Process:
         """Return the output since the last call without blocking, 1 MiB at most."""
         parts: list[bytes] = []
         with suppress(BlockingIOError):  # the pipe is empty
-            # Limited, because a rank may print faster than this reads (`!yes`), and Ctrl-C is not handled here.
+            # Read a limited amount: a rank may print faster than this loop reads (`!yes`), and the loop ignores Ctrl-C.
             while len(parts) < 16 and (part := os.read(self.output, 65536)):
                 parts.append(part)
         return b"".join(parts)
@@ -90,14 +90,14 @@ class Processes:
     def __init__(self, start: Start) -> None:
         check_room(start.nproc)
         if start.backend is not None:
-            check_available(start.backend)  # before the slow start of ranks
+            check_available(start.backend)  # fail early, because ranks start slowly
         self.start = start
         self._resources = ExitStack()
         """Resources to release in :meth:`close`."""
         self.ranks: dict[int, Process] = {}
         """Processes by rank."""
         gpus = {} if start.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": visible_gpus(start.gpu_ids, os.environ)}
-        # This backend turns figures into displays, which are sent to the kernel.
+        # This Matplotlib backend turns figures into displays, which ranks send to the kernel.
         env = {**gpus, **timeout_environment(start.timeout), "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
         try:
             self._listener, self._address = _listen()
@@ -115,7 +115,7 @@ class Processes:
             files.reify(slots)
             common = {**os.environ, **rank_environment(job), **env, STORE: stores.private}
             common |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(stores.port), "GROUP_RANK": "0"}
-            # The store at MASTER_PORT is in the kernel; without this variable, rank 0 would open another one.
+            # The kernel hosts the store at MASTER_PORT. Without this variable, rank 0 would host a second one.
             common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(start.nproc)}
             common |= {"LOCAL_WORLD_SIZE": str(start.nproc), SETTING: f"{self._address.hex()}:{self._word}"}
             common[FOLDER] = "" if self.boxes is None else str(self.boxes.path)
@@ -168,20 +168,20 @@ class Processes:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            # A separate process group: kill() also ends children, and Ctrl-C in the kernel's terminal ends neither.
+            # In a separate process group, so that kill() also ends children, and Ctrl-C in the terminal ends neither.
             start_new_session=True,
         )
 
     def _accept(self, missing: list[int]) -> None:
         """Accept a connection, and close it unless it begins with the secret."""
         link = self._listener.accept()[0]
-        if credentials(link)[1] != os.geteuid():  # before reading, which could block
+        if credentials(link)[1] != os.geteuid():  # check before reading, which could block
             link.close()
             return
         connection = Connection(link.detach())
         try:
             word, rank = connection.recv_bytes(100).split() if connection.poll(END_S) else (b"", b"")
-            # As bytes, because compare_digest() raises for non-ASCII text.
+            # Compare bytes, because compare_digest() raises an error for non-ASCII text.
             if hmac.compare_digest(word, self._word.encode()) and int(rank) in missing:
                 self.ranks[int(rank)].connection = connection
                 return
@@ -206,7 +206,7 @@ class Processes:
         process.kill()
         process.close()
         if self.boxes is not None:
-            # So that the last phase is not shown for the rank that replaces this one.
+            # Otherwise, the new rank would be shown with the last phase of this one.
             self.boxes.clear([rank])
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class Processes:
         deadline = time.monotonic() + END_S
         for process in self.ranks.values():
             while process.process.poll() is None and time.monotonic() < deadline:
-                process.read()  # a rank blocked on a full pipe could not exit
+                process.read()  # otherwise, a rank blocked on a full pipe could not exit
                 time.sleep(0.01)
         for rank in list(self.ranks):
             self.remove(rank)

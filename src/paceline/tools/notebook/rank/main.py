@@ -37,7 +37,7 @@ class Rank:
     gpu_id: int | None
     """GPU of this rank in the kernel's numbering; None on the CPU or if paceline.init() chooses."""
     is_busy: bool = False
-    """Whether a request is running that an interrupt would end."""
+    """Whether a request is running, which an interrupt would end."""
 
     def serve(self) -> None:
         """Handle requests until the kernel ends."""
@@ -52,7 +52,7 @@ class Rank:
         }
         while True:
             kind, *arguments = self.channel.receive()
-            if kind == "answer":  # late: the question was interrupted
+            if kind == "answer":  # a late answer, because the question was interrupted
                 continue
             result, failure = None, None
             try:
@@ -60,9 +60,9 @@ class Rank:
                 result = functions[kind](*arguments)
                 if isinstance(result, Failure):
                     result, failure = None, result
-            # Including SystemExit and KeyboardInterrupt, which end the cell but not the rank.
+            # This includes SystemExit and KeyboardInterrupt, which end the cell but not the rank.
             except BaseException as error:
-                self.is_busy = False  # first, because an interrupt from here on would not be caught
+                self.is_busy = False  # must come first, because an interrupt here would not be caught
                 line = f"{type(error).__name__}: {error}"
                 failure = Failure(type(error).__name__, str(error), (line,), consequence(error) is not None)
             finally:
@@ -77,7 +77,7 @@ class Rank:
             raise KeyboardInterrupt
 
     def join(self) -> str:
-        """Create the process group and set variables for the cells, such as ``rank``; return :meth:`place`."""
+        """Create the process group, set variables such as ``rank`` for the cells, and return :meth:`place`."""
         world = paceline.init(self.backend)
         gpu_id = self.gpu_id
         if world.device.type == "cpu":
@@ -115,7 +115,7 @@ class Rank:
 
 
 class _Leaving(Exception):
-    """Raised inside a world to leave it without waiting."""
+    """Raised to leave a world without waiting for other ranks."""
 
 
 def connect(setting: str) -> Connection:
@@ -132,15 +132,15 @@ def main() -> None:
     """Run as a rank of the kernel that started this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C during the start must not end the rank
     faulthandler.enable()
-    # Removed from the environment, because programs that cells start must not receive the secret.
+    # Remove the secret from the environment, so that programs started by cells do not get it.
     connection = connect(os.environ.pop(SETTING))
     channel = Channel(connection)
     options = channel.receive()[0]
     shell = RankShell.start(channel)
-    # A rank has no terminal, so the kernel asks.
+    # A rank has no terminal, so questions go through the kernel.
     builtins.input = asking(channel)
     getpass.getpass = asking(channel)
-    sys.argv = [""]  # as in a kernel
+    sys.argv = [""]  # as in a Jupyter kernel
     try:
         Rank(channel, shell, options["backend"], options["gpu_id"]).serve()
     except (EOFError, ConnectionError):

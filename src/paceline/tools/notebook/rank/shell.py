@@ -66,11 +66,11 @@ class Channel:
         return message
 
     def ask(self, prompt: str) -> tuple[str, str]:
-        """Ask the user through the kernel; return the answer, and the reason if it is missing."""
+        """Ask the user through the kernel. Return the answer, or an empty string and the reason."""
         self._questions += 1
         self.send("ask", self._questions, prompt)
         while True:
-            self._connection.poll(None)  # outside of _undivided(), so that an interrupt can end the wait
+            self._connection.poll(None)  # not in _undivided(), so that an interrupt can end the wait
             with self._undivided():
                 kind, number, *answer = self.receive()
             if (kind, number) == ("answer", self._questions):  # other numbers belong to interrupted questions
@@ -139,7 +139,7 @@ class RankShell(InteractiveShell):
     @classmethod
     def start(cls, channel: Channel) -> RankShell:
         """Create the shell of this process."""
-        # Without a history, because the kernel has one, and each rank would open the user's database.
+        # Disable the history: the kernel keeps one, and otherwise each rank would open the user's history database.
         config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"separate_in": "", "banner1": ""}})
         shell: RankShell = cls.instance(config=config)
         publisher: Any = shell.display_pub
@@ -157,7 +157,7 @@ class RankShell(InteractiveShell):
         return self.failure
 
     def showtraceback(self, exc_tuple: Any = None, *arguments: Any, **options: Any) -> None:
-        """Keep the failure: an interrupt only by name, and a PacelineError without internal frames."""
+        """Record the failure: an interrupt only by name, and a PacelineError without internal frames."""
         kind, error, trace = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
         if issubclass(kind, KeyboardInterrupt):  # IPython takes seconds to find the sources of its frames
             self._showtraceback(kind, error, [kind.__name__])
@@ -171,11 +171,11 @@ class RankShell(InteractiveShell):
             self.failure = _failure(etype, evalue, list(stb))
 
     def show_usage_error(self, exc: Any) -> None:
-        """Keep a magic's usage error, which is one line."""
+        """Record a magic's usage error, which is one line."""
         self.failure = self.failure or _failure(type(exc), exc, [f"UsageError: {exc}"])
 
     def ask_exit(self) -> None:
-        """Print how to end ranks, because ``exit()`` does not."""
+        """Tell the user how to end ranks, because ``exit()`` does not end them."""
         print("exit() does not end ranks; use %dist_shutdown")
 
     def enable_gui(self, gui: Any = None) -> None:
