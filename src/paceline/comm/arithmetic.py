@@ -56,7 +56,8 @@ def reduce_into(
     """Combine `parts` pairwise in a binary tree, multiply by `scale`, and write the result to each of `results`.
 
     Four parts are combined as (0 + 1) + (2 + 3), five as ((0 + 1) + (2 + 3)) + 4: neighboring sums of equal size first.
-    So 2ᵏ ranks that each contribute the sum of a subtree get the same bits as 2ᵏ⁺¹ ranks that contribute its halves.
+    So if 2ᵏ ranks each contribute the sum of a subtree, the result is bit-identical to that of 2ᵏ⁺¹ ranks that
+    contribute the halves of the subtrees.
 
     All tensors are flat, with the same dtype and length. The results may be the parts themselves.
     """
@@ -116,10 +117,11 @@ def _combine_in_tree(
 
 
 def share(count: int, place: int, places: int, align: int = 16) -> slice:
-    """Return the share of `count` elements that the rank in `place` of `places` reduces.
+    """Return the share of `count` elements that rank `place` of `places` reduces.
 
     It is a multiple of `align` elements, except for the last rank. For float32 that is a whole number of cache lines,
-    so no two ranks write to the same line. With narrower dtypes they may where shares meet, which only costs time.
+    so no two ranks write to the same line. With narrower dtypes, adjacent ranks may write to the same line, which only
+    costs time.
     """
     per = -(-count // places)
     per = -(-per // align) * align

@@ -89,6 +89,6 @@ def _check_descriptors(store: Store, rank: int, local: int, names: Sequence[int]
 
 def _open_now() -> int:
     try:
-        return len(os.listdir("/dev/fd")) - 1  # without the one used for listing
-    except OSError:  # not even one is left
+        return len(os.listdir("/dev/fd")) - 1  # without the descriptor used for listing
+    except OSError:  # no descriptor is left
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -35,7 +35,8 @@ NCCL = ("nccl", "cuda:nccl")
 def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | None) -> Any:
     """Open a process group with the ranks of `group`, in the same order. All of them call this together.
 
-    In the end, the caller passes it to :func:`paceline.core.processes.nccl_communicators.release`.
+    When the group is no longer needed, the caller passes it to
+    :func:`paceline.core.processes.nccl_communicators.release`.
 
     Args:
         group: the given group.

@@ -1,11 +1,11 @@
-"""Collectives from first principles: each is a schedule of messages over the send and receive of any process group.
+"""Collectives built from the send and receive of any process group; each one runs a schedule of messages.
 
 schedule.py     the schedule, and the chunks that each rank holds after each step
 linear.py  tree.py  scatter.py  ring.py  halving.py  hierarchical.py     the algorithms: pure functions with their laws
-schedules.py    all of them by name
-participants.py the ranks of a group: messages between them, and their agreement before the first one
-execute.py      a schedule run on a tensor
-functions.py    the collectives, as called
+schedules.py    all schedules by name
+participants.py the ranks of a group: messages between them, and the comparison of their arguments
+execute.py      runs a schedule on a tensor
+functions.py    the public functions
 """
 
 from paceline.comm.algorithms.functions import (

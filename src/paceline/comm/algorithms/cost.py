@@ -6,7 +6,7 @@ Gropp, IJHPCA 19 (2005). A rank sends and receives at the same time, one message
 
     alpha  +  beta · the most bytes that a rank sends or receives  +  gamma · the most bytes that a rank reduces
 
-and an algorithm the sum of its steps. For p ranks, n bytes, L = ⌈log₂ p⌉ (tested equal to the schedules):
+and an algorithm takes the sum of its steps. For p ranks, n bytes, L = ⌈log₂ p⌉ (tested equal to the schedules):
 
     linear broadcast, reduce           (p−1) α  +  (p−1) n β          [+ (p−1) n γ]
     tree broadcast, reduce             L α      +  L n β              [+ L n γ]
@@ -19,7 +19,7 @@ and an algorithm the sum of its steps. For p ranks, n bytes, L = ⌈log₂ p⌉ 
 
 Ranks that share the `cores` of a host copy every byte twice on the CPU, once to send it and once to receive it. A step
 takes at least as long as all its copies and sums, divided by the cores. So with 2 ranks on 2 cores the ring is as slow
-as the tree, because what counts is the total work of all ranks, not its balance.
+as the tree, because the time depends on the total work of all ranks, not on its balance.
 
 Measured over Gloo on 2 cores, from 64 KB to 25 MB (2026-11-20, kept in ``benchmarks/results``): the fitted model has a
 median error of 10 % and a maximum of 28 % with 2 ranks (34 of 44 times within 20 %), and of 13 % and 38 % with 4 ranks
@@ -44,7 +44,7 @@ LARGEST = 2**40
 
 
 class Model(NamedTuple):
-    """The costs of messages and sums."""
+    """Costs of messages and sums."""
 
     alpha: float
     """Seconds for a message."""
@@ -104,7 +104,7 @@ class Sample(NamedTuple):
 
 
 def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
-    """Return the least-squares model of the relative errors, without negative costs.
+    """Fit a model to `samples` by least squares of the relative errors; costs are nonnegative.
 
     Errors are relative so that a sample of 64 KB counts as much as one of 25 MB.
     """
@@ -136,8 +136,8 @@ def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
 def crossovers(size: int, model: Model, result: Result = "all-reduce") -> list[tuple[int, str]]:
     """Return each fastest algorithm with its smallest size in bytes: ``[(0, "tree_all_reduce"), (81920, …)]``.
 
-    If several are equally fast, the first one in :data:`~paceline.comm.algorithms.NAMES` counts. Costs are linear in
-    the bytes, so an algorithm that is fastest at both ends of a range is fastest throughout.
+    Ties go to the first one in :data:`~paceline.comm.algorithms.NAMES`. Costs are linear in the bytes, so an algorithm
+    that is fastest at both ends of a range is fastest throughout.
     """
     schedules = [schedule for name in NAMES if (schedule := build(name, size)).result == result]
 

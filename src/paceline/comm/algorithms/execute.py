@@ -19,8 +19,8 @@ from paceline.comm.arithmetic import reduce_into
 def execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.RedOpType = ReduceOp.SUM) -> None:
     """Execute this rank's part of `schedule` in place on a flat contiguous tensor. All members call this together.
 
-    A message to add is received into a scratch tensor, a message to copy directly into its place. For an average, the
-    caller scales the sum.
+    A message to be added is received into a scratch tensor, and a message to be copied is received directly into its
+    destination. For an average, the caller scales the sum.
     """
     members.guard(schedule.name, lambda: _execute(schedule, flat, members, op))
 
@@ -48,7 +48,7 @@ def _execute(schedule: Schedule, flat: Tensor, members: Members, op: ReduceOp.Re
             work.wait()
         for target, arrived in sums:
             reduce_into([target], [target, arrived], op)
-        # Wait after the sums, which do not depend on the sends, but before the next step, whose messages may overwrite
-        # sent data.
+        # Wait for the sends after the sums, which do not depend on them, but before the next step, which may overwrite
+        # the sent data.
         for work in sends:
             work.wait()

@@ -38,7 +38,7 @@ def linear_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> None
 
 
 def tree_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None) -> None:
-    """Copy rank `src`'s tensor to every rank down a binomial tree: ⌈log₂ p⌉ steps of n bytes."""
+    """Copy rank `src`'s tensor to every rank along a binomial tree: ⌈log₂ p⌉ steps of n bytes."""
     _run("tree_broadcast", tensor, group, root=("src", src))
 
 
@@ -48,12 +48,12 @@ def scatter_all_gather_broadcast(tensor: Tensor, *, src: int = 0, group: Any = N
 
 
 def linear_reduce(tensor: Tensor, *, dst: int = 0, op: ReduceOp.RedOpType = SUM, group: Any = None) -> None:
-    """Reduce all tensors into rank `dst`'s, one by one: p−1 steps of n bytes. The other tensors do not change."""
+    """Reduce all tensors into rank `dst`'s tensor, one by one: p−1 steps of n bytes. Other tensors do not change."""
     _run("linear_reduce", tensor, group, op, root=("dst", dst))
 
 
 def tree_reduce(tensor: Tensor, *, dst: int = 0, op: ReduceOp.RedOpType = SUM, group: Any = None) -> None:
-    """Reduce all tensors into rank `dst`'s up a binomial tree: ⌈log₂ p⌉ steps of n bytes.
+    """Reduce all tensors into rank `dst`'s tensor along a binomial tree: ⌈log₂ p⌉ steps of n bytes.
 
     Afterwards the other ranks' tensors hold partial sums.
     """
@@ -122,8 +122,8 @@ def _run(
             place = members.place_of(root[1], root[0])
         except UsageError as error:
             problem = problem or error
-    # A rank with a problem also takes part; otherwise the other ranks would wait for it. Exchange on the tensor's
-    # device if possible: the other ranks' tensors are probably there, and other backends would not reach them.
+    # A rank with invalid arguments also takes part; otherwise the other ranks would wait for it. Exchange on the
+    # tensor's device if possible: the other ranks' tensors are probably there, and other backends would not reach them.
     device = tensor.device if members.carries(tensor.device) else torch.device("cpu")
     calls = members.agree(_call(name, tensor, op, place, members, problem), device)
     if hosts is None:
@@ -132,7 +132,7 @@ def _run(
         raise problem
     schedule = build(name, members.size, place, hosts)
     flat = tensor.detach().view(-1)
-    # Outside inference mode torch refuses to write to inference tensors; inside, to save other tensors for backward.
+    # torch refuses to write to inference tensors outside inference mode, and to save other tensors for backward inside.
     with torch.inference_mode(tensor.is_inference()):
         execute(schedule, flat, members, op)
         if schedule.result == "reduce-scatter":
@@ -146,7 +146,7 @@ def _run(
 def _call(
     name: str, tensor: Tensor, op: ReduceOp.RedOpType, place: int, members: Members, problem: UsageError | None
 ) -> Call:
-    """Return the description of the call for the other ranks."""
+    """Return the description of the call that is sent to the other ranks."""
     host = host_number(members.rank, members.size) if name == "hierarchical_all_reduce" else 0
     if problem is not None:
         return Call(0, 0, 0, 0, 0, host, refused=1)

@@ -12,7 +12,7 @@ Four ranks, chunks A B C D. Partners exchange halves of the chunks that they sti
 
 For other p, the ranks beyond the largest power of two q are folded in: rank q+i first sends everything to rank i, which
 adds it, and at the end receives the result from it. Each chunk's sum is completed on one rank and copied from there, so
-all ranks end with the same bits.
+the results on all ranks are bit-identical.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Point to point: the root serves the other ranks one by one, in p−1 steps of n bytes. All-to-all is pairwise.
 
-It is the baseline for the other algorithms; with two ranks, none is better ::
+This is the baseline for the other algorithms, none of which is faster with two ranks ::
 
     broadcast from rank 1 of 4            reduction to rank 1 of 4
     step 1    1 → 2                       step 1    2 → 1    adds
@@ -31,7 +31,7 @@ def all_to_all(size: int) -> Schedule:
     """Build the pairwise exchange: in step k, rank r and rank r xor k swap the parts meant for each other.
 
     Chunk s·p + d is rank s's part for rank d, so all chunks together are p tensors of n bytes. If p is a power of two:
-    p−1 steps, (p−1)/p · n bytes from every rank. It exists only as a schedule.
+    p−1 steps, (p−1)/p · n bytes from every rank. There is no public function for it, only this schedule.
     """
     steps = (
         tuple(

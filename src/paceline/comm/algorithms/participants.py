@@ -1,4 +1,4 @@
-"""The ranks of a group: the messages between them, and their agreement on a collective before its first message."""
+"""The ranks of a group: messages between them, and the comparison of their arguments before a collective begins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TAG = 5202
 
 
 class Call(NamedTuple):
-    """A rank's description of a collective before it begins. All fields but the last two must be equal on all ranks."""
+    """A rank's description of a collective before it begins. Only the last two fields may differ between ranks."""
 
     algorithm: int
     numel: int
@@ -44,7 +44,7 @@ _WORDS = {"algorithm": "algorithms", "numel": "numbers of elements", "dtype": "d
 
 
 class Members:
-    """The ranks of a group, as seen from this rank. Here, ranks are places in the group, from 0 to size − 1."""
+    """The ranks of a group, as seen from this rank. Ranks are numbered within the group, from 0 to size − 1."""
 
     def __init__(self, group: Any = None) -> None:
         if group is None:
@@ -57,7 +57,7 @@ class Members:
         self._group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
-        known = group in get_known_groups()  # a bare ProcessGroupGloo is not
+        known = group in get_known_groups()  # a bare ProcessGroupGloo is not registered
         self.world_ranks: list[int] = dist.get_process_group_ranks(group) if known else list(range(self.size))
         """The members' global ranks, which error messages use."""
 
@@ -67,7 +67,7 @@ class Members:
         return f"rank {self.world_ranks[self.rank]}"
 
     def place_of(self, world_rank: int, argument: str) -> int:
-        """Return the place of a global rank in the group."""
+        """Convert a global rank to a rank within the group."""
         if world_rank not in self.world_ranks:
             raise UsageError(
                 f"{argument}={world_rank} is not a rank of the group, which has {named_ranks(self.world_ranks)}; "
@@ -84,7 +84,7 @@ class Members:
         return device.type == "cpu" or not isinstance(backend, dist.ProcessGroupGloo)
 
     def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> tuple[Any, Any]:
-        """Start these messages, each to or from a place; return the receive works and the send works."""
+        """Start these messages, each to or from a rank of the group; return the receive works and the send works."""
         if any(not tensor.is_cpu for tensor, _ in (*sends, *receives)):
             # One batch, because with NCCL two ranks that each send first would wait for each other.
             batch = [self._operation(dist.irecv, tensor, place) for tensor, place in receives]
@@ -106,7 +106,7 @@ class Members:
         received = [torch.empty_like(sent) for _ in range(self.size)]
         self.guard("agreement", lambda: self._group.allgather([received], [sent]).wait())
         calls = [Call(*fields.tolist()) for fields in received]
-        if call.refused:  # this rank raises its own, more specific error
+        if call.refused:  # this rank's own error is more specific
             return calls
         if refusing := [rank for rank, other in zip(self.world_ranks, calls, strict=True) if other.refused]:
             raise DesyncError(

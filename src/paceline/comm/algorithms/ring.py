@@ -17,7 +17,7 @@ All-gather: the sums go around the ring in the same direction and are copied ::
     step 3    A  .  C       A  B  .       .  B  C
     step 4    A  B  C       A  B  C       A  B  C
 
-Every chunk is summed along one path and then copied, so all ranks end with the same bits.
+Every chunk is summed along one path and then copied, so the results on all ranks are bit-identical.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.comm.algorithms.schedule import Schedule, Step, Transfer
 
 
 def reduce_scatter_steps(members: Sequence[int], blocks: Sequence[range]) -> list[Step]:
-    """Build the steps among `members`; the one in place i ends with the sum of ``blocks[i]``."""
+    """Build the steps among `members`; the i-th member ends with the sum of ``blocks[i]``."""
     size = len(members)
     return [
         tuple(
@@ -40,7 +40,7 @@ def reduce_scatter_steps(members: Sequence[int], blocks: Sequence[range]) -> lis
 
 
 def all_gather_steps(members: Sequence[int], blocks: Sequence[range]) -> list[Step]:
-    """Build the steps among `members`; the one in place i begins with ``blocks[i]``."""
+    """Build the steps among `members`; the i-th member begins with ``blocks[i]``."""
     size = len(members)
     return [
         tuple(

@@ -67,7 +67,7 @@ class Schedule:
 
 
 def bounds(count: int, chunks: int, first: int, last: int | None = None) -> slice:
-    """Return which of `count` elements are in chunk `first`, or in chunks `first` to `last`, exclusive."""
+    """Return the range of the `count` elements in chunk `first`, or in chunks `first` up to but excluding `last`."""
     last = first + 1 if last is None else last
     return slice(count * first // chunks, count * last // chunks)
 
@@ -102,12 +102,12 @@ def holdings(schedule: Schedule) -> list[list[list[Terms]]]:
 
 
 def together(*phases: Sequence[Step]) -> list[Step]:
-    """Merge phases that run at the same time; no rank is in two of them."""
+    """Merge phases that run at the same time. A rank must not be in more than one of them."""
     return [sum(steps, ()) for steps in zip_longest(*phases, fillvalue=())]
 
 
 def backwards(steps: Iterable[Step]) -> list[Step]:
-    """Reverse a reduction, which gives a broadcast: the last message comes first, copied from its receiver."""
+    """Turn a reduction into a broadcast: run its messages in reverse order and direction, copying instead of adding."""
     return [
         tuple(Transfer(sent.dst, sent.src, sent.chunks, reduce=False) for sent in step)
         for step in reversed(list(steps))

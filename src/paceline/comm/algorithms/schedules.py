@@ -1,4 +1,4 @@
-"""Every schedule by the name of its public function."""
+"""All schedules, by the name of their public function."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build(name: str, size: int, root: int = 0, hosts: Sequence[Hashable] | None 
         name: one of :data:`NAMES`.
         size: number of ranks, 1 or more.
         root: the source of a broadcast or the destination of a reduction; other algorithms ignore it.
-        hosts: the host of each rank, for ``"hierarchical_all_reduce"``; by default all are on one host.
+        hosts: the host of each rank, for ``"hierarchical_all_reduce"``; by default all ranks are on one host.
     """
     if size < 1:
         raise UsageError(f"size={size}, but a schedule needs at least 1 rank")

@@ -1,8 +1,8 @@
 """The binomial tree: in every step the number of ranks that have finished doubles, so ⌈log₂ p⌉ steps suffice.
 
-No algorithm has fewer steps, because in one step a rank reaches one other rank. See Thakur, Rabenseifner & Gropp,
-"Optimization of collective communication operations in MPICH", IJHPCA 19 (2005), for when it pays off: with short
-messages, because every step sends the whole message.
+No algorithm has fewer steps, because a rank can reach only one other rank per step. The tree pays off for short
+messages, because every step sends the whole message; see Thakur, Rabenseifner & Gropp, "Optimization of collective
+communication operations in MPICH", IJHPCA 19 (2005).
 
 Reduction to rank 0 of 6 ranks; ``→`` adds ::
 
@@ -10,8 +10,8 @@ Reduction to rank 0 of 6 ranks; ``→`` adds ::
     step 2    2 → 0
     step 3    4 → 0
 
-A broadcast is the same run backwards, copying: ``0 → 4``, then ``0 → 2``, then ``0 → 1, 2 → 3, 4 → 5``. Another root
-takes the place of rank 0, followed by the ranks after it in order. The whole tensor is one chunk.
+A broadcast runs the steps in reverse and copies instead of adding: ``0 → 4``, then ``0 → 2``, then ``0 → 1, 2 → 3, 4 →
+5``. Another root takes the place of rank 0, followed by the ranks after it in order. The whole tensor is one chunk.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from paceline.core.processes import OWN_BACKEND
 
 
 def register() -> None:
-    """Register the backend's name with torch, unless it already is."""
+    """Register the backend's name with torch if this has not been done yet."""
     if OWN_BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(OWN_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 

@@ -1,4 +1,4 @@
-"""Handles of operations that a process group has begun, and the thread that runs the asynchronous ones."""
+"""Handles of operations that a process group has begun, and the thread that runs asynchronous operations."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _value_of(future: torch.futures.Future[Any]) -> Any:
 
 
 def last_of(works: Sequence[Any]) -> Any:
-    """Return the last of several works. Our own finish in order, so wait only for the others."""
+    """Return the last of several works. Our own works finish in order, so wait only for other kinds of works."""
     for work in works[:-1]:
         if not isinstance(work, Handle):
             work.wait()

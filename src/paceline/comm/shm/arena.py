@@ -1,7 +1,7 @@
 """Memory shared by the ranks of one host.
 
-It is an anonymous file (``memfd``): it has no name, is not limited by ``/dev/shm``, and disappears with the last
-process that uses it. The file is sparse and as large as the host's memory. Pages are allocated on first use and
+The memory is an anonymous file (``memfd``), which has no name, is not limited by ``/dev/shm``, and disappears with the
+last process that uses it. The file is sparse and as large as the host's memory. Pages are allocated on first use and
 released when a piece is freed, so a rank maps the others' memory only once, and allocates in its own without notifying
 them.
 """

@@ -126,7 +126,7 @@ class Collectives:
         self._stage.stream(tensor.numel(), self._stage.half(tensor.dtype).numel(), begin)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
-        """Reduce input number `place` of all ranks into `output`."""
+        """Reduce the inputs with index `place` of all ranks into `output`."""
         scale = self._scale_of(op)
 
         def begin(turn: int, start: int, count: int) -> Begun:

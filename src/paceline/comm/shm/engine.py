@@ -6,10 +6,10 @@
     finished   once every rank has done k, so that no rank reads this rank's memory for it any longer
 
 Posting does not wait, so several operations can be under way. :meth:`Engine.progress` advances them without blocking.
-:meth:`Engine.wait` first polls for rings, the more often the better polling worked recently. Then it sleeps on eventfds
-*and* on the peers' pidfds, so that it notices at once which peer has ended. A ring adds the numbers of operations
-posted and done since the last ring to an eventfd. So ranks learn of progress through the kernel, which orders all
-writes before a ring ahead of all reads after it. Plain memory is never polled.
+:meth:`Engine.wait` first polls for rings, more often if polling succeeded recently. Then it sleeps on eventfds *and* on
+the peers' pidfds, so that it immediately detects which peer has ended. A ring adds the numbers of operations posted and
+done since the last ring to an eventfd. So ranks learn of progress through the kernel, which orders all writes before a
+ring ahead of all reads after it. Plain memory is never polled.
 
 A collective that consists of several operations posts the second one only after all ranks agree on the first
 (:meth:`Engine.agree`). Otherwise, after a mismatch, some ranks would have posted one more operation than others.
@@ -88,7 +88,7 @@ class Operation:
 
 
 def _nothing(_: list[Shown]) -> None:
-    """Take the place of a function that has computed its operation."""
+    """A no-op that replaces the function of a computed operation."""
 
 
 def is_computed(operation: Operation) -> bool:
@@ -148,7 +148,7 @@ class Engine:
     # -- posting and progress -----------------------------------------------------------------------------------
 
     def post(self, header: Header, shown: Shown, compute: Compute, *, is_own: bool = False) -> Operation:
-        """Begin an operation. Waits for other ranks only if too many operations are under way.
+        """Begin an operation. Waits for other ranks only if too many operations are in progress.
 
         Args:
             header: description of the operation, equal on every rank.
@@ -254,8 +254,8 @@ class Engine:
             if not operation.computed:
                 self._compute(operation)
                 is_waited_for |= not operation.is_own
-        # One ring for all computed operations, because each ring is a system call per peer. That peers may reuse memory
-        # is announced only with the next ring, unless they are about to run out.
+        # One ring for all computed operations, because each ring is a system call per peer. Peers learn that they may
+        # reuse memory only with the next ring, unless they are about to run out of it.
         if is_waited_for or self.signals.untold_done >= _UNTOLD:
             self.signals.ring()
         done = self.signals.done(self._done)
@@ -336,7 +336,7 @@ class Engine:
 
     def leave_to_parent(self) -> None:
         """In a forked child, release everything that belongs to the rank."""
-        self._lock = threading.RLock()  # at the fork, a thread of the rank may have held the old one
+        self._lock = threading.RLock()  # at the fork, a thread of the rank may have held the old lock
         self._broken = "this process was forked from a rank, and only the rank belongs to the group"
         self.arena.leave_to_parent()
         self._drop()

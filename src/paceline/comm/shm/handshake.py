@@ -103,7 +103,7 @@ def _advance(link: Introduction, rank: int, missing: set[int], connected: dict[i
 
 
 def _reach(address: str, rank: int, other: int, deadline: float, timeout: timedelta) -> socket.socket:
-    """Connect to rank `other`, which listens at `address`; if other processes fill its queue, wait for a place."""
+    """Connect to rank `other`, which listens at `address`; waits if its queue is full of other processes."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         left = max(0.01, deadline - time.monotonic())

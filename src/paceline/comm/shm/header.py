@@ -15,7 +15,7 @@ from paceline.core.processes.missing_ranks import ranks_by_value
 from paceline.errors import DesyncError
 
 SLOTS = 256
-"""Number of slots per rank, which operations use in turn. One fewer operation may be under way at a time."""
+"""Number of slots per rank, which operations use in turn. At most one fewer operation may be in progress."""
 _SAME = struct.Struct("@7q")
 _SHOWN = struct.Struct("@2q")
 _SLOTS_AT = 64  # byte of the first slot
@@ -50,7 +50,7 @@ class Kind(IntEnum):
     launched_gather = 7
     """Copies from other ranks' memory into tensors of this rank."""
     own_sum = 8
-    """A launched all-reduce that each rank computes for itself from what all ranks show."""
+    """A launched all-reduce that each rank computes itself from the operands that all ranks show."""
 
 
 _REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.own_sum)

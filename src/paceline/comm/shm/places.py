@@ -1,4 +1,4 @@
-"""Places in a rank's shared memory for the copies of tensors that it shows. The originals receive the results."""
+"""Places in a rank's shared memory for copies of tensors that it shows. Results are written to the original tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Places:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._used: deque[tuple[Tensor, Operation]] = deque()
-        """Each used place with its operation, oldest first; operations finish in the same order."""
+        """Places in use with their operations, oldest first; operations finish in this order."""
         self._lock = threading.Lock()
         """Held while taking a place."""
 
