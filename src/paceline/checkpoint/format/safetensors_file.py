@@ -1,7 +1,7 @@
 """Safetensors files: hashed while they are written, and read with the safetensors library.
 
 The format (https://github.com/huggingface/safetensors): the length of the header in 8 bytes, the header as JSON with
-dtype, shape and offsets per tensor, then the tensors' bytes, row-major and little-endian, without holes.
+dtype, shape and offsets per tensor, then the tensors' bytes, row-major and little-endian, without gaps.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Recovery:
             self.record.restore(step, source, max(0, self._redone + self._reached - step))
 
     def mark(self) -> bool:
-        """Mark the end of a step; return whether an optimizer step has ended, see :meth:`Boundary.mark`."""
+        """Mark the end of a step, and return whether an optimizer step has ended; see :meth:`Boundary.mark`."""
         latest = None if Recovery._latest is None else Recovery._latest()
         if latest is not self:
             if self._marks and latest is not None and not latest._is_closed and not Recovery._has_warned:

@@ -65,7 +65,7 @@ def snapshot(value: Any) -> Any:
 
 
 def from_snapshot(value: Any, name: str) -> Any:
-    """Return the value that a :func:`snapshot` was taken of."""
+    """Return the value that :func:`snapshot` copied."""
     if isinstance(value, Uncopied):
         return value.unchanged(name)
     kind = type(value)
@@ -162,7 +162,7 @@ class SmallBuffers:
         ]
 
     def _everything(self) -> dict[tuple[nn.Module, str], torch.Tensor | None]:
-        """Return all buffers, by their submodule and their name in it."""
+        """Return all buffers, by submodule and name."""
         parts = (part for module in self._modules for part in module.modules())
         return {(part, name): buffer for part in parts for name, buffer in part._buffers.items()}
 

@@ -106,7 +106,7 @@ def is_one_host(environment: Mapping[str, str], address: str) -> bool:
 
 
 def private_store(public: Store, rank: int, members: Sequence[int], timeout: timedelta, names: Sequence[int]) -> Store:
-    """Return a store for `members`, which are all on this host, closed to other users. All members call this.
+    """Return a store that other users cannot reach, for `members` on this host. All members call this.
 
     Args:
         public: a store that they already share, new for each call. It only transmits the path of the first member's

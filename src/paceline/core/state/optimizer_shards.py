@@ -1,7 +1,7 @@
 """States of sharded optimizers: the description in each shard, and the assembly of all ranks' shards.
 
 A shard is a dict like the result of ``torch.optim.Optimizer.state_dict``, with only this rank's piece of every
-parameter, in one dimension and in memory order. Its entry ``"shards"`` describes the pieces:
+parameter, flattened in memory order. Its entry ``"shards"`` describes the pieces:
 
     rank, ranks     the shard's rank, and the number of ranks
     pieces          by parameter, start and stop of its elements; whole parameters have no entry

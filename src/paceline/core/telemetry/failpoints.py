@@ -1,14 +1,14 @@
 """Failpoints: named moments when a test can make a rank fail. For tests only.
 
-The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semicolons. Each is a moment with
+The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semicolons. Each order is a moment with
 conditions::
 
     PACELINE_FAILPOINTS="bucket rank=1 at=5 do=kill; rescue start=0 rank=0"
 
 =========  ===========================================================================================================
-``rank``   the rank to strike; every rank by default
-``at``     which occurrence of the moment to strike, counted within one start; 1 by default. For moments of a training
-           step, this is the number of the step, counted from the first step of this start
+``rank``   the rank that fails; every rank by default
+``at``     the occurrence of the moment at which the rank fails, counted within one start; 1 by default. For
+           moments of a training step, this is the number of the step, counted from the first step of this start
 ``start``  number of restarts before this start: 0, the default, is the first start; ``any`` is every start
 ``do``     ``kill`` (SIGKILL, the default), ``abort`` (SIGABRT), ``raise`` (an exception), ``exit`` (as
            ``sys.exit(0)``), ``stop`` (SIGSTOP), or a number of seconds to sleep

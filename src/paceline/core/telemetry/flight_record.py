@@ -1,12 +1,12 @@
 """The flight record: a small file in memory with a rank's current phase, which other processes can read at any time.
 
-The launcher creates a file of :data:`SIZE` bytes for each of its ranks, see
+The launcher creates a file of :data:`SIZE` bytes for each of its ranks; see
 :mod:`paceline.core.telemetry.job_directory`. A rank maps the file and writes to it without a system call, so the last
 entry survives SIGKILL. Areas, by offset:
 
     0     head     version, process, rank, world size, host: written once, its first bytes last
-    256   phase    phase, bucket, since when
-    320   step     steps done, and how long they took and waited
+    256   phase    phase, bucket, start time
+    320   step     number of steps, their durations and waiting times
     384   raised   the phase that an exception left, with its start and end
     448   job      the job's last completed step, and the first step of this start
     512   free     zeros, reserved for new areas; readers ignore areas that they do not know

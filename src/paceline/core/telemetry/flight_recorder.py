@@ -47,7 +47,7 @@ class BlackBox:
 
     A Checkpointer marks the job's steps. Without a Checkpointer, the black box counts the steps that it times. It
     starts at the restored step, or at 0 in the first start of the ranks. The step is unknown in other cases, or if
-    several wrappers are trained in turns.
+    several wrappers are trained alternately.
 
     Args:
         path: path of the file.

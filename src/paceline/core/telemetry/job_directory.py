@@ -5,8 +5,8 @@ the path to its ranks. The environment variable :data:`PARENT` names a location 
 the folder:
 
     job.json    the launcher, its command, and the processes of the ranks
-    rank-<n>    the black box of each rank of this host, see :mod:`paceline.core.telemetry.flight_record`
-    spare/      a reserved page for each rank's step record, in case memory is full, see :mod:`.step_progress`
+    rank-<n>    the black box of each rank of this host; see :mod:`paceline.core.telemetry.flight_record`
+    spare/      a reserved page for each rank's step record, in case memory is full; see :mod:`.step_progress`
     lock        locked while the launcher runs
 
 The locations are open to all users, so folders of other users are ignored. The launcher removes its folder when the job

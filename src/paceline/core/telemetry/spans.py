@@ -4,15 +4,15 @@ While a torch profiler runs, the same labels appear in its trace, through ``torc
 messages and docs use the same labels. One step, in order:
 
     data wait    the loop waits for a batch from a Paceline DataLoader
-    forward      the wrapped module's forward
-    backward     from the start of a backward until its last gradient has arrived
+    forward      the wrapped module's forward pass
+    backward     from the start of a backward pass until its last gradient has arrived
     launch       bucket `bucket` is complete and handed to communication (usually inside ``backward``)
     control      the control block is filled and launched
     wait         the end of backward waits for everything that was launched
     bucket wait  the wait for bucket `bucket` (inside ``wait``)
     reduce       this rank reduces its share of a bucket in shared memory (inside ``backward`` or ``wait``)
     optimizer    an optimizer updates the wrapper's parameters
-    checkpoint   a Checkpointer saves, waits for a save, restores, or looks into its folder
+    checkpoint   a Checkpointer saves, waits for a save, restores, or reads its folder
 
 and, while a profiler records, ``collective``: a function of ``torch.distributed`` that the program calls. A detailed
 recorder also records marks, which are spans of zero length: ``gradient`` when the gradient of parameter `bucket`

@@ -3,7 +3,7 @@
 Ranks on the launcher's host keep it in ``<job's folder>/steps/<key of the checkpoint folder>/rank-<n>``. At a restart
 the launcher moves it to ``steps-before``. A rank has *prepared* a step when it has its averaged gradients and has
 stored its per-rank states. It has *completed* the step when the optimizer has stepped and all registered objects are
-consistent again. No optimizer takes its step before all ranks have prepared it, see
+consistent again. No optimizer steps before all ranks have prepared the step; see
 :class:`paceline.checkpoint.steps.step_boundary.Boundary`. If a rank dies, the others have therefore completed the same
 step, or are about to.
 

@@ -124,7 +124,7 @@ class RankRun:
         ours, theirs = Pipe()
         note, drawn = Note(), random.getstate()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.12 warns about threads
+            warnings.simplefilter("ignore")  # since 3.12, Python warns if a process with threads forks
             pid = os.fork()
         if pid == 0:
             port = listener.getsockname()[1]

@@ -76,7 +76,7 @@ class Recorder:
         """The latest asynchronous call of each group."""
 
     def install(self) -> None:
-        """Start to record calls to torch's functions. Skip ``monitored_barrier``, which itself names missing ranks."""
+        """Start recording calls to torch's functions. Skip ``monitored_barrier``, which itself names missing ranks."""
         Recorder.current = self
         for name in (*COLLECTIVES, *ONE_TO_ONE):
             if (cell := cell_of(name)) is not None:
