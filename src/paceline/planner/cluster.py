@@ -1,0 +1,73 @@
+"""Devices in hosts, the links between them, and the time of a collective on both."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.planner.calibration import Calibration
+
+Kind = Literal["peer", "staged", "rdma", "tcp", "measured"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection between devices of a host, or of a host to others."""
+
+    name: str
+    bytes_per_s: float
+    """Nominal speed in one direction: of a device inside a host, or of a whole host."""
+    latency_s: float
+    kind: Kind
+    """Inside a host, ``peer`` for direct copies between devices, or ``staged`` for copies through the host's memory.
+    Between hosts, ``rdma`` or ``tcp``. If ``measured``, `bytes_per_s` is the real speed and is not scaled."""
+
+    def seconds_per_byte(self, ends: int, calibration: Calibration) -> float:
+        """Return the seconds per byte sent, if `ends` devices or hosts communicate."""
+        nominal = 1 / self.bytes_per_s
+        if self.kind == "peer":
+            return calibration.inside * nominal
+        if self.kind == "staged":  # devices share the bandwidth of the host's memory
+            return calibration.inside * calibration.staged * math.sqrt(ends / 2) * nominal
+        if self.kind == "rdma":
+            return calibration.between * nominal
+        return max(calibration.between * nominal, 1 / calibration.tcp) if self.kind == "tcp" else nominal
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal hosts with equal devices."""
+
+    devices_per_host: int
+    inside: Link
+    between: Link
+    reduces_on_cpu: bool = False
+    """Whether the cores of each host reduce what arrives from other hosts."""
+    cores: float | None = None
+    """Cores of a host that the ranks share, if they compute on the CPU."""
+
+    def all_reduce_seconds(self, ranks: int, nbytes: float, calibration: Calibration) -> float:
+        """Return the seconds of an all-reduce of `nbytes` on each of `ranks` ranks.
+
+        A ring inside each host, and between the hosts the faster of a ring and a pipelined tree, as in NCCL. Thakur,
+        Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19 (2005); Sanders,
+        Speck & Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35
+        (2009).
+        """
+        local, hosts = min(ranks, self.devices_per_host), math.ceil(ranks / self.devices_per_host)
+        seconds = 0.0
+        if local > 1:
+            per_byte = self.inside.seconds_per_byte(local, calibration)
+            seconds += 2 * (local - 1) * (self.inside.latency_s + nbytes / local * per_byte)
+        if hosts > 1:
+            per_byte = self.between.seconds_per_byte(hosts, calibration)
+            per_byte += calibration.cpu if self.reduces_on_cpu else 0.0
+            ring = 2 * (hosts - 1) * (self.between.latency_s + nbytes / hosts * per_byte)
+            tree = 2 * math.ceil(math.log2(hosts)) * self.between.latency_s + 2 * nbytes * per_byte
+            seconds += min(ring, tree)
+        return seconds
+
+    def stretch(self, ranks: int, busy_cores: float) -> float:
+        """Return the factor by which ranks that each keep `busy_cores` busy slow each other down on a host."""
+        return 1.0 if self.cores is None else max(1.0, min(ranks, self.devices_per_host) * busy_cores / self.cores)

@@ -1,0 +1,164 @@
+"""Predicted step time, throughput and efficiency on N ranks, and what a change would save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.ddp.options.buckets import MIB
+from paceline.planner.calibration import FLOOR, PUBLISHED, Calibration
+from paceline.planner.cluster import Cluster
+from paceline.planner.simulation import StepTime, simulate
+from paceline.planner.workload import Layer, Workload
+
+WORTH = 1.5
+"""Doubling the ranks pays while it multiplies the useful throughput by at least this: half of what was added."""
+BUCKETS_MIB = (0.25, 1, 2, 5, 10, 25, 50, 100, 400)
+"""Capacities to try."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step on N ranks."""
+
+    ranks: int
+    step: StepTime
+    samples_per_s: float
+    efficiency: float
+    """Throughput divided by N times the throughput of one rank."""
+    low: float
+    high: float
+    """The 80 % interval of the efficiency."""
+    progress: float = 1.0
+    """Progress per sample, relative to a batch far below the critical batch size; 1 if that is unknown."""
+
+    def seconds(self, samples: float) -> float:
+        """Return the seconds for `samples`, such as those of an epoch."""
+        return samples / self.samples_per_s
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is predicted: a workload on a cluster, with constants."""
+
+    workload: Workload
+    cluster: Cluster
+    calibration: Calibration = PUBLISHED
+    critical_batch: float | None = None
+    """Critical batch size in samples; None if unknown."""
+
+    def step(self, ranks: int) -> StepTime:
+        """Return the time of a step on `ranks` ranks."""
+        work, calibration = self.workload, self.calibration
+        stretch = self.cluster.stretch(ranks, work.busy_cores)
+        if stretch > 1:
+            work = stretched(work, stretch)
+        if ranks == 1:
+            return StepTime(work.compute_s, 0.0)
+        step = simulate(
+            work, lambda nbytes: self.cluster.all_reduce_seconds(ranks, nbytes, calibration), calibration.interference
+        )
+        deviation = calibration.jitter * work.compute_s + calibration.jitter_s
+        if work.jitter is not None:
+            deviation = work.jitter * work.compute_s
+        return replace(step, jitter_s=deviation * math.sqrt(2 * math.log(ranks)))
+
+    def predict(self, ranks: int) -> Prediction:
+        """Return the prediction for `ranks` ranks."""
+        step = self.step(ranks)
+        efficiency = self.step(1).length_s / step.length_s
+        loss = FLOOR + max(0.0, 1 - efficiency)
+        batch = ranks * self.workload.samples
+        return Prediction(
+            ranks,
+            step,
+            batch / step.length_s,
+            efficiency,
+            max(0.0, efficiency + self.calibration.low * loss) if ranks > 1 else 1.0,
+            efficiency + self.calibration.high * loss if ranks > 1 else 1.0,
+            1.0 if self.critical_batch is None else 1 / (1 + batch / self.critical_batch),
+        )
+
+
+def stretched(work: Workload, factor: float) -> Workload:
+    """Return `work` with all times multiplied by `factor`."""
+    return replace(
+        work,
+        forward_s=factor * work.forward_s,
+        layers=[Layer(factor * layer.backward_s, layer.nbytes) for layer in work.layers],
+        optimizer_s=factor * work.optimizer_s,
+        other_s=factor * work.other_s,
+    )
+
+
+def stops_paying(job: Job, most: int) -> int | None:
+    """Return the number of ranks, a power of two, that is not worth doubling; None if that is beyond `most`."""
+    ranks = 1
+    while 2 * ranks <= most:
+        now, doubled = job.predict(ranks), job.predict(2 * ranks)
+        if doubled.samples_per_s * doubled.progress < WORTH * now.samples_per_s * now.progress:
+            return ranks
+        ranks *= 2
+    return None
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a change does to the time per sample."""
+
+    change: str
+    saving: float
+    """Share of the time per sample that it saves; negative if it costs time."""
+
+
+def effects(job: Job, ranks: int, compute_speedup: float | None = None) -> Sequence[Effect]:
+    """Return the predicted effects of changes on `ranks` ranks.
+
+    Args:
+        job: the job to change.
+        ranks: the number of ranks.
+        compute_speedup: factor by which a lower precision speeds up computing; None if unknown.
+    """
+    now = job.step(ranks).length_s / job.workload.samples
+    return [
+        Effect(change, 1 - step.length_s / samples / now)
+        for change, step, samples in _changed(job, ranks, compute_speedup)
+    ]
+
+
+def best_bucket_mib(job: Job, ranks: int, candidates: Sequence[float] = BUCKETS_MIB) -> tuple[float, float]:
+    """Return the capacity in MiB with the shortest step, and the step's seconds."""
+    steps = [(_with_buckets(job, size).step(ranks).length_s, size) for size in candidates]
+    seconds, size = min(steps)
+    return size, seconds
+
+
+def _with_buckets(job: Job, mib: float) -> Job:
+    return replace(job, workload=replace(job.workload, bucket_bytes=(int(mib * MIB),)))
+
+
+def _with_bytes(job: Job, factor: float) -> Job:
+    layers = [Layer(layer.backward_s, round(factor * layer.nbytes)) for layer in job.workload.layers]
+    # Buckets are filled by the uncompressed gradients.
+    capacities = tuple(max(1, int(factor * capacity)) for capacity in job.workload.bucket_bytes)
+    return replace(job, workload=replace(job.workload, layers=layers, bucket_bytes=capacities))
+
+
+def _changed(job: Job, ranks: int, compute_speedup: float | None) -> Iterator[tuple[str, StepTime, float]]:
+    """Yield each change with the step's time and samples per rank after it."""
+    work = job.workload
+    size, _ = best_bucket_mib(job, ranks)
+    yield f"bucket_cap_mb={size:g}", _with_buckets(job, size).step(ranks), work.samples
+    for factor in (2, 4):
+        accumulated = replace(work, micro_batches=factor * work.micro_batches)
+        yield f"accumulate {factor} batches", replace(job, workload=accumulated).step(ranks), factor * work.samples
+    if compute_speedup is not None:
+        yield "bf16 precision", replace(job, workload=stretched(work, 1 / compute_speedup)).step(ranks), work.samples
+    yield "bf16 gradients (Cast)", _with_bytes(job, 1 / 2).step(ranks), work.samples
+    yield "8-bit gradients (Int8)", _with_bytes(job, 1 / 4).step(ranks), work.samples
+    sharded = replace(work, optimizer_s=work.optimizer_s / ranks)
+    step = replace(job, workload=sharded).step(ranks)
+    # The updated parameters are gathered after the step: half of an all-reduce.
+    gather = job.cluster.all_reduce_seconds(ranks, work.nbytes, job.calibration) / 2
+    yield "sharded optimizer", replace(step, exposed_s=step.exposed_s + gather), work.samples
