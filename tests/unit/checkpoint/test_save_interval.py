@@ -1,0 +1,96 @@
+"""When `step()` saves: automatic intervals follow the cost of the job's own saves, and are the same on every rank."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from paceline.checkpoint import Checkpointer
+from paceline.checkpoint.saving import due_saves
+from paceline.checkpoint.saving.due_saves import automatic_interval, young_interval
+from paceline.checkpoint.saving.run_folder import RunFolder
+from paceline.core.processes import consensus
+from paceline.core.processes.world import World
+from paceline.errors import UsageError
+from twins import Pools
+
+
+@pytest.mark.parametrize(
+    ("save_s", "hosts", "interval_s"),
+    [
+        (None, 1, 60),  # the first save measures the cost
+        (0.01, 1, 674),
+        (1.0, 1, 3600),  # 6,743 s without the upper bound
+        (100.0, 1, 5000),  # an hour would cost 2.8 %
+        (1.0, 64, 843),
+        (30.0, 2048, 816),
+        (0.1, 2048, 60),  # 47 s without the lower bound
+    ],
+)
+def test_an_automatic_interval_is_youngs_between_a_minute_and_an_hour(
+    save_s: float | None, hosts: int, interval_s: float
+) -> None:
+    assert automatic_interval(save_s, hosts) == pytest.approx(interval_s, rel=1e-3)
+
+
+def test_youngs_interval_loses_as_much_to_saves_as_to_failures() -> None:
+    interval = young_interval(5.0, 8640.0)
+    assert 5.0 / interval == pytest.approx(interval / 2 / 8640.0)
+
+
+STEP_S = 20.0
+
+
+def trained(world: World, folder: Path, async_save: bool, save_s: float) -> tuple[list[int], int]:
+    """Return the saved steps of 400, by a clock that only steps and saves move, and the number of decisions."""
+    now, decisions, decide, save = 0.0, 0, consensus.decide, RunFolder.save
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal decisions
+        decisions += 1
+        return decide(*arguments)
+
+    def timed(*arguments: Any) -> Path:
+        nonlocal now
+        now += save_s
+        return save(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(due_saves, "time", SimpleNamespace(monotonic=lambda: now))
+        patch.setattr(RunFolder, "save", timed)
+        checkpointer = Checkpointer(folder, keep=99, every="auto", async_save=async_save)
+        checkpointer.register("model", nn.Linear(2, 2))
+        patch.setattr(due_saves, "consensus", SimpleNamespace(decide=counted, here=consensus.here))
+        for _ in range(400):
+            now += STEP_S * (1 + 4 * world.rank)  # only rank 0's clock matters
+            checkpointer.step()
+        checkpointer.wait()
+        saved = checkpointer.steps()
+        checkpointer.close()
+    return saved, decisions
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize(("save_s", "interval_s"), [(0.01, 674), (0.5, 3600)])
+def test_the_interval_follows_the_cost_of_saves_and_is_the_same_on_every_rank(
+    pools: Pools, tmp_path: Path, async_save: bool, save_s: float, interval_s: float
+) -> None:
+    (saved, decisions), other = pools.run(2, trained, tmp_path, async_save, save_s)
+    assert other == (saved, decisions)
+    first, *_ = saved
+    assert first * STEP_S == pytest.approx(60, abs=2 * STEP_S)
+    gaps = [STEP_S * (later - earlier) for earlier, later in pairwise(saved)]
+    assert len(gaps) == int(8000 / interval_s)
+    assert all(interval_s <= gap < interval_s + 2 * STEP_S for gap in gaps)
+    assert decisions < 120  # most of the 400 steps need no collective
+
+
+@pytest.mark.parametrize("every", ["hourly", 0, True, 1.5])
+def test_an_unknown_interval_is_refused(tmp_path: Path, every: Any) -> None:
+    with pytest.raises(UsageError, match="must be a positive number of steps, a positive timedelta or 'auto'"):
+        Checkpointer(tmp_path, every=every)
