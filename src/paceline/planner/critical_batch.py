@@ -1,0 +1,92 @@
+"""The critical batch size: up to it, a larger batch mostly saves steps; beyond it, it mostly costs samples.
+
+After McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model of Large-Batch Training" (2018). Its
+appendix A.1 estimates it from gradient norms. A rank's gradient over b samples and the average over B = N·b samples
+have expected squared norms
+
+    |G|² + S / b        and        |G|² + S / B
+
+so together they give unbiased estimates of |G|², the true gradient's squared norm, and of S, the variance of one
+sample's gradient. S and |G|² are averaged over steps before they are divided. The noise scale S / |G|² is the critical
+batch size C, and steps and samples to the same loss follow (steps/Smin - 1)·(samples/Emin - 1) = 1:
+
+    steps = Smin · (1 + C/B)        and        samples = Emin · (1 + B/C)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+FEWEST = 5
+"""Minimum number of steps for an estimate."""
+Norms = tuple[float, float, float, int]
+"""One step: mean squared norm of the ranks' gradients, squared norm of their average, total samples, number of
+ranks."""
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """The gradient noise scale of measured steps."""
+
+    steps: int
+    """Number of measured steps."""
+    batch: float
+    """Samples in a step, summed over all ranks."""
+    value: float | None
+    """Critical batch size in samples; None if noise hides the gradient."""
+
+
+@dataclass(frozen=True)
+class TradeOff:
+    """Time and cost of training to the same loss with a batch size."""
+
+    batch: float
+    steps: float
+    """Optimizer steps, relative to the fewest possible: those with the true gradient."""
+    samples: float
+    """Samples, relative to the fewest possible: those with a tiny batch."""
+
+
+def estimate(steps: Sequence[Norms]) -> NoiseScale | None:
+    """Return the noise scale; None if too few steps had two or more ranks."""
+    gradients, variances = [], []
+    for local, averaged, samples, ranks in steps:
+        if ranks > 1 and samples > 0:
+            gradients.append((ranks * averaged - local) / (ranks - 1))
+            variances.append((local - averaged) * samples / (ranks - 1))
+    if len(gradients) < FEWEST:
+        return None
+    gradient, variance = math.fsum(gradients), math.fsum(variances)
+    value = variance / gradient if gradient > 0 and variance > 0 else None
+    return NoiseScale(len(gradients), fmean(samples for _, _, samples, _ in steps), value)
+
+
+def trade_off(batch: float, critical_batch: float) -> TradeOff:
+    """Return time and cost of `batch`. At the knee, `critical_batch`, both are twice their minimum."""
+    return TradeOff(batch, 1 + critical_batch / batch, 1 + batch / critical_batch)
+
+
+def curve(critical_batch: float, doublings: int = 6) -> list[TradeOff]:
+    """Return the trade-offs to plot, `doublings` of the batch to each side of the knee."""
+    return [trade_off(critical_batch * 2.0**power, critical_batch) for power in range(-doublings, doublings + 1)]
+
+
+def verdict(batch: float, critical_batch: float | None) -> str:
+    """Return a sentence that says whether a larger global batch pays."""
+    if critical_batch is None:
+        return (
+            f"Noise hides the gradient: the critical batch size is far above the {batch:.0f} samples of a step, so "
+            "more ranks pay off."
+        )
+    pays = "more ranks pay off" if batch < critical_batch / 2 else "more ranks pay off only a little"
+    if batch > 2 * critical_batch:
+        pays = "more ranks do not pay off"
+    at = trade_off(batch, critical_batch)
+    return (
+        f"The critical batch size is about {critical_batch:.0f} samples at this point in training, and a step has "
+        f"{batch:.0f}: {pays}. Training takes {at.steps:.1f} times the fewest possible steps and {at.samples:.1f} "
+        "times the fewest possible samples."
+    )

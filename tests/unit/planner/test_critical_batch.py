@@ -1,0 +1,63 @@
+"""The critical batch size: found in gradients with known noise, and what it means for time and cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.planner.critical_batch import NoiseScale, curve, estimate, trade_off, verdict
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_noise_scale_of_gradients_with_known_noise_is_found(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    true = torch.randn(1000, generator=generator, dtype=torch.float64) / 10
+    sigma, each = 0.5, 16
+    steps = []
+    for _ in range(200):
+        noise = torch.randn(ranks, 1000, generator=generator, dtype=torch.float64) * sigma / each**0.5
+        local = true + noise
+        norms = (local.square().sum(1).mean().item(), local.mean(0).square().sum().item())
+        steps.append((*norms, float(each * ranks), ranks))
+    scale = estimate(steps)
+    assert scale is not None
+    assert scale.value == pytest.approx(1000 * sigma**2 / true.square().sum().item(), rel=0.1)
+    assert (scale.steps, scale.batch) == (200, each * ranks)
+
+
+def test_the_noise_scale_is_unknown_after_too_few_steps_on_one_rank_or_if_noise_hides_the_gradient() -> None:
+    assert estimate([(2.0, 1.0, 8.0, 2)] * 4) is None
+    assert estimate([(2.0, 1.0, 8.0, 1)] * 9) is None
+    assert estimate([(2.0, 0.9, 8.0, 2)] * 9) == NoiseScale(9, 8.0, None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "samples"),
+    [(1000.0, 2.0, 2.0), (250.0, 5.0, 1.25), (4000.0, 1.25, 5.0), (1.0, 1001.0, 1.001)],
+)
+def test_time_and_cost_trade_off(batch: float, steps: float, samples: float) -> None:
+    there = trade_off(batch, 1000.0)
+    assert (there.steps, there.samples) == pytest.approx((steps, samples))
+    assert (there.steps - 1) * (there.samples - 1) == pytest.approx(1)
+
+
+def test_the_knee_is_in_the_middle_of_the_curve() -> None:
+    points = curve(640.0)
+    middle = points[len(points) // 2]
+    assert (middle.batch, middle.steps, middle.samples) == (640.0, 2.0, 2.0)
+    assert [point.batch for point in points] == [10.0 * 2**power for power in range(13)]
+    # A batch at the knee costs least if steps and samples count the same.
+    assert min(points, key=lambda point: point.steps * point.samples) == middle
+
+
+@pytest.mark.parametrize(
+    ("batch", "critical_batch", "words"),
+    [
+        (64, 900, "has 64: more ranks pay off. Training takes 15.1 times the fewest possible steps and 1.1 times"),
+        (900, 900, "more ranks pay off only a little. Training takes 2.0 times the fewest possible steps and 2.0"),
+        (4000, 900, "more ranks do not pay off"),
+        (64, None, "far above the 64 samples of a step, so more ranks pay off"),
+    ],
+)
+def test_the_verdict_says_whether_more_ranks_pay(batch: float, critical_batch: float | None, words: str) -> None:
+    assert words in verdict(batch, critical_batch)
