@@ -8,7 +8,7 @@ from typing import Literal
 
 from paceline.planner.calibration import Calibration
 
-Kind = Literal["peer", "staged", "rdma", "tcp", "measured"]
+Kind = Literal["peer", "staged", "rdma", "tcp", "memory", "measured"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Link:
     latency_s: float
     kind: Kind
     """Inside a host, ``peer`` for direct copies between devices, or ``staged`` for copies through the host's memory.
-    Between hosts, ``rdma`` or ``tcp``. If ``measured``, `bytes_per_s` is the real speed and is not scaled."""
+    Between hosts, ``rdma`` or ``tcp``. If ``measured``, `bytes_per_s` is the real speed and is not scaled; if
+    ``memory``, it is the measured speed of an all-reduce through memory that the ranks of a host share."""
 
     def seconds_per_byte(self, ends: int, calibration: Calibration) -> float:
         """Return the seconds per byte sent, if `ends` devices or hosts communicate."""
@@ -46,9 +47,14 @@ class Cluster:
     """Whether the cores of each host reduce what arrives from other hosts."""
     cores: float | None = None
     """Cores of a host that the ranks share, if they compute on the CPU."""
+    contention: float = 0.0
+    """Slowdown of a rank's computing by each further rank that computes on the CPU of the same host, such as through
+    its caches and memory."""
 
-    def all_reduce_seconds(self, ranks: int, nbytes: float, calibration: Calibration) -> float:
+    def all_reduce_seconds(self, ranks: int, nbytes: float, calibration: Calibration, stretch: float = 1.0) -> float:
         """Return the seconds of an all-reduce of `nbytes` on each of `ranks` ranks.
+
+        Communication inside a host takes `stretch` times as long, because it needs the cores that the ranks share.
 
         A ring inside each host, and between the hosts the faster of a ring and a pipelined tree, as in NCCL. Thakur,
         Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19 (2005); Sanders,
@@ -57,9 +63,11 @@ class Cluster:
         """
         local, hosts = min(ranks, self.devices_per_host), math.ceil(ranks / self.devices_per_host)
         seconds = 0.0
-        if local > 1:
+        if local > 1 and self.inside.kind == "memory":  # every rank reads and writes all bytes once
+            seconds += stretch * (self.inside.latency_s + nbytes / self.inside.bytes_per_s)
+        elif local > 1:
             per_byte = self.inside.seconds_per_byte(local, calibration)
-            seconds += 2 * (local - 1) * (self.inside.latency_s + nbytes / local * per_byte)
+            seconds += stretch * 2 * (local - 1) * (self.inside.latency_s + nbytes / local * per_byte)
         if hosts > 1:
             per_byte = self.between.seconds_per_byte(hosts, calibration)
             per_byte += calibration.cpu if self.reduces_on_cpu else 0.0
@@ -70,4 +78,8 @@ class Cluster:
 
     def stretch(self, ranks: int, busy_cores: float) -> float:
         """Return the factor by which ranks that each keep `busy_cores` busy slow each other down on a host."""
-        return 1.0 if self.cores is None else max(1.0, min(ranks, self.devices_per_host) * busy_cores / self.cores)
+        if not (self.cores and busy_cores):
+            return 1.0
+        local = min(ranks, self.devices_per_host)
+        at_once = max(1.0, min(local, self.cores / busy_cores))
+        return (1 + self.contention * (at_once - 1)) * max(1.0, local * busy_cores / self.cores)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.ddp.options.buckets import MIB
+from paceline.ddp.options.config import capacities
 from paceline.planner.calibration import FLOOR, PUBLISHED, Calibration
 from paceline.planner.cluster import Cluster
 from paceline.planner.simulation import StepTime, simulate
@@ -56,9 +56,13 @@ class Job:
             work = stretched(work, stretch)
         if ranks == 1:
             return StepTime(work.compute_s, 0.0)
-        step = simulate(
-            work, lambda nbytes: self.cluster.all_reduce_seconds(ranks, nbytes, calibration), calibration.interference
-        )
+
+        def reduce_seconds(nbytes: float) -> float:
+            return self.cluster.all_reduce_seconds(ranks, nbytes, calibration, stretch)
+
+        step = simulate(work, reduce_seconds, calibration.interference)
+        if stretch > 1:  # ranks compute while others wait
+            return step
         deviation = calibration.jitter * work.compute_s + calibration.jitter_s
         if work.jitter is not None:
             deviation = work.jitter * work.compute_s
@@ -135,14 +139,14 @@ def best_bucket_mib(job: Job, ranks: int, candidates: Sequence[float] = BUCKETS_
 
 
 def _with_buckets(job: Job, mib: float) -> Job:
-    return replace(job, workload=replace(job.workload, bucket_bytes=(int(mib * MIB),)))
+    return replace(job, workload=replace(job.workload, bucket_bytes=capacities(mib, None)))
 
 
 def _with_bytes(job: Job, factor: float) -> Job:
     layers = [Layer(layer.backward_s, round(factor * layer.nbytes)) for layer in job.workload.layers]
     # Buckets are filled by the uncompressed gradients.
-    capacities = tuple(max(1, int(factor * capacity)) for capacity in job.workload.bucket_bytes)
-    return replace(job, workload=replace(job.workload, layers=layers, bucket_bytes=capacities))
+    sizes = tuple(max(1, int(factor * size)) for size in job.workload.bucket_bytes)
+    return replace(job, workload=replace(job.workload, layers=layers, bucket_bytes=sizes))
 
 
 def _changed(job: Job, ranks: int, compute_speedup: float | None) -> Iterator[tuple[str, StepTime, float]]:

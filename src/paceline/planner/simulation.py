@@ -17,6 +17,8 @@ class StepTime:
     compute_s: float
     exposed_s: float
     """Communication that the step waits for after backward."""
+    hidden_s: float = 0.0
+    """Communication that overlaps with backward."""
     interference_s: float = 0.0
     """Slowdown of backward by communication that overlaps with it."""
     jitter_s: float = 0.0
@@ -49,4 +51,4 @@ def simulate(workload: Workload, reduce_seconds: Callable[[float], float], inter
     timeline = backward_timeline(workload, reduce_seconds)
     reducing = sum(end - begin for begin, end in zip(timeline.begin, timeline.end, strict=True))
     hidden = max(0.0, reducing - timeline.exposed)
-    return StepTime(workload.compute_s, timeline.exposed, interference * hidden)
+    return StepTime(workload.compute_s, timeline.exposed, hidden, interference * hidden)

@@ -33,8 +33,9 @@ class Workload:
     samples: float
     """Samples per device and optimizer step."""
     optimizer_s: float = 0.0
+    """Seconds of an optimizer step, and of saves."""
     other_s: float = 0.0
-    """Seconds per optimizer step in the loop's own code and in waiting for data."""
+    """Seconds per micro-batch in the loop's own code and in waiting for data."""
     micro_batches: int = 1
     bucket_bytes: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
     """Capacities of the first, second, … bucket; the last one applies to all further buckets."""
@@ -56,7 +57,7 @@ class Workload:
     @property
     def compute_s(self) -> float:
         """Seconds of a step without communication."""
-        return self.micro_batches * (self.forward_s + self.backward_s) + self.optimizer_s + self.other_s
+        return self.micro_batches * (self.forward_s + self.backward_s + self.other_s) + self.optimizer_s
 
 
 def equal_layers(seconds: float, nbytes: float, samples: float, count: int = EQUAL_LAYERS) -> Workload:

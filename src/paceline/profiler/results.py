@@ -9,12 +9,12 @@ from pathlib import Path
 
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.strict_json import shown
+from paceline.core.untrusted_files import new_file
 from paceline.errors import UsageError
 from paceline.profiler.analysis.analyze import read_facts, report_of, summary
 from paceline.profiler.page import page
 from paceline.profiler.records.rank_file import KILLED, RankRecord
 from paceline.profiler.records.steps import FLUSH_S, WARM_UP
-from paceline.profiler.records.untrusted_files import new_file
 from paceline.profiler.report.report import Report
 from paceline.profiler.traces.chrome_trace import write_trace
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.planner.profiles import fit
 from paceline.profiler.analysis.analyze import summary
-from paceline.profiler.analysis.bucket_sizes import fit
 from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.analysis.noise_scale import estimate

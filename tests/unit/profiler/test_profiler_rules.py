@@ -398,7 +398,7 @@ def test_other_bucket_sizes_are_compared_with_those_of_the_run() -> None:
     """It was taken to have the default's buckets: here two, whose messages cost no more than one."""
     made = records(2, 40, travel=0.08, buckets=[4_000_000] * 8)
     advice = the("bucket-size", verdict(made))
-    assert "bucket_cap_mb=50" in advice.text
+    assert "bucket_cap_mb=25" in advice.text
     # Of eight messages of 10 ms the first begins with the first gradient. One begins with the last, 17.5 ms later.
     assert f"{(8 * 10 - 17.5) - 10:.1f} ms shorter" in advice.reason
     assert "bucket-size" not in kinds(verdict(records(2, 40, travel=0.01, buckets=[32_000_000])))

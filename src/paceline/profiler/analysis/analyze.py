@@ -6,14 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median
 from typing import Any
 
 from paceline.core.processes.missing_ranks import named_ranks
+from paceline.planner.profiles import PLAN
 from paceline.profiler.analysis.advice import find_advice, headline
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.analysis.noise_scale import noise_scale
 from paceline.profiler.analysis.operator_table import operators_in
+from paceline.profiler.analysis.plan import plan_of
 from paceline.profiler.analysis.step_breakdown import mean_of
 from paceline.profiler.records.rank_file import KILLED, MISSING, STOPPED, RankRecord, read_ranks
 from paceline.profiler.records.trace_file import read_traces
@@ -52,6 +54,7 @@ def report_of(facts: Facts) -> Report:
         noise_scale=noise_scale(records),
         missing=missing(records, facts),
         samples_per_step=facts.rows,
+        plan=plan_of(facts),
         collecting=[mean_of([column]) for column in zip(*accounts.figures("collecting"), strict=True)],
     )
 
@@ -89,22 +92,21 @@ def summary(report: Report) -> dict[str, Any]:
             for one in report.advice
         ],
         "missing": list(report.missing),
+        PLAN: None if report.plan is None else asdict(report.plan),
     }
 
 
 def timeline(facts: Facts) -> Timeline | None:
     """Return the detailed step of median length, on the clock of rank 0."""
-    if not facts.detailed:
+    if facts.typical is None:
         return None
-    lengths = [max(step.length for step in steps) for steps in facts.detailed]
-    index = lengths.index(median_low(lengths))
-    steps = facts.detailed[index]
+    steps = facts.detailed[facts.typical]
     zero = min(step.start for step in steps)  # one zero for all ranks, so that a late rank appears late
     spans = [
         [span._replace(start=span.start - zero, end=span.end - zero) for span in step.spans if span.end > span.start]
         for step in steps
     ]
-    return Timeline(steps[0].number, spans, facts.buckets[index])
+    return Timeline(steps[0].number, spans, facts.buckets[facts.typical])
 
 
 def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.core.telemetry.spans import DONE, GRADIENT, LAUNCH, REDUCE, SENT, Span
+from paceline.core.telemetry.spans import BACKWARD, DONE, GRADIENT, LAUNCH, REDUCE, SENT, Span
 from paceline.profiler.analysis.step_breakdown import steps_by_number
 from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.intervals import Interval, shared, total
@@ -116,8 +116,18 @@ def all_reduces(buckets: Sequence[BucketTimes], ends: Sequence[float | None]) ->
 
 
 def gradient_times(step: Step) -> list[tuple[int, float]]:
-    """Return parameters and arrival times of their gradients, in seconds since the first arrival and in that order."""
-    marks = [(span.bucket or 0, span.start) for span in step.spans if span.label == GRADIENT]
-    last = dict(marks)  # if a gradient arrived several times, the last one counts
-    first = min((when for _, when in marks), default=0.0)
-    return sorted(((index, when - first) for index, when in last.items()), key=lambda pair: pair[1])
+    """Return parameters in the order in which their gradients arrived, with the seconds of backward for each.
+
+    These are the seconds since the previous arrival, without communication. If a gradient arrived several times, the
+    last arrival counts.
+    """
+    marks = {span.bucket or 0: span.start for span in step.spans if span.label == GRADIENT}
+    arrived = sorted(marks.items(), key=lambda mark: mark[1])
+    if not arrived:
+        return []
+    (_, first), (_, last) = arrived[0], arrived[-1]
+    begin = max((span.start for span in step.spans if span.label == BACKWARD and span.start <= first), default=first)
+    stretches, _ = cut_into_stretches(step.spans, begin, last)
+    computing = [(start, end) for part, start, end in stretches if part == step_parts.BACKWARD]
+    now = [sum(max(0.0, min(end, when) - start) for start, end in computing) for _, when in arrived]
+    return [(index, end - begin) for (index, _), begin, end in zip(arrived, [0.0, *now[:-1]], now, strict=True)]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 from typing import Any
 
 from paceline.profiler.analysis.bucket_timeline import Steps, bucket_times, detailed_steps, reduced_and_hidden
@@ -91,6 +91,12 @@ class Facts:
         return detailed_steps(self.records)
 
     @cached_property
+    def typical(self) -> int | None:
+        """Index of the detailed step of median length; None without detailed steps."""
+        lengths = [max(step.length for step in steps) for steps in self.detailed]
+        return lengths.index(median_low(lengths)) if lengths else None
+
+    @cached_property
     def buckets(self) -> list[list[BucketTimes]]:
         """The buckets of each detailed step."""
         return [bucket_times(steps, self.records[0].buckets) for steps in self.detailed]
@@ -115,14 +121,17 @@ class Facts:
                 found[rank] = math.fsum(hidden for _, hidden in times) / busy
         return found
 
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether ranks reduce on the cores that also compute: through shared memory."""
+        return any(record.wrapper == "paceline" and record.backend == "paceline" for record in self.records)
+
     @cached_property
     def all_reduce(self) -> float:
         """Seconds that all-reduces take in a step: at least the seconds that they add to it."""
         shown = self.accounts.mean(step_parts.COMMUNICATION)
-        # In shared memory, ranks reduce on the cores that also compute, so the parts of a step include the whole cost.
-        shares_the_core = any(record.wrapper == "paceline" and record.backend == "paceline" for record in self.records)
         ran = [[pair[0] for pair in ranks if pair is not None] for ranks in self.reductions]
-        if shares_the_core or not any(ran):
+        if self.reduces_in_backward or not any(ran):  # the parts of a step include the whole cost
             return shown
         return max(shown, median(fmean(busy) for busy in ran if busy))
 

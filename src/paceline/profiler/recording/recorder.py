@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.core.output.messages import say
-from paceline.core.telemetry.spans import BUCKET_WAIT, WAIT, recorder
+from paceline.core.telemetry.spans import BUCKET_WAIT, GRADIENT, WAIT, recorder
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.data import parts_of
 from paceline.core.torch_internals.profiler import before_profiling
@@ -104,7 +104,7 @@ class Session:
         self._load = HostLoad()
         self._stacks = StackSampler()
         self._steps = StepWriter(self._file, self._record, self._stacks)
-        self._hooks = ExitStack()
+        self._hooks, self._gradient_hooks = ExitStack(), ExitStack()
         self._hooks.enter_context(torch_spans(recorder, self))
         self._pauses = self._hooks.enter_context(CollectorPauses())
         self._hooks.enter_context(before_profiling(self._operators.give_way))
@@ -195,6 +195,10 @@ class Session:
         if kind == before == "plain":
             return
         recorder.detailed = kind == "detailed"
+        if kind != before:
+            self._gradient_hooks.close()
+            if recorder.detailed and self._record.size == 1 and self._wrapper is not None:
+                self._mark_gradients()
         if kind == "traced":
             # Measure again, because torch's profiler uses the time of day, which may have been adjusted.
             self._record.started_ns = time_of_day()
@@ -202,6 +206,13 @@ class Session:
         # Collective, and therefore early in the run: later, ranks may have taken different numbers of steps.
         if self._number in (0, WARM_UP) and not self._record.offsets and are_apart():
             self._record.offsets.append(measure_offset())
+
+    def _mark_gradients(self) -> None:
+        """Mark the arrival of each gradient. If there are several ranks, the reducer does that."""
+        trained = [parameter for parameter in self._wrapper.parameters() if parameter.requires_grad]
+        for index, parameter in enumerate(trained):
+            hook = parameter.register_post_accumulate_grad_hook(lambda _, index=index: recorder.mark(GRADIENT, index))
+            self._gradient_hooks.callback(hook.remove)
 
     def _end_step(self) -> None:
         """End the step, and write steps if a write is due."""
@@ -254,6 +265,7 @@ class Session:
         # Leave the hooks installed, because this may run inside one of them, while torch iterates over its list of
         # hooks.
         self._is_over = True
+        self._gradient_hooks.close()
         self._stacks.stop()
         recorder.on = recorder.detailed = False
         recorder.make_event = recorder.bucket_watch = None

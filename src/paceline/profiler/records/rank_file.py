@@ -14,9 +14,9 @@ from typing import Any, TextIO
 
 from paceline.core.strict_json import shown
 from paceline.core.telemetry.spans import Span
+from paceline.core.untrusted_files import WrongValue, instance_of, new_file, parse, read_text
 from paceline.errors import UsageError
 from paceline.profiler.records.steps import Meeting, Step
-from paceline.profiler.records.untrusted_files import WrongValue, instance_of, new_file, parse, read_text
 
 FOLDER = "ranks"
 """Folder for the files of all ranks, inside the profile's folder."""

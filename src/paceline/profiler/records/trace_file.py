@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.core.untrusted_files import parse, read_text
 from paceline.profiler.records.rank_file import RankRecord, trace_of
-from paceline.profiler.records.untrusted_files import parse, read_text
 
 Event = dict[str, Any]
 

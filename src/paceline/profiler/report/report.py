@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import fmean
 
 from paceline.core.telemetry.spans import Span
+from paceline.planner.profiles import Profiled
 from paceline.profiler.report import step_parts
 
 ENOUGH = 20
@@ -157,6 +158,8 @@ class Report:
     """A sentence for each kind of missing data, with the reason."""
     samples_per_step: float | None = None
     """Rows of the model's first input in a step, summed over all ranks."""
+    plan: Profiled | None = None
+    """What ``paceline plan`` needs; None if no step was measured."""
     collecting: Sequence[float] = ()
     """Seconds per step spent in Python's garbage collector, by rank."""
 

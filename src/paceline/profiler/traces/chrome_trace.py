@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.telemetry.spans import LABELS, Span
+from paceline.core.untrusted_files import new_file
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.records.clock_offsets import offset_at
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
 from paceline.profiler.records.trace_file import Event
-from paceline.profiler.records.untrusted_files import new_file
 
 SPANS = 10_000_000
 """Thread number for a rank's spans. torch's threads and streams have smaller numbers."""

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.core.output.messages import say
+from paceline.core.untrusted_files import new_file
 from paceline.errors import UsageError
 from paceline.profiler.records.rank_file import FOLDER, make_folder
 from paceline.profiler.records.steps import MOST
-from paceline.profiler.records.untrusted_files import new_file
 from paceline.profiler.results import RESULTS
 
 

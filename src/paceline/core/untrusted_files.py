@@ -1,4 +1,4 @@
-"""Reads untrusted files in a profile's folder: regular files of limited size, validated against a dataclass."""
+"""Reads untrusted files: regular files of limited size, whose JSON is validated against a dataclass."""
 
 from __future__ import annotations
 
@@ -50,7 +50,11 @@ def _refuse(constant: str) -> Any:
 def instance_of(kind: Any, values: dict[str, Any]) -> Any:
     """Return an instance of the dataclass `kind` with `values`, ignoring unknown keys."""
     hints = get_type_hints(kind)
-    known = {field.name for field in dataclasses.fields(kind)}
+    fields = dataclasses.fields(kind)
+    known = {field.name for field in fields}
+    needed = {field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING}
+    if missing := sorted(needed - set(values)):
+        raise WrongValue(f"{missing[0]} is missing")
     return kind(**{name: _checked(hints[name], value, name) for name, value in values.items() if name in known})
 
 

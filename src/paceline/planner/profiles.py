@@ -1,0 +1,219 @@
+"""What ``paceline profile`` measured of a job, and the same job on other numbers of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, linear_regression
+
+from paceline.core.output.wording import counted
+from paceline.core.strict_json import shown
+from paceline.core.untrusted_files import LARGEST, WrongValue, instance_of, parse, read_text
+from paceline.errors import UsageError
+from paceline.planner.calibration import PUBLISHED, Calibration
+from paceline.planner.cluster import Cluster, Link
+from paceline.planner.predictions import Job, stretched
+from paceline.planner.workload import Layer, Workload
+
+SUMMARY = "summary.json"
+PLAN = "plan"
+"""Key of the object in :data:`SUMMARY` that :class:`Profiled` describes."""
+MOST_RANKS = MOST_LAYERS = 2**20
+"""Limits of a profile."""
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Figures of a profile. Seconds are of one rank: medians over steps and ranks, or means of what is not in every
+    step."""
+
+    ranks: int
+    hosts: int
+    device: str
+    cores: float
+    """Cores of a host that its ranks share."""
+    busy_cores: float
+    """Cores that a rank keeps busy, if it computes on them; otherwise 0."""
+    samples: float
+    """Samples per rank and step; micro-batches if the samples are unknown."""
+    micro_batches: int
+    forward_s: float
+    """Seconds of one forward."""
+    layers: list[tuple[float, int]]
+    """Seconds of backward, and bytes of gradients, of each parameter in the order in which gradients arrive."""
+    optimizer_s: float
+    """Seconds per step of the optimizer and of saves."""
+    other_s: float
+    """Seconds per micro-batch that the loop waits for data and runs its own code."""
+    communication_s: float
+    """Seconds by which communication makes a step longer."""
+    bubble_s: float
+    """Seconds per step that a rank waits for others."""
+    jitter: float
+    """Standard deviation of the seconds that a step computes, relative to its mean."""
+    bucket_bytes: list[int]
+    """Bytes of each bucket, in the order of launch; empty if there are none."""
+    all_reduces: list[tuple[int, float]]
+    """Bytes and seconds of each bucket's all-reduce; empty if unknown."""
+    reduces_in_backward: bool
+    """Whether the cores that compute backward reduce the gradients: through shared memory."""
+    critical_batch: float | None = None
+    """Critical batch size in samples; None if it was not measured."""
+
+    @property
+    def workload(self) -> Workload:
+        """The step of one rank, without communication."""
+        work = Workload(
+            self.forward_s,
+            [Layer(seconds, nbytes) for seconds, nbytes in self.layers],
+            self.samples,
+            self.optimizer_s,
+            self.other_s,
+            self.micro_batches,
+            jitter=self.jitter,
+            busy_cores=self.busy_cores,
+        )
+        sizes = tuple(size for size in self.bucket_bytes if size)
+        # Capacities equal to the buckets' sizes reproduce the buckets.
+        return replace(work, bucket_bytes=sizes) if sizes else work
+
+    def link(self) -> Link | None:
+        """Return the link that the all-reduces measured; None if they are unknown."""
+        if self.ranks < 2 or not self.all_reduces:
+            return None
+        ends = self.ranks if self.hosts == 1 else self.hosts
+        if self.reduces_in_backward:
+            nbytes = sum(size for size, _ in self.all_reduces)
+            return Link("measured", nbytes / max(self.communication_s, 1e-9), 0.0, "memory")
+        message, byte = fit(self.all_reduces)
+        messages = 2 * (ends - 1)  # of a ring, each with a share of the bytes
+        return Link("measured", messages / ends / max(byte, 1e-15), message / messages, "measured")
+
+
+def fit(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return the nonnegative seconds per message and per byte that fit `times`, pairs of bytes and seconds, best."""
+    nbytes, seconds = zip(*times, strict=True)
+    if len(times) < 2:
+        return 0.0, seconds[0] / nbytes[0] if nbytes[0] else 0.0
+    slope, intercept = linear_regression(nbytes, seconds) if len(set(nbytes)) > 1 else (0.0, 0.0)
+    # If larger buckets were not slower, the cost per message alone explains the times.
+    if slope <= 0:
+        return fmean(seconds), 0.0
+    return (intercept, slope) if intercept > 0 else (0.0, sum(seconds) / sum(nbytes))
+
+
+def from_summary(path: Path) -> Profiled:
+    """Return what the profile in `path`, a ``summary.json`` or its folder, measured. The file is not trusted."""
+    path = path / SUMMARY if path.is_dir() else path
+    try:
+        summary = parse(read_text(path))
+        if not isinstance(summary, dict) or not isinstance(summary.get(PLAN), dict):
+            raise WrongValue(f"it has no object {PLAN!r}, which a profile with at least one measured step has")
+        return _checked(instance_of(Profiled, summary[PLAN]))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; give the folder of a profile") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not a profile's summary for planning: {error}; profile again") from error
+
+
+def _checked(plan: Profiled) -> Profiled:
+    """Return `plan` if its values are possible."""
+    ranges: dict[str, tuple[float, float]] = {
+        "ranks": (1, MOST_RANKS),
+        "hosts": (1, plan.ranks),
+        "micro_batches": (1, LARGEST),
+    }
+    ranges |= dict.fromkeys(("cores", "samples", "critical_batch"), (1e-9, LARGEST))
+    for name, value in vars(plan).items():
+        low, high = ranges.get(name, (0, LARGEST))
+        entries = value if isinstance(value, list) else [value]
+        if len(entries) > MOST_LAYERS:
+            raise WrongValue(f"{PLAN}.{name} has {len(entries)} entries, but the limit is {MOST_LAYERS}")
+        for at, entry in enumerate(entries):
+            for number in entry if isinstance(entry, tuple) else (entry,):
+                if isinstance(number, int | float) and not low <= number <= high:
+                    where = f"{PLAN}.{name}[{at}]" if isinstance(value, list) else f"{PLAN}.{name}"
+                    raise WrongValue(f"{where} is {shown(number)}, but must be from {low:g} to {high:g}")
+    if not (plan.workload.backward_s and plan.workload.nbytes):
+        raise WrongValue(f"{PLAN}.layers has no time or no bytes")
+    return plan
+
+
+def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) -> Job:
+    """Return the job that `profiles` measured on different numbers of ranks.
+
+    The profile with the fewest ranks gives the time to compute. The one with the most ranks gives the speed of the
+    link, the slowdown by ranks on the same cores, and the slowdown by communication: as much as makes its own
+    prediction equal to its measured time.
+
+    Args:
+        profiles: one or more profiles.
+        cluster: where to predict; by default hosts and links like those of the profile with the most ranks.
+    """
+    first, last = (choose(profiles, key=lambda profile: profile.ranks) for choose in (min, max))
+    _check_same(first, last)
+    link = last.link()
+    if cluster is None and link is None:
+        raise UsageError(
+            f"the profile has {counted(last.ranks, 'rank')} and no times of all-reduces; add a profile of 2 ranks of "
+            "the same job, or describe the links"
+        )
+    work = stretched(first.workload, 1 / _on(first).stretch(first.ranks, first.busy_cores))
+    work = replace(work, bucket_bytes=last.workload.bucket_bytes)
+    # Published jobs computed on GPUs, whose communication takes memory bandwidth and cores from computing.
+    calibration = replace(PUBLISHED, interference=0.0) if first.busy_cores else PUBLISHED
+    here = _on(last)
+    if link is not None:
+        if first.busy_cores and first is not last:
+            others = max(1.0, min(last.ranks / last.hosts, last.cores / first.busy_cores)) - 1
+            slowdown = _computing(last) / _computing(first) / here.stretch(last.ranks, first.busy_cores)
+            here = replace(here, contention=max(0.0, slowdown - 1) / others if others else 0.0)
+        jitter = last.bubble_s / last.workload.compute_s / math.sqrt(2 * math.log(last.ranks))
+        work = replace(work, jitter=jitter)
+        if last.hosts == 1:
+            stretch = here.stretch(last.ranks, first.busy_cores)
+            link = replace(link, bytes_per_s=stretch * link.bytes_per_s, latency_s=link.latency_s / stretch)
+        job = Job(work, replace(here, inside=link, between=link), replace(calibration, interference=0.0))
+        calibration, link = _explained(job, last, link)
+        here = replace(here, inside=link, between=link)
+    job = Job(work, cluster or here, calibration, last.critical_batch)
+    return job if cluster is None else replace(job, cluster=replace(cluster, contention=here.contention))
+
+
+def _on(profile: Profiled) -> Cluster:
+    """Return the cluster of `profile`, whose links are unknown."""
+    unknown = Link("unknown", math.inf, 0.0, "measured")
+    local = MOST_RANKS if profile.hosts == 1 else math.ceil(profile.ranks / profile.hosts)
+    return Cluster(local, unknown, unknown, cores=profile.cores)
+
+
+def _computing(profile: Profiled) -> float:
+    """Return the seconds of a step's parts that do not overlap with communication."""
+    return profile.micro_batches * profile.forward_s + profile.optimizer_s
+
+
+def _explained(job: Job, last: Profiled, link: Link) -> tuple[Calibration, Link]:
+    """Return the slowdown by communication, and the link, that explain the measured time of the step on all ranks."""
+    step = job.step(last.ranks)
+    extra = last.workload.compute_s + last.communication_s - step.compute_s
+    if link.kind == "memory":  # the same cores compute and reduce, so nothing is hidden
+        speed = last.workload.nbytes * job.cluster.stretch(last.ranks, job.workload.busy_cores) / max(extra, 1e-9)
+        return replace(job.calibration, interference=1.0), replace(link, bytes_per_s=speed)
+    hidden = step.hidden_s
+    interference = max(0.0, extra - step.exposed_s) / hidden if hidden > 0 else 0.0
+    return replace(job.calibration, interference=interference), link
+
+
+def _check_same(first: Profiled, last: Profiled) -> None:
+    for what, one, other in (
+        ("bytes of gradients", first.workload.nbytes, last.workload.nbytes),
+        ("micro-batches per step", first.micro_batches, last.micro_batches),
+        ("samples per rank", round(first.samples), round(last.samples)),
+    ):
+        if one != other:
+            raise UsageError(
+                f"the profiles are of different jobs: {one} {what} on {counted(first.ranks, 'rank')}, but {other} on "
+                f"{last.ranks}; profile the same job"
+            )
