@@ -76,10 +76,13 @@ class Cluster:
             seconds += min(ring, tree)
         return seconds
 
+    def crowd(self, ranks: int, busy_cores: float) -> float:
+        """Return by how much ranks that each keep `busy_cores` busy exceed the cores of a host; at least 1."""
+        return max(1.0, min(ranks, self.devices_per_host) * busy_cores / self.cores) if self.cores else 1.0
+
     def stretch(self, ranks: int, busy_cores: float) -> float:
         """Return the factor by which ranks that each keep `busy_cores` busy slow each other down on a host."""
         if not (self.cores and busy_cores):
             return 1.0
-        local = min(ranks, self.devices_per_host)
-        at_once = max(1.0, min(local, self.cores / busy_cores))
-        return (1 + self.contention * (at_once - 1)) * max(1.0, local * busy_cores / self.cores)
+        at_once = max(1.0, min(ranks, self.devices_per_host, self.cores / busy_cores))
+        return (1 + self.contention * (at_once - 1)) * self.crowd(ranks, busy_cores)

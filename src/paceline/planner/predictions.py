@@ -61,12 +61,12 @@ class Job:
             return self.cluster.all_reduce_seconds(ranks, nbytes, calibration, stretch)
 
         step = simulate(work, reduce_seconds, calibration.interference)
-        if stretch > 1:  # ranks compute while others wait
-            return step
         deviation = calibration.jitter * work.compute_s + calibration.jitter_s
         if work.jitter is not None:
             deviation = work.jitter * work.compute_s
-        return replace(step, jitter_s=deviation * math.sqrt(2 * math.log(ranks)))
+        # Ranks that share a core compute while others wait, so they vary like one.
+        apart = max(1.0, ranks / self.cluster.crowd(ranks, work.busy_cores))
+        return replace(step, jitter_s=deviation * math.sqrt(2 * math.log(apart)))
 
     def predict(self, ranks: int) -> Prediction:
         """Return the prediction for `ranks` ranks."""

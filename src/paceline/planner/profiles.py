@@ -87,7 +87,9 @@ class Profiled:
         if self.reduces_in_backward:
             nbytes = sum(size for size, _ in self.all_reduces)
             return Link("measured", nbytes / max(self.communication_s, 1e-9), 0.0, "memory")
-        message, byte = fit(self.all_reduces)
+        sizes, seconds = zip(*self.all_reduces, strict=True)
+        # Equal buckets do not tell the cost per message from the cost per byte.
+        message, byte = fit(self.all_reduces if len(set(sizes)) > 1 else [(sum(sizes), sum(seconds))])
         messages = 2 * (ends - 1)  # of a ring, each with a share of the bytes
         return Link("measured", messages / ends / max(byte, 1e-15), message / messages, "measured")
 
@@ -168,10 +170,9 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
     if link is not None:
         if first.busy_cores and first is not last:
             others = max(1.0, min(last.ranks / last.hosts, last.cores / first.busy_cores)) - 1
-            slowdown = _computing(last) / _computing(first) / here.stretch(last.ranks, first.busy_cores)
+            slowdown = _computing(last) / _computing(first) / here.crowd(last.ranks, first.busy_cores)
             here = replace(here, contention=max(0.0, slowdown - 1) / others if others else 0.0)
-        jitter = last.bubble_s / last.workload.compute_s / math.sqrt(2 * math.log(last.ranks))
-        work = replace(work, jitter=jitter)
+        work = replace(work, jitter=last.bubble_s / last.workload.compute_s / math.sqrt(2 * math.log(last.ranks)))
         if last.hosts == 1:
             stretch = here.stretch(last.ranks, first.busy_cores)
             link = replace(link, bytes_per_s=stretch * link.bytes_per_s, latency_s=link.latency_s / stretch)

@@ -1,0 +1,99 @@
+"""What a profile's summary tells ``paceline plan``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import DistributedDataParallel
+from paceline.core.processes.world import World
+from paceline.core.telemetry.spans import BACKWARD, GRADIENT, LAUNCH, Span
+from paceline.planner.profiles import from_profiles, from_summary
+from paceline.profiler import profile
+from paceline.profiler.analysis.analyze import summary
+from paceline.profiler.analysis.bucket_timeline import gradient_times
+from paceline.profiler.records.steps import Step
+from profile_records import records, usual, verdict
+from ranks import Pools
+
+
+def test_the_plan_has_the_seconds_and_bytes_of_a_step() -> None:
+    """Backward takes 20 ms for 4 layers, which are a bucket each, and each all-reduce 10 ms."""
+    plan = verdict(records(2, 40, travel=0.04, buckets=[4_000_000] * 4, own_cores=0.9)).plan
+    assert plan is not None
+    assert (plan.ranks, plan.hosts, plan.cores, plan.samples, plan.micro_batches) == (2, 1, 2, 32, 1)
+    assert plan.busy_cores == pytest.approx(0.9)
+    assert plan.forward_s == pytest.approx(0.01)
+    assert [nbytes for _, nbytes in plan.layers] == plan.bucket_bytes == [4_000_000] * 4
+    assert [seconds for seconds, _ in plan.layers] == pytest.approx([0.005] * 4)
+    assert plan.optimizer_s == pytest.approx(0.004)
+    assert plan.other_s == pytest.approx(0.001 + 0.0005)
+    assert [seconds for _, seconds in plan.all_reduces] == pytest.approx([0.01] * 4)
+    assert plan.communication_s == pytest.approx(0.04 - 0.015)
+    assert plan.bubble_s == pytest.approx(0, abs=1e-6)
+    assert not plan.reduces_in_backward
+
+
+def test_the_job_of_a_profile_takes_as_long_as_its_steps(tmp_path: Path) -> None:
+    report = verdict(records(2, 40, travel=0.04, buckets=[4_000_000] * 4, own_cores=0.9))
+    (tmp_path / "summary.json").write_text(json.dumps(summary(report)))
+    job = from_profiles([from_summary(tmp_path)])
+    assert job.step(2).length_s == pytest.approx(0.0355 + 0.025, rel=1e-3)
+
+
+def test_accumulated_batches_are_told_apart() -> None:
+    made = records(2, 40)
+    for record in made:
+        record.steps = [replace(step, batches=2) for step in record.steps]
+    plan = verdict(made).plan
+    assert plan is not None
+    assert (plan.micro_batches, plan.forward_s) == (2, pytest.approx(usual(0, 0)["forward"] / 2))
+
+
+def test_without_arrivals_layers_are_taken_to_need_time_like_their_bytes() -> None:
+    """Such as with torch's wrapper, or if a parameter is unused."""
+    made = records(2, 40, buckets=[1_000_000, 3_000_000])
+    for record in made:
+        for step in record.steps:
+            step.spans = [span for span in step.spans if (span.label, span.bucket) != (GRADIENT, 1)]
+    plan = verdict(made).plan
+    assert plan is not None
+    assert plan.layers == [(pytest.approx(0.015), 3_000_000), (pytest.approx(0.005), 1_000_000)]
+    assert verdict(records(2, 3)).plan is None, "no step was measured"
+
+
+def test_time_to_launch_a_bucket_is_not_time_of_the_layer() -> None:
+    marks = [Span(GRADIENT, when, when, number) for number, when in enumerate((1.0, 3.0, 3.0, 6.0))]
+    spans = [Span(BACKWARD, 0.5, 7.0), Span(LAUNCH, 1.0, 2.0, 0), *marks, Span(GRADIENT, 4.0, 4.0, 2)]
+    step = Step(5, "detailed", 0.0, 8.0, {}, [], spans=spans)
+    # The last arrival of 2 counts, as with reentrant checkpointing.
+    assert gradient_times(step) == [(0, 0.5), (1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def train_alone(_world: World, folder: Path) -> list[int]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 64), nn.Linear(64, 2))
+    net[0].requires_grad_(False)
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with profile(folder, operators=False):
+        for _ in range(12):
+            model(torch.ones(4, 16)).sum().backward()
+            optimizer.step()
+    return [len(parameter._post_accumulate_grad_hooks or ()) for parameter in net.parameters()]
+
+
+def test_one_rank_measures_its_layers_too(pools: Pools, tmp_path: Path) -> None:
+    """A single rank has no reducer, which marks the arrival of gradients."""
+    [hooks] = pools.run(1, train_alone, tmp_path)
+    assert hooks == [0] * 6, "the profiler's hooks are removed"
+    plan = from_summary(tmp_path)
+    assert sorted(nbytes for _, nbytes in plan.layers[:2]) == [4 * 2, 4 * 2 * 64]
+    assert sorted(nbytes for _, nbytes in plan.layers[2:]) == [4 * 64, 4 * 32 * 64]
+    assert min(seconds for seconds, _ in plan.layers) >= 0
+    assert (plan.ranks, plan.samples, plan.all_reduces, plan.communication_s) == (1, 4, [], 0)
