@@ -12,7 +12,6 @@ from paceline.profiler.report import step_parts
 from paceline.profiler.report.report import (
     Advice,
     BucketTimes,
-    NoiseScale,
     Operator,
     RankInfo,
     Report,
@@ -79,7 +78,6 @@ def made_up(
         "timeline": timeline(ranks, slow, late, buckets),
         "operators": OPERATORS,
         "memory": {"parameters": 400 << 20, "gradients": 400 << 20, "optimizer": 800 << 20, "peak": 2300 << 20},
-        "noise_scale": noise_scale(),
         "missing": ["SM efficiency and occupancy: there is no GPU."],
         "samples_per_step": 32.0 * ranks,
     }
@@ -102,13 +100,6 @@ def timeline(ranks: int, slow: int | None, late: float = 0.03, buckets: int = 4)
         rows.append(row)
     times = [BucketTimes(one, 25 << 20, launched[one], [finished[one]] * ranks) for one in range(buckets)]
     return Timeline(17, rows, times)
-
-
-def noise_scale(value: float = 900.0) -> NoiseScale:
-    """Return a gradient noise scale with its curve: batch / (batch + value)."""
-    batches = [2.0**power for power in range(3, 15)]
-    text = f"The critical batch size is about {value:.0f} samples, and a step has 64."
-    return NoiseScale(text, 64.0, value, [(batch, batch / (batch + value)) for batch in batches])
 
 
 def holes(rows: Sequence[Sequence[float]], rank: int, steps: slice = slice(None)) -> list[list[float | None]]:

@@ -16,7 +16,9 @@ PATIENCE_S = 30.0
 
 
 @contextmanager
-def profile(folder: str | Path, steps: int | None = None, *, operators: bool = True) -> Iterator[None]:
+def profile(
+    folder: str | Path, steps: int | None = None, *, operators: bool = True, noise_scale: bool = False
+) -> Iterator[None]:
     """Profile the block on every rank, and write the results into `folder`.
 
     Skips 3 warm-up steps and the 3 steps that torch's profiler records. A step ends when ``optimizer.step()`` returns.
@@ -29,11 +31,13 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
         folder: folder for the results, created if missing.
         steps: number of steps to measure; the block continues unmeasured after them. By default all, up to 10,000.
         operators: whether to record 3 steps with torch's profiler, for the table of operators and kernels.
+        noise_scale: whether to measure the gradient noise scale, for ``paceline plan``. Every few steps this takes two
+            passes over the gradients.
     """
     from paceline.profiler.recording.recorder import Session
 
     path = Path(folder).absolute()  # the program may change its working directory
-    session = Session(path, steps, operators=operators)
+    session = Session(path, steps, operators=operators, noise_scale=noise_scale)
     try:
         yield
     except BaseException as error:

@@ -14,7 +14,6 @@ from paceline.planner.profiles import fit
 from paceline.profiler.analysis.analyze import summary
 from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.noise_scale import estimate
 from paceline.profiler.analysis.operator_table import OperatorTable, tabulate
 from paceline.profiler.analysis.step_breakdown import account, mean_of
 from paceline.profiler.recording.gradient_norms import GradientNorms
@@ -158,32 +157,7 @@ def test_the_fit_of_all_reduce_times_is_their_law_and_never_negative() -> None:
     assert min(alpha, beta) >= 0
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_noise_scale_of_gradients_with_known_noise_is_found(ranks: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    true = torch.randn(1000, generator=generator, dtype=torch.float64) / 10
-    sigma, each = 0.5, 16
-    steps = []
-    for _ in range(200):
-        noise = torch.randn(ranks, 1000, generator=generator, dtype=torch.float64) * sigma / each**0.5
-        local = true + noise
-        norms = (local.square().sum(1).mean().item(), local.mean(0).square().sum().item())
-        steps.append((*norms, float(each * ranks), ranks))
-    found = estimate(steps)
-    expected = 1000 * sigma**2 / true.square().sum().item()
-    assert found is not None
-    assert found.value is not None
-    assert found.value == pytest.approx(expected, rel=0.1)
-    assert found.curve[6] == pytest.approx((found.value, 0.5))
-
-
-def test_the_noise_scale_is_not_told_from_too_few_steps_one_rank_or_noise_alone() -> None:
-    assert estimate([(2.0, 1.0, 8.0, 2)] * 4) is None
-    assert estimate([(2.0, 1.0, 8.0, 1)] * 9) is None
-    alone = estimate([(2.0, 0.9, 8.0, 2)] * 9)
-    assert alone is not None
-    assert alone.value is None
-    assert "noise hides the gradient" in alone.text
+def test_gradient_norms_are_of_the_mean_gradient_of_a_sample() -> None:
     norms = GradientNorms()
     assert norms.squared() is None
     norms.launched(torch.tensor([3.0]), 2.0)

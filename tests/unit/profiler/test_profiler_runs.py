@@ -19,7 +19,9 @@ from paceline import DistributedDataParallel, UsageError
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import recorder
 from paceline.optim import ShardedOptimizer
+from paceline.planner.critical_batch import NoiseScale
 from paceline.profiler import profile
+from paceline.profiler.analysis.noise_scale import noise_scale
 from paceline.profiler.records.rank_file import KILLED, path_of, read_ranks
 from paceline.profiler.results import write_results
 from ranks import Pools, run_ranks
@@ -113,6 +115,21 @@ def test_parts_add_up_to_the_measured_steps(finished: Path) -> None:
         assert (record.wrapper, record.ended) == ("paceline", "")
         assert [step.number for step in record.steps] == list(range(STEPS))
         assert record.memory["optimizer"] > record.memory["parameters"]
+
+
+def noisy(_world: World, folder: Path) -> None:
+    with profile(folder, operators=False, noise_scale=True):
+        train(DistributedDataParallel(net()), STEPS)
+
+
+def test_gradient_norms_are_measured_only_on_request(finished: Path, pools: Pools, tmp_path: Path) -> None:
+    assert not any(step.norms for record in read_ranks(finished) for step in record.steps)
+    assert json.loads((finished / "summary.json").read_text())["gradient_noise_scale"] is None
+    pools.run(2, noisy, tmp_path)
+    for record in read_ranks(tmp_path):
+        assert [step.number for step in record.steps if step.norms] == [4, 8, 12, 16, 20, 24]
+    # Both ranks train on the same data, so a rank's gradient is the average.
+    assert noise_scale(read_ranks(tmp_path)) == NoiseScale(6, 16.0, None)
 
 
 def test_torchs_wrapper_is_seen_from_outside_and_what_is_missing_is_said(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class Session:
         folder: folder of the profile.
         steps: number of steps to measure; None for all.
         operators: whether torch's profiler records a few steps.
+        noise_scale: whether to measure gradient norms.
         on_enough: called once `steps` steps have been measured.
         title: name of the program; by default its command line.
     """
@@ -64,13 +65,14 @@ class Session:
         steps: int | None = None,
         *,
         operators: bool = True,
+        noise_scale: bool = False,
         on_enough: Callable[[], None] = lambda: None,
         title: str = "",
     ) -> None:
         if recorder.on:
             raise UsageError("another profile is being recorded; end it before starting this one")
         folder = folder.absolute()  # the program may change its working directory
-        self._wanted, self._on_enough = steps, on_enough
+        self._wanted, self._on_enough, self._measures_norms = steps, on_enough, noise_scale
         self._record = describe_rank(title)
         self._file = rank_file.open_file(folder, self._record.rank)
         if self._record.rank == 0:
@@ -190,7 +192,7 @@ class Session:
         self._kind = kind
         recorder.skipped = set() if kind == "detailed" else {BUCKET_WAIT}
         recorder.bucket_watch = None
-        if kind in MEASURED and are_due(self._number):
+        if self._measures_norms and kind in MEASURED and are_due(self._number):
             recorder.bucket_watch = self._steps.norms[self._number] = GradientNorms()
         if kind == before == "plain":
             return

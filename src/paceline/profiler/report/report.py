@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import fmean
 
 from paceline.core.telemetry.spans import Span
+from paceline.planner.critical_batch import NoiseScale
 from paceline.planner.profiles import Profiled
 from paceline.profiler.report import step_parts
 
@@ -102,20 +103,6 @@ class SlowRank:
     """Part of the step that lost the most time."""
     seconds: float
     """Seconds that this part lost per step."""
-
-
-@dataclass(frozen=True)
-class NoiseScale:
-    """The gradient noise scale, in samples."""
-
-    text: str
-    """Verdict in words."""
-    batch_size: float
-    """Samples in a step, summed over all ranks."""
-    value: float | None = None
-    """Critical batch size; None if noise hides the gradient."""
-    curve: Sequence[tuple[float, float]] = ()
-    """Pairs of batch size and predicted progress per step, relative to the best possible progress."""
 
 
 @dataclass(frozen=True)

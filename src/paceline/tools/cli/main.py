@@ -138,6 +138,9 @@ def profile(
     out: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for the report, the trace and the records.")
     ] = "profile",
+    noise_scale: Annotated[
+        bool, typer.Option("--noise-scale", help="Measure the gradient noise scale, for paceline plan.")
+    ] = False,
     compare: Annotated[
         tuple[str, str] | None, typer.Option(metavar="FOLDER FOLDER", help="Compare two profiles.")
     ] = None,
@@ -161,7 +164,7 @@ def profile(
     if target == "report":
         raise typer.Exit(profile_command.report_again(context.args))
     count, note = resolve_nproc(nproc)
-    settings, environment = profile_command.ProfileSettings(out, steps), {}
+    settings, environment = profile_command.ProfileSettings(out, steps, noise_scale=noise_scale), {}
     if target in RECIPES:
         # Unlike in a comparison, only one training runs, so it may write its files.
         config = parse_recipe(target, context.args, "profile", keeps_files=True)

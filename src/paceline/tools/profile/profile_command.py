@@ -27,6 +27,8 @@ class ProfileSettings:
     """Number of steps to measure before ending the program; None to measure until it ends."""
     title: str = ""
     """Title of the program; empty to use its command line."""
+    noise_scale: bool = False
+    """Whether to measure the gradient noise scale."""
 
     def check(self) -> None:
         """Reject invalid options before anything runs."""

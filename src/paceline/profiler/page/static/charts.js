@@ -1,5 +1,5 @@
 "use strict";
-// Charts drawn by uPlot: the steps of every rank, and the gradient noise scale.
+// The chart of the steps of every rank, drawn by uPlot.
 
 const HUES = ["#3d85d9", "#e08a1e", "#2f9e8f", "#c25ad1", "#d6524a", "#8a9a2b", "#7a6ee0", "#a8744f"];
 const MOST_SINGLE = HUES.length;  // with more ranks: the range of all, their median, and one rank of choice
@@ -80,35 +80,7 @@ function stepChart(record) {
   if (rank) rank.onchange = again;
 }
 
-function noiseChart(noise) {
-  const percent = (plot, value) => (value === null || value === undefined ? "–" : `${value.toFixed(0)} %`);
-  const mark = (plot, at, name, dash) => {
-    const px = plot.valToPos(at, "x", true), pen = plot.ctx, { top, height, left, width } = plot.bbox;
-    if (px < left || px > left + width) return;
-    pen.save();
-    pen.strokeStyle = colour(name);
-    pen.lineWidth = 2 * devicePixelRatio;
-    pen.setLineDash(dash.map((one) => one * devicePixelRatio));
-    pen.beginPath();
-    pen.moveTo(px, top);
-    pen.lineTo(px, top + height);
-    pen.stroke();
-    pen.restore();
-  };
-  chart($("#noise .plot"), () => ({ values: [noise.curve.map(([batch]) => batch),
-    noise.curve.map(([, share]) => 100 * share)], options: { axes: axes("global batch size (samples)", "%"),
-    scales: { x: { time: false, distr: 3 }, y: { range: [0, 100] } },
-    series: [{ label: "batch" }, { label: "progress per step, relative to the best possible", stroke: colour("accent"), width: 2,
-      value: percent }],
-    hooks: { draw: [(plot) => {
-      mark(plot, noise.value, "mark", [6, 4]);
-      mark(plot, noise.batch_size, "pale", []);
-    }] },
-  } }));
-}
-
-const record = data("steps-data"), noise = data("noise-data"), step = data("timeline-data");
+const record = data("steps-data"), step = data("timeline-data");
 if (record && $("#steps .plot")) stepChart(record);
-if (noise && $("#noise .plot")) noiseChart(noise);
 if (step && $("#timeline .lanes")) pointers(new StepTimeline($("#timeline"), step));
 themed();
