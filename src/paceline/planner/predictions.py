@@ -133,12 +133,13 @@ def effects(job: Job, ranks: int, compute_speedup: float | None = None) -> Seque
 
 def best_bucket_mib(job: Job, ranks: int, candidates: Sequence[float] = BUCKETS_MIB) -> tuple[float, float]:
     """Return the capacity in MiB with the shortest step, and the step's seconds."""
-    steps = [(_with_buckets(job, size).step(ranks).length_s, size) for size in candidates]
+    steps = [(with_buckets(job, size).step(ranks).length_s, size) for size in candidates]
     seconds, size = min(steps)
     return size, seconds
 
 
-def _with_buckets(job: Job, mib: float) -> Job:
+def with_buckets(job: Job, mib: float) -> Job:
+    """Return `job` with ``bucket_cap_mb=mib``."""
     return replace(job, workload=replace(job.workload, bucket_bytes=capacities(mib, None)))
 
 
@@ -153,7 +154,7 @@ def _changed(job: Job, ranks: int, compute_speedup: float | None) -> Iterator[tu
     """Yield each change with the step's time and samples per rank after it."""
     work = job.workload
     size, _ = best_bucket_mib(job, ranks)
-    yield f"bucket_cap_mb={size:g}", _with_buckets(job, size).step(ranks), work.samples
+    yield f"bucket_cap_mb={size:g}", with_buckets(job, size).step(ranks), work.samples
     for factor in (2, 4):
         accumulated = replace(work, micro_batches=factor * work.micro_batches)
         yield f"accumulate {factor} batches", replace(job, workload=accumulated).step(ranks), factor * work.samples

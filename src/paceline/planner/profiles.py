@@ -177,8 +177,10 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
             stretch = here.stretch(last.ranks, first.busy_cores)
             link = replace(link, bytes_per_s=stretch * link.bytes_per_s, latency_s=link.latency_s / stretch)
         job = Job(work, replace(here, inside=link, between=link), replace(calibration, interference=0.0))
-        calibration, link = _explained(job, last, link)
+        explained, link = _explained(job, last, link)
         here = replace(here, inside=link, between=link)
+        if cluster is None or link.kind != "memory":  # other links are not served by the cores that compute
+            calibration = explained
     job = Job(work, cluster or here, calibration, last.critical_batch)
     return job if cluster is None else replace(job, cluster=replace(cluster, contention=here.contention))
 
