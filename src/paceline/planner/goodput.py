@@ -77,15 +77,8 @@ def goodput(
     """
     mtbf = DAY_S / (hosts * failures_per_host_day)
     interval = best_interval(save_s, mtbf) if interval_s is None else interval_s
-    # Per saved interval: failures, and seconds until the save is complete.
-    failures = math.expm1((interval + save_s) / mtbf)
-    length = mtbf * math.exp(restart_s / mtbf) * failures
-    return Goodput(
-        hosts,
-        mtbf,
-        interval,
-        interval / length,
-        save_s / length,
-        (mtbf * failures - interval - save_s) / length,
-        mtbf * math.expm1(restart_s / mtbf) * failures / length,
-    )
+    running = math.exp(-restart_s / mtbf)  # share of time in which the job is not down
+    # Seconds of running until an interval and its save are complete; the limit avoids an overflow.
+    length = mtbf * math.expm1(min(700.0, (interval + save_s) / mtbf))
+    useful, saving = running * interval / length, running * save_s / length
+    return Goodput(hosts, mtbf, interval, useful, saving, running - useful - saving, 1 - running)

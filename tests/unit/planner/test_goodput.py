@@ -23,6 +23,8 @@ from paceline.planner.goodput import DAY_S, best_interval, goodput, save_seconds
         (2048, 30.0, 600.0, 0.0038, None, 0.8794),
         # saves that take as long as hosts live
         (1, DAY_S, 0.0, 1.0, DAY_S, 1 / (2.718281828**2 - 1)),
+        # hosts that never live long enough
+        (2**20, 1e6, 1e6, 10.0, 1e6, 0.0),
     ],
 )
 def test_the_useful_share_of_time(

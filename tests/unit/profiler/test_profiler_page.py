@@ -15,6 +15,7 @@ from rich.console import Console
 
 from browser import CONTRAST, run_in_page
 from paceline.core.telemetry.spans import Span
+from paceline.planner.critical_batch import NoiseScale
 from paceline.profiler.page import comparison_page, page
 from paceline.profiler.page.charts import find_outliers
 from paceline.profiler.report import step_parts
@@ -121,6 +122,7 @@ SHAPES = {
     "holes": gappy,
     "open ends": open_ended,
     "evil": evil,
+    "noise scale": lambda: made_up(noise_scale=NoiseScale(6, 64.0, 900.0)),
     "gpu": lambda: made_up(
         device_figures={"utilization": 0.152, "host": 0.611, "sm_efficiency": 0.111, "occupancy": 0.287}
     ),
@@ -327,6 +329,7 @@ def test_the_summary_says_the_verdict_first_and_nothing_is_cut(make: Any, capsys
     assert said.startswith(f"{made.headline}\n")
     assert "\x1b" not in said
     assert "…" not in said
+    assert ("critical batch size is about 900 samples" in said) == (made.noise_scale is not None)
     for one in made.advice[:3]:
         assert f"{sentence(one.text)} {sentence(one.reason)}\n" in said
 

@@ -98,6 +98,10 @@ REFUSED = {
     "ranks refused by the recipe": (["train", "digits", "--nproc", "3"], "3 ranks do not go with the recipe; start 2"),
     # Nobody but the ranks refused it, each of them.
     "ranks to profile": (["profile", "digits", "--nproc", "3"], "3 ranks do not go with the recipe; start 2"),
+    "noise of one rank": (
+        ["profile", "--noise-scale", "--nproc", "1", "digits"],
+        "compares the gradients of ranks, but",
+    ),
     "no script": (["run"], "no script given"),
     "missing script": (["run", "nope.py"], "the script 'nope.py' does not exist"),
 }

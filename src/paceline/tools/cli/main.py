@@ -164,6 +164,8 @@ def profile(
     if target == "report":
         raise typer.Exit(profile_command.report_again(context.args))
     count, note = resolve_nproc(nproc)
+    if noise_scale and count < 2:
+        raise UsageError("--noise-scale compares the gradients of ranks, but there is only one; use --nproc 2 or more")
     settings, environment = profile_command.ProfileSettings(out, steps, noise_scale=noise_scale), {}
     if target in RECIPES:
         # Unlike in a comparison, only one training runs, so it may write its files.

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.output.tables import print_table
+from paceline.planner.critical_batch import verdict
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.comparison import Comparison, Pair
 from paceline.profiler.report.formatting import kind_name, mean_parts, ms, notable_ranks, percent, sentence
@@ -23,7 +24,7 @@ STYLES = {"better": "green", "worse": "red", "": ""}
 
 
 def print_summary(report: Report) -> None:
-    """Print the headline, the table of parts, the best advice and notes about missing data."""
+    """Print the headline, the parts of a step, the best advice, the critical batch size and what is missing."""
     console = Console()
     _print(console, Text(report.headline, style="bold"))
     if report.ranks:
@@ -32,6 +33,8 @@ def print_summary(report: Report) -> None:
         _print(console, advice_line(number, advice))
     if len(report.advice) > MOST_ADVICE:
         _print(console, Text(f"{len(report.advice) - MOST_ADVICE} more in the report", style="dim"))
+    if (scale := report.noise_scale) is not None:
+        _print(console, Text(verdict(scale.batch, scale.value)))
     for unseen in report.missing:
         _print(console, Text(f"not seen: {unseen}", style="dim"))
 
