@@ -69,9 +69,14 @@ def trade_off(batch: float, critical_batch: float) -> TradeOff:
     return TradeOff(batch, 1 + critical_batch / batch, 1 + batch / critical_batch)
 
 
-def curve(critical_batch: float, doublings: int = 6) -> list[TradeOff]:
-    """Return the trade-offs to plot, `doublings` of the batch to each side of the knee."""
-    return [trade_off(critical_batch * 2.0**power, critical_batch) for power in range(-doublings, doublings + 1)]
+def time_and_cost(choices: Sequence[tuple[int, float, float]], critical_batch: float) -> list[tuple[float, float]]:
+    """Return time and cost, in device hours, of training to the same loss, relative to the least of all `choices`.
+
+    Each choice is a number of devices, the global batch, and the seconds of a step.
+    """
+    times = [trade_off(batch, critical_batch).steps * step_s for _, batch, step_s in choices]
+    costs = [devices * time for (devices, _, _), time in zip(choices, times, strict=True)]
+    return [(time / min(times), cost / min(costs)) for time, cost in zip(times, costs, strict=True)]
 
 
 def verdict(batch: float, critical_batch: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.planner.critical_batch import NoiseScale, curve, estimate, trade_off, verdict
+from paceline.planner.critical_batch import NoiseScale, estimate, time_and_cost, trade_off, verdict
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -41,13 +41,15 @@ def test_time_and_cost_trade_off(batch: float, steps: float, samples: float) -> 
     assert (there.steps - 1) * (there.samples - 1) == pytest.approx(1)
 
 
-def test_the_knee_is_in_the_middle_of_the_curve() -> None:
-    points = curve(640.0)
-    middle = points[len(points) // 2]
-    assert (middle.batch, middle.steps, middle.samples) == (640.0, 2.0, 2.0)
-    assert [point.batch for point in points] == [10.0 * 2**power for power in range(13)]
-    # A batch at the knee costs least if steps and samples count the same.
-    assert min(points, key=lambda point: point.steps * point.samples) == middle
+def test_time_and_cost_are_relative_to_the_fastest_and_the_cheapest_choice() -> None:
+    # devices, global batch, seconds of a step; the knee is at 64
+    choices = [(1, 8.0, 1.0), (8, 64.0, 1.0), (16, 128.0, 1.25), (64, 512.0, 4.0)]
+    assert time_and_cost(choices, 64.0) == [
+        pytest.approx((9 / 1.875, 1.0)),
+        pytest.approx((2 / 1.875, 16 / 9)),
+        pytest.approx((1.0, 30 / 9)),
+        pytest.approx((4.5 / 1.875, 32.0)),
+    ]
 
 
 @pytest.mark.parametrize(
