@@ -68,10 +68,10 @@ class Job:
         apart = max(1.0, ranks / self.cluster.crowd(ranks, work.busy_cores))
         return replace(step, jitter_s=deviation * math.sqrt(2 * math.log(apart)))
 
-    def predict(self, ranks: int) -> Prediction:
-        """Return the prediction for `ranks` ranks."""
+    def predict(self, ranks: int, baseline: int = 1) -> Prediction:
+        """Return the prediction for `ranks` ranks, with the efficiency relative to `baseline` ranks."""
         step = self.step(ranks)
-        efficiency = self.step(1).length_s / step.length_s
+        efficiency = self.step(baseline).length_s / step.length_s
         loss = FLOOR + max(0.0, 1 - efficiency)
         batch = ranks * self.workload.samples
         return Prediction(

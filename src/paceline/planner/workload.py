@@ -60,7 +60,7 @@ class Workload:
         return self.micro_batches * (self.forward_s + self.backward_s + self.other_s) + self.optimizer_s
 
 
-def equal_layers(seconds: float, nbytes: float, samples: float, count: int = EQUAL_LAYERS) -> Workload:
-    """Return a step of `seconds` whose `count` layers are equal."""
-    layer = Layer(BACKWARD * seconds / count, round(nbytes / count))
-    return Workload(FORWARD * seconds, (layer,) * count, samples)
+def equal_layers(seconds: float, nbytes: float, samples: float, micro_batches: int = 1) -> Workload:
+    """Return a step of equal layers, whose micro-batches take `seconds` and have `samples` each."""
+    layer = Layer(BACKWARD * seconds / EQUAL_LAYERS, round(nbytes / EQUAL_LAYERS))
+    return Workload(FORWARD * seconds, (layer,) * EQUAL_LAYERS, samples * micro_batches, micro_batches=micro_batches)
