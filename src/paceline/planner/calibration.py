@@ -9,31 +9,36 @@ from dataclasses import dataclass
 class Calibration:
     """Factors between a link's nominal and its real speed, and the jitter of ranks.
 
-    Fitted on 2026-11-27 to 819 published efficiencies of 22 sources (`paceline plan --validate` fits them again): the
-    weighted mean absolute error is minimal, and every source has the same weight.
+    Fitted on 2026-11-27 to the 819 published efficiencies of the 22 sources in ``tables/sources.csv``
+    (``published/fit.py``): the mean absolute error is minimal, and every source has the same weight.
     """
 
-    inside: float = 2.39
+    inside: float = 2.25
     """Time of an all-reduce inside a host, divided by the time at the link's nominal speed."""
-    staged: float = 1.5
+    staged: float = 1.63
     """Further factor if copies between the devices of a host pass through its memory."""
-    between: float = 0.871
+    between: float = 0.944
     """The same as `inside`, between hosts."""
-    tcp: float = 3.6e9
+    tcp: float = 3.32e9
     """Bytes per second of a host over TCP, even if its network is faster."""
-    cpu: float = 1.15e-9
+    cpu: float = 1.10e-9
     """Seconds per byte that the cores of a host reduce, if the devices do not."""
-    interference: float = 0.705
+    interference: float = 0.706
     """Slowdown of backward per second of communication that overlaps with it."""
-    jitter: float = 0.0164
-    """Standard deviation of a rank's step time over the steps, relative to its mean."""
-    jitter_s: float = 0.00117
-    """Part of that standard deviation, in seconds, that does not depend on the step's length."""
-    low: float = -1.0
-    high: float = 0.6
+    contention: float = 0.0182
+    """Slowdown of the devices of a host by what they share (power, memory, input), as the standard deviation of a step
+    relative to its mean. It grows up to :data:`CROWD` devices."""
+    host_bound: float = 0.0242
+    """Further part of `contention` if the hosts barely keep up with the devices."""
+    jitter_s: float = 0.00126
+    """Standard deviation of a rank's step time over the steps, in seconds."""
+    low: float = -0.92
+    high: float = 0.43
     """Bounds of the 80 % interval, in units of (:data:`FLOOR` + the predicted loss of efficiency)."""
 
 
+CROWD = 8
+"""Devices of a host that share what they contend for."""
 FLOOR = 0.03
 """Loss of efficiency, for the interval, of a step without communication."""
 PUBLISHED = Calibration()

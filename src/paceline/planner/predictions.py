@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.ddp.options.config import capacities
-from paceline.planner.calibration import FLOOR, PUBLISHED, Calibration
+from paceline.planner.calibration import CROWD, FLOOR, PUBLISHED, Calibration
 from paceline.planner.cluster import Cluster
 from paceline.planner.simulation import StepTime, simulate
 from paceline.planner.workload import Layer, Workload
@@ -61,12 +61,13 @@ class Job:
             return self.cluster.all_reduce_seconds(ranks, nbytes, calibration, stretch)
 
         step = simulate(work, reduce_seconds, calibration.interference)
-        deviation = calibration.jitter * work.compute_s + calibration.jitter_s
-        if work.jitter is not None:
-            deviation = work.jitter * work.compute_s
         # Ranks that share a core compute while others wait, so they vary like one.
         apart = max(1.0, ranks / self.cluster.crowd(ranks, work.busy_cores))
-        return replace(step, jitter_s=deviation * math.sqrt(2 * math.log(apart)))
+        if work.jitter is not None:
+            return replace(step, jitter_s=work.jitter * work.compute_s * spread(apart))
+        contention = calibration.contention + calibration.host_bound * work.is_host_bound
+        jitter = contention * work.compute_s * spread(min(apart, CROWD)) + calibration.jitter_s * spread(apart)
+        return replace(step, jitter_s=jitter)
 
     def predict(self, ranks: int, baseline: int = 1) -> Prediction:
         """Return the prediction for `ranks` ranks, with the efficiency relative to `baseline` ranks."""
@@ -83,6 +84,11 @@ class Job:
             efficiency + self.calibration.high * loss if ranks > 1 else 1.0,
             1.0 if self.critical_batch is None else 1 / (1 + batch / self.critical_batch),
         )
+
+
+def spread(ranks: float) -> float:
+    """Return the expected maximum of `ranks` normal variables, in standard deviations: an upper bound."""
+    return math.sqrt(2 * math.log(ranks))
 
 
 def stretched(work: Workload, factor: float) -> Workload:

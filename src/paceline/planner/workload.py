@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.ddp.options.buckets import CAPACITY, FIRST_CAPACITY
+from paceline.planner.hardware import MFU, Device
 
 EQUAL_LAYERS = 24
 """Layers of a model about which only the number of parameters is known."""
+CLASSIFIER = 1 / 8
+"""Share of the parameters in the last eighth of the layers, if all are equal."""
 FORWARD, BACKWARD = 1 / 3, 2 / 3
 """Shares of a step's FLOPs."""
 
@@ -41,6 +44,8 @@ class Workload:
     """Capacities of the first, second, … bucket; the last one applies to all further buckets."""
     jitter: float | None = None
     """Measured standard deviation of a rank's step time over the steps, relative to the mean; None if unknown."""
+    is_host_bound: bool = False
+    """Whether the hosts barely keep up with the devices, as often with images and half precision."""
     busy_cores: float = 0.0
     """Cores that a rank keeps busy; 0 if it computes on a device of its own."""
 
@@ -60,7 +65,35 @@ class Workload:
         return self.micro_batches * (self.forward_s + self.backward_s + self.other_s) + self.optimizer_s
 
 
-def equal_layers(seconds: float, nbytes: float, samples: float, micro_batches: int = 1) -> Workload:
-    """Return a step of equal layers, whose micro-batches take `seconds` and have `samples` each."""
-    layer = Layer(BACKWARD * seconds / EQUAL_LAYERS, round(nbytes / EQUAL_LAYERS))
-    return Workload(FORWARD * seconds, (layer,) * EQUAL_LAYERS, samples * micro_batches, micro_batches=micro_batches)
+def equal_layers(
+    seconds: float, nbytes: float, samples: float, micro_batches: int = 1, classifier: float = CLASSIFIER
+) -> Workload:
+    """Return a step of equal layers.
+
+    Args:
+        seconds: of a micro-batch, forward and backward.
+        nbytes: of all gradients.
+        samples: of a micro-batch.
+        micro_batches: per optimizer step.
+        classifier: share of the bytes in the last layers, an eighth of the model, whose gradients arrive first.
+    """
+    last = EQUAL_LAYERS // 8
+    shares = [classifier / last] * last + [(1 - classifier) / (EQUAL_LAYERS - last)] * (EQUAL_LAYERS - last)
+    layers = [Layer(BACKWARD * seconds / EQUAL_LAYERS, round(share * nbytes)) for share in shares]
+    return Workload(FORWARD * seconds, layers, samples * micro_batches, micro_batches=micro_batches)
+
+
+def from_flags(
+    params: float, flops: float, device: Device, precision: str, batch: float, micro_batches: int = 1
+) -> Workload:
+    """Return a step that was not measured.
+
+    Args:
+        params: number of parameters.
+        flops: FLOPs of a sample, forward and backward.
+        device: the kind of device.
+        precision: of computing; gradients have 4 bytes, as with autocast and DistributedDataParallel.
+        batch: samples of a micro-batch.
+        micro_batches: per optimizer step.
+    """
+    return equal_layers(flops * batch / device.peak(precision) / MFU, 4 * params, batch, micro_batches)

@@ -1,0 +1,164 @@
+"""The fit of the calibration to published rows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from paceline.planner.calibration import CROWD, FLOOR, PUBLISHED, Calibration
+from paceline.planner.published.rows import Row
+from paceline.planner.simulation import backward_timeline
+
+PRIOR = Calibration(
+    inside=1.5,  # a third of a link's speed is lost: 200 of 300 GB/s on eight A100, nccl-tests issue 149 (2023)
+    staged=2.0,  # two copies over PCIe
+    between=0.6,  # 85 % of the line rate (nccl-tests issue 119, 2022), half of it hidden
+    tcp=2.5e9,  # assumed: 20 Gbit/s
+    cpu=1e-9,  # assumed: 1 GB/s
+    interference=0.5,  # assumed
+    contention=0.02,  # assumed
+    host_bound=0.015,  # assumed
+    jitter_s=1.3e-3,  # rounded from a first fit to all rows, so not independent of them
+)
+"""Centers of the prior, known before the fit."""
+FITTED = ("inside", "staged", "between", "tcp", "cpu", "interference", "contention", "host_bound", "jitter_s")
+STRENGTH = 0.001
+"""Cost of a factor of e from the prior, relative to an error of 1."""
+CLIP = 0.4
+"""Larger errors count as this; most are of runs that waited for their data."""
+ROUNDS = 12
+LEVEL = 0.81
+"""Share of the rows that the interval covers; more than 80 %, because the constants were fitted to the same rows."""
+
+
+class Columns:
+    """The rows as columns. `predict` equals :meth:`Row.predict` of all rows, but takes milliseconds."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        def column(value: Callable[[Row], float]) -> Tensor:
+            return torch.tensor([float(value(row)) for row in rows], dtype=torch.float64)
+
+        self.efficiency = column(lambda row: row.efficiency)
+        self.ranks = column(lambda row: row.devices)
+        self.step_s = column(lambda row: row.job.workload.compute_s)
+        self.is_host_bound = column(lambda row: row.job.workload.is_host_bound)
+        self.local = column(lambda row: row.job.cluster.devices_per_host)
+        self.inside_s = column(lambda row: 1 / row.job.cluster.inside.bytes_per_s)
+        self.inside_latency_s = column(lambda row: row.job.cluster.inside.latency_s)
+        self.is_staged = column(lambda row: row.job.cluster.inside.kind == "staged")
+        self.between_s = column(lambda row: 1 / row.job.cluster.between.bytes_per_s)
+        self.between_latency_s = column(lambda row: row.job.cluster.between.latency_s)
+        self.is_tcp = column(lambda row: row.job.cluster.between.kind == "tcp")
+        self.on_cpu = column(lambda row: row.job.cluster.reduces_on_cpu)
+        buckets = [_buckets(row) for row in rows]
+        most = max(map(len, buckets))
+        # Padded with buckets without bytes, at the end of backward.
+        padded = torch.tensor([row + [(0.0, 0.0)] * (most - len(row)) for row in buckets], dtype=torch.float64)
+        self.nbytes, self.before_end_s = padded.unbind(2)
+        weights = Counter(row.source for row in rows)
+        self.weight = column(lambda row: 1 / weights[row.source])
+        self.with_baseline = [place for place, row in enumerate(rows) if row.baseline > 1]
+        baselines = [replace(rows[place], devices=rows[place].baseline, baseline=1) for place in self.with_baseline]
+        self.baselines = Columns(baselines) if baselines else None
+
+    def predict(self, c: Calibration) -> Tensor:
+        """Return the predicted efficiencies."""
+        baseline = self.step_s
+        if self.baselines is not None:
+            baseline = baseline.clone()
+            baseline[self.with_baseline] = self.baselines._length_s(c)
+        return baseline / self._length_s(c)
+
+    def _length_s(self, c: Calibration) -> Tensor:
+        reduce_s = self._reduce_s(c)
+        # A queue ends at the maximum, over its entries, of the entry's arrival plus the time of all from there on.
+        from_here = reduce_s.flip(1).cumsum(1).flip(1)
+        exposed = (from_here - self.before_end_s).max(1).values.clamp(min=0)
+        hidden = reduce_s.sum(1) - exposed
+        relative = c.contention + c.host_bound * self.is_host_bound
+        jitter = relative * self.step_s * _spread(self.ranks.clamp(max=CROWD)) + c.jitter_s * _spread(self.ranks)
+        return self.step_s + exposed + c.interference * hidden + jitter
+
+    def _reduce_s(self, c: Calibration) -> Tensor:
+        local, hosts = torch.minimum(self.ranks, self.local), torch.ceil(self.ranks / self.local)
+        inside_s = c.inside * self.inside_s * torch.where(self.is_staged > 0, c.staged * torch.sqrt(local / 2), 1)
+        between_s = torch.maximum(c.between * self.between_s, self.is_tcp / c.tcp) + c.cpu * self.on_cpu
+        names = (local, hosts, inside_s, between_s, self.inside_latency_s, self.between_latency_s)
+        local, hosts, inside_s, between_s, inside_latency_s, latency_s = (column[:, None] for column in names)
+        inside = 2 * (local - 1) * (inside_latency_s + self.nbytes / local * inside_s)
+        ring = 2 * (hosts - 1) * (latency_s + self.nbytes / hosts * between_s)
+        tree = 2 * torch.ceil(torch.log2(hosts)) * latency_s + 2 * self.nbytes * between_s
+        return torch.where(self.nbytes > 0, inside + torch.minimum(ring, tree), 0)
+
+
+def _spread(ranks: Tensor) -> Tensor:
+    return torch.sqrt(2 * torch.log(ranks))
+
+
+def _buckets(row: Row) -> list[tuple[float, float]]:
+    """Return the bytes of each bucket, and the seconds from when it is full to the end of backward."""
+    sizes: list[float] = []
+
+    def note(nbytes: float) -> float:
+        sizes.append(nbytes)
+        return 0.0
+
+    full = backward_timeline(row.job.workload, note).full
+    return [(size, full[-1] - at) for size, at in zip(sizes, full, strict=True)]
+
+
+def fit(columns: Columns, keep: Tensor) -> Calibration:
+    """Return the constants with the smallest mean absolute error on the rows `keep`; all sources weigh the same.
+
+    A coordinate search in the logarithms, from the prior.
+    """
+    weight = columns.weight * keep
+    weight = weight / weight.sum()
+    center = [math.log(getattr(PRIOR, name)) for name in FITTED]
+
+    def calibration(logs: Sequence[float]) -> Calibration:
+        return replace(PRIOR, **{name: math.exp(value) for name, value in zip(FITTED, logs, strict=True)})
+
+    def cost(logs: Sequence[float]) -> float:
+        error = (columns.predict(calibration(logs)) - columns.efficiency).abs().clamp(max=CLIP)
+        return float(weight @ error) + STRENGTH * sum((a - b) ** 2 for a, b in zip(logs, center, strict=True))
+
+    best, least, widths = center, cost(center), [0.5] * len(center)
+    for _ in range(ROUNDS):
+        for place, width in enumerate(widths):
+            widths[place] = width / 2
+            for delta in (width, -width):
+                logs = [value + delta * (place == other) for other, value in enumerate(best)]
+                if (value := cost(logs)) < least - 1e-7:
+                    best, least, widths[place] = logs, value, 1.3 * width
+                    break
+    return _with_interval(columns, keep, calibration(best))
+
+
+def _with_interval(columns: Columns, keep: Tensor, calibration: Calibration) -> Calibration:
+    """Return `calibration` with the interval that covers :data:`LEVEL` of the rows `keep`."""
+    predicted = columns.predict(calibration)
+    errors = (columns.efficiency - predicted) / (FLOOR + (1 - predicted).clamp(min=0))
+    # Between the weights of a row and of a source.
+    weight = torch.sqrt(columns.weight) * keep
+    low, high = (quantile(errors, weight, share) for share in ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    return replace(calibration, low=low, high=high)
+
+
+def quantile(values: Tensor, weight: Tensor, share: float) -> float:
+    """Return a weighted quantile."""
+    order = values.argsort()
+    total = weight[order].cumsum(0)
+    return float(values[order][int(torch.searchsorted(total, share * total[-1]).clamp(max=len(values) - 1))])
+
+
+def fitted_to(rows: Sequence[Row]) -> Calibration:
+    """Return the calibration fitted to all `rows`; :data:`PUBLISHED` is that of the published rows."""
+    return fit(Columns(rows), torch.ones(len(rows), dtype=torch.float64))
+
+

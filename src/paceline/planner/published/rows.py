@@ -1,0 +1,180 @@
+"""Published scaling results in a CSV file, each as the job that it describes."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.errors import UsageError
+from paceline.planner.calibration import PUBLISHED, Calibration
+from paceline.planner.cluster import Cluster
+from paceline.planner.hardware import AWS_FLOW, HALF, MFU, Device, between_link, device, inside_link, match
+from paceline.planner.predictions import Job, Prediction
+from paceline.planner.workload import equal_layers
+
+COLUMNS = (
+    "source model params_millions precision per_device_batch device intra_link inter_link devices devices_per_node "
+    "throughput unit single_device_throughput efficiency notes"
+).split()
+MOST = 1.5
+"""Efficiencies above this are mistakes of the source."""
+UNKNOWN_DEVICE = Device("unknown", 15e12, 100e12, pcie="pcie3")
+UNKNOWN_STEP_S = 0.3
+"""Median step of the rows that tell theirs."""
+HOST = 8
+"""Devices of a host, if unknown."""
+OWN_REDUCER = re.compile("no horovod|replicated|parameter.?server|distributed tensorflow|mirrored|paddle")
+"""Frameworks that reduce gradients with code of their own, which does not use NVLink."""
+LIBRARY = re.compile("(?<!no )horovod|ddp|apex")
+STATED_PARAMS = re.compile(r"\b(\d+(?:\.\d+)?) ?(m|b)\b")
+"""Millions or billions of parameters in a model's name, as in ``Llama 3.1 8B``."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published result."""
+
+    source: str
+    title: str
+    job: Job
+    devices: int
+    baseline: int
+    """Number of devices to whose throughput `efficiency` is relative."""
+    efficiency: float
+
+    def predict(self, calibration: Calibration = PUBLISHED) -> Prediction:
+        """Return the prediction for the row."""
+        return replace(self.job, calibration=calibration).predict(self.devices, self.baseline)
+
+
+def read(path: str) -> tuple[Sequence[Row], int]:
+    """Return the rows with an efficiency, and the number of others: flagged as suspect, or without an efficiency."""
+    try:
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            texts = [{name: row[name] or "" for name in COLUMNS} for row in reader] if not missing else []
+    except (OSError, ValueError, csv.Error) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if missing:
+        raise UsageError(f"{path} lacks the columns {', '.join(missing)}; add them, even if they are empty")
+    rows = [parse(_Text(values, f"{path}, row {number}")) for number, values in enumerate(texts, 2)]
+    kept = [row for row in rows if row is not None]
+    if not kept:
+        raise UsageError(f"{path} has no row with an efficiency")
+    return kept, len(rows) - len(kept)
+
+
+class _Text:
+    """The texts of a row."""
+
+    def __init__(self, values: dict[str, str], place: str) -> None:
+        self.values, self.place = values, place
+        self.notes = values["notes"].lower()
+        self.model = values["model"].lower()
+        self.precision = values["precision"].lower()
+        self.unit = values["unit"].lower()
+        self.network = values["inter_link"].lower()
+        self.title = f"{values['model']}, {values['devices']} × {values['device']}"
+
+    def number(self, name: str) -> float | None:
+        """Return the number in a column; None if the column is empty."""
+        text = self.values[name].strip()
+        try:
+            value = float(text) if text else None
+        except ValueError:
+            value = math.nan
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{self.place} ({self.title}): {name}={text} is not a positive number; correct it")
+        return value
+
+    def noted(self, pattern: str, default: float) -> float:
+        """Return the number that the notes state."""
+        found = re.search(pattern, self.notes)
+        return float(found[1]) if found else default
+
+
+def parse(text: _Text) -> Row | None:
+    """Return a row; None if it is flagged as suspect, or states no efficiency."""
+    efficiency, devices = text.number("efficiency"), text.number("devices")
+    if efficiency is None or devices is None or "flag=suspect" in text.notes:
+        return None
+    if efficiency > MOST:
+        raise UsageError(
+            f"{text.place} ({text.title}): efficiency={efficiency:g} is above {MOST}; write it as a fraction, or add "
+            "flag=suspect to the notes"
+        )
+    baseline = int(text.noted(r"baseline_devices=(\d+)", 1))
+    return Row(text.values["source"], text.title, _job(text, baseline), int(devices), baseline, efficiency)
+
+
+def _job(text: _Text, baseline: int) -> Job:
+    try:
+        kind = device(text.values["device"])
+    except UsageError:
+        kind = UNKNOWN_DEVICE
+    known = match("models", text.model)
+    assert known is not None  # the table's last pattern is empty
+    stated, shards = STATED_PARAMS.search(text.model), re.search(r"(\d+)-way model", text.model)
+    millions = text.number("params_millions") or float(known["parameters_millions"])
+    if stated and not text.values["params_millions"]:
+        millions = float(stated[1]) * (1000 if stated[2] == "b" else 1)
+    params = 1e6 * millions / (int(shards[1]) if shards else 1)
+    is_half = bool(re.match("fp16|amp|bf16|mixed|fp8", text.precision)) and " or " not in text.precision
+    size = re.search(r"[\d.]+", text.values["per_device_batch"])
+    batch = float(size[0]) if size else None
+    seconds = _measured_s(text, baseline, batch, float(known["units"]))
+    gflop = float(known["forward_gflop"])
+    if seconds is None and batch is not None:
+        flops = 3e9 * gflop if gflop else 6 * params * float(known["units"])
+        seconds = flops * batch / kind.peak("fp16" if is_half else "fp32") / MFU
+    width = 2 if "compression" in text.precision or (is_half and text.precision[:4] in HALF) else 4
+    if "fsdp" in text.notes:
+        width = 3  # two gathers and a scatter of 2 bytes; an all-reduce is one gather and one scatter
+    if "no gradient sync" in text.notes:
+        width = 0
+    work = equal_layers(
+        UNKNOWN_STEP_S if seconds is None else seconds,
+        params * width,
+        batch or 1,
+        int(text.noted(r"grad_accum=(\d+)", 1)),
+        float(known["classifier"]),
+    )
+    return Job(replace(work, is_host_bound=is_half and gflop > 0), _cluster(text, kind))
+
+
+def _measured_s(text: _Text, baseline: int, batch: float | None, units: float) -> float | None:
+    """Return the seconds of a micro-batch on one device, or on the devices of the baseline; None if the row does not tell.
+
+    `units` is the number of tokens, or of other units that the throughput counts, in a sample.
+    """
+    single = text.number("single_device_throughput") or 0.0
+    single = text.noted(r"baseline_throughput=([\d.]+)", single * baseline) / baseline
+    single = text.noted(r"baseline tokens/s/gpu=([\d.]+)", single)
+    if "lower is better" in text.unit:
+        steps = text.noted(r"(\d+) steps", 0)
+        return single / steps if steps and single else None
+    if not single or batch is None or "speed-up" in text.unit:
+        return None
+    counts_units = batch < 2000 and ("tokens" in text.unit or "mels" in text.unit or units > 8000 - 1)
+    length = text.noted(r"seq(?:[ _]?len(?:gth)?)?[ =]+(\d+)", units)
+    return batch * (length if counts_units else 1) / single
+
+
+def _cluster(text: _Text, kind: Device) -> Cluster:
+    name, local = text.values["device"], int(text.number("devices_per_node") or HOST)
+    inside = inside_link(f"{text.values['intra_link']} {name}", kind)
+    if OWN_REDUCER.search(text.notes) and not LIBRARY.search(text.notes):
+        inside = min(inside, inside_link("pcie", kind), key=lambda link: link.bytes_per_s)
+    between = between_link(f"{text.values['inter_link']} {name}", kind)
+    speed = between.bytes_per_s * (local if "per gpu" in text.network or "per device" in text.network else 1)
+    is_tcp = ("tcp" in text.network + text.notes and "rdma" not in text.notes) or "no horovod" in text.notes
+    if is_tcp and "aws" in text.network:
+        speed = min(speed, AWS_FLOW)
+    between = replace(between, bytes_per_s=speed, kind="tcp" if is_tcp else "rdma")
+    on_cpu = bool(re.search("all-?reduce on cpu|horovod on cpu", text.notes))
+    return Cluster(local, inside, between, on_cpu)

@@ -1,0 +1,144 @@
+"""Cross-validation by source: what the planner predicts for published rows that it was not fitted to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from paceline.planner.calibration import PUBLISHED, Calibration
+from paceline.planner.hardware import table
+from paceline.planner.published.fit import Columns, fit
+from paceline.planner.published.rows import Row
+
+RULE = ((8, 0.97), (64, 0.90), (math.inf, 0.80))
+"""The rule of thumb, as the middle of its ranges: 95 to 99 % on 2 to 8 devices, 85 to 95 % on 16 to 64, 70 to 90 % on more."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A row, and what was predicted for it."""
+
+    row: Row
+    predicted: float
+    low: float
+    high: float
+    """The 80 % interval."""
+    rule: float
+    """The rule of thumb."""
+    by_size: float | None
+    """Median efficiency of other sources' rows with the same integer part of log2 of the devices; None if there are none."""
+
+    @property
+    def error(self) -> float:
+        """Predicted minus reported efficiency."""
+        return self.predicted - self.row.efficiency
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the reported efficiency is inside the interval."""
+        return self.low <= self.row.efficiency <= self.high
+
+
+@dataclass(frozen=True)
+class Score:
+    """Absolute errors of a predictor, in points."""
+
+    median: float
+    p90: float
+    sources_median: float
+    sources_p90: float
+    """The same, with all sources weighing the same."""
+
+
+@dataclass(frozen=True)
+class SourceScore:
+    """Median absolute errors on one source, in points."""
+
+    source: str
+    rows: int
+    model: float
+    rule: float
+    by_size: float | None
+    bias: float
+    """Median error of the model."""
+    covered: float
+    """Share of the rows inside the interval."""
+
+    @property
+    def is_beaten(self) -> bool:
+        """Whether the model is better than both trivial predictors."""
+        return self.model < self.rule and (self.by_size is None or self.model < self.by_size)
+
+
+def cross_validate(rows: Sequence[Row]) -> Iterable[Sequence[Checked]]:
+    """Yield each source's rows with predictions of constants that were fitted to other sources.
+
+    A source of the shipped calibration is predicted with constants and intervals fitted to all other sources in `rows`;
+    any other source, with the shipped ones.
+    """
+    known = {row["source"] for row in table("sources")}
+    columns = Columns(rows)
+    for source in dict.fromkeys(row.source for row in rows):
+        others = [row for row in rows if row.source != source]
+        calibration = PUBLISHED
+        if source in known and others:
+            calibration = fit(columns, torch.tensor([float(row.source != source) for row in rows], dtype=torch.float64))
+        yield [_check(row, others, calibration) for row in rows if row.source == source]
+
+
+def _check(row: Row, others: Sequence[Row], calibration: Calibration) -> Checked:
+    prediction = row.predict(calibration)
+    same = [other.efficiency for other in others if other.devices.bit_length() == row.devices.bit_length()]
+    same = same or [other.efficiency for other in others]
+    rule = next(value for most, value in RULE if row.devices <= most)
+    by_size = median(same) if same else None
+    return Checked(row, prediction.efficiency, prediction.low, prediction.high, rule, by_size)
+
+
+def score(rows: Sequence[Checked], predicted: Sequence[float]) -> Score:
+    """Return the errors of `predicted`, one for each row."""
+    errors = [100 * abs(value - row.row.efficiency) for row, value in zip(rows, predicted, strict=True)]
+    counts = {row.row.source: 0 for row in rows}
+    for row in rows:
+        counts[row.row.source] += 1
+    same, by_source = [1.0] * len(rows), [1 / counts[row.row.source] for row in rows]
+    return Score(*(_quantile(errors, weights, share) for weights in (same, by_source) for share in (0.5, 0.9)))
+
+
+def _quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
+    total, reached = sum(weights), 0.0
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        reached += weight
+        if reached >= share * total - 1e-9:
+            return value
+    raise ValueError("no values")
+
+
+def by_source(rows: Sequence[Checked]) -> Sequence[SourceScore]:
+    """Return the errors on each source, the largest first."""
+    result = []
+    for source in dict.fromkeys(row.row.source for row in rows):
+        own = [row for row in rows if row.row.source == source]
+        sizes = [100 * abs(row.by_size - row.row.efficiency) for row in own if row.by_size is not None]
+        result.append(
+            SourceScore(
+                source,
+                len(own),
+                100 * median(abs(row.error) for row in own),
+                100 * median(abs(row.rule - row.row.efficiency) for row in own),
+                median(sizes) if sizes else None,
+                100 * median(row.error for row in own),
+                sum(row.is_covered for row in own) / len(own),
+            )
+        )
+    return sorted(result, key=lambda entry: -entry.model)
+
+
+def coverage(rows: Sequence[Checked]) -> tuple[float, float]:
+    """Return the share of rows inside their interval, with rows and with sources weighing the same."""
+    sources = by_source(rows)
+    return sum(row.is_covered for row in rows) / len(rows), sum(entry.covered for entry in sources) / len(sources)
