@@ -1,4 +1,4 @@
-"""Known devices and links, with their nominal speeds; every entry of the tables in ``tables/`` has a source and a date."""
+"""Known devices and links, with nominal speeds. Each entry of the files in ``tables/`` has a source and a date."""
 
 from __future__ import annotations
 
@@ -13,31 +13,38 @@ from importlib.resources import files
 from paceline.errors import UsageError
 from paceline.planner.cluster import Link
 
-HALF = ("bf16", "fp16", "fp8")
+HALF = ("bf16", "fp16")
 PRECISIONS = ("fp32", "tf32", *HALF)
 MFU = 0.4
-"""Share of the peak that training reaches if nothing was measured: 38 to 43 % with Llama 3.1 (Grattafiori et al., "The Llama
-3 Herd of Models", 2024), 46 % with PaLM (Chowdhery et al. 2022)."""
+"""Share of the peak that training reaches, if nothing was measured: 38 to 43 % with Llama 3.1 (Grattafiori et al., "The
+Llama 3 Herd of Models", 2024), 46 % with PaLM (Chowdhery et al. 2022)."""
+HALF_EXPONENT = 0.6
+"""BF16 or FP16 speeds up training by this power of the ratio of the peaks: 3.0 times on V100 (ratio 8, median of 27
+published models), 1.7 times on A100 (ratio 2, 15 models)."""
+FLOPS_PER_BYTE = 200
+"""Peak FLOPs per byte of memory bandwidth, of a device that is described by its peak: between V100 and H100."""
 GBIT = 1e9 / 8
 AWS_FLOW = 5 * GBIT
-"""Bytes per second of one TCP connection between AWS instances, outside a cluster placement group ("Amazon EC2 instance network
-bandwidth", read in 2026-11)."""
+"""Bytes per second of one TCP connection between AWS instances outside a cluster placement group ("Amazon EC2 instance
+network bandwidth", read in 2026-11)."""
 RDMA_S, TCP_S = 4e-6, 50e-6
-"""Latency of a message between hosts. With RDMA, and inside hosts (``links.csv``), as in NCCL's cost model (rings with protocol
-LL128, `src/graph/tuning.cc` of commit 01afd20); with TCP, assumed."""
+"""Latency of a message between hosts. With RDMA, and inside hosts (``links.csv``), as in NCCL's cost model for rings
+with protocol LL128 (``src/graph/tuning.cc`` of commit 01afd20); with TCP, assumed."""
 SPEED = re.compile(r"(?:(\d+) ?[x×] ?)?(\d+(?:\.\d+)?) ?(?:[Gg]bit|[Gg]bps|Gb/s|Gb\b|GbE|GigE|(GB/s))")
 """A network's speed, such as ``100gbit`` or ``8x200gbit``; published texts also write ``25 Gbps`` or ``40 Gb/s``."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device, and what connects such devices unless something else is known."""
+    """A kind of device, and what usually connects such devices."""
 
     name: str
     flops: float
     """Peak FLOP/s in FP32 or TF32, without sparsity."""
     half_flops: float
     """The same in BF16 or FP16."""
+    memory: float
+    """Bytes per second of the device's memory."""
     nvlink: str = ""
     """Fast link between the devices of a host; empty if there is none."""
     pcie: str = "pcie4"
@@ -50,15 +57,21 @@ class Device:
         """Return the peak FLOP/s in a precision."""
         return self.half_flops if precision in HALF else self.flops
 
+    def half_speedup(self, precision: str) -> float | None:
+        """Return by how much BF16 or FP16 speeds up training in `precision`; None if it would not."""
+        ratio = self.half_flops / self.peak(precision)
+        return ratio**HALF_EXPONENT if ratio > 1 else None
+
 
 @cache
 def table(name: str) -> Sequence[dict[str, str]]:
     """Return the rows of a table."""
-    return tuple(csv.DictReader(io.StringIO(files("paceline.planner").joinpath("tables", f"{name}.csv").read_text("utf-8"))))
+    text = files("paceline.planner").joinpath("tables").joinpath(f"{name}.csv").read_text("utf-8")
+    return tuple(csv.DictReader(io.StringIO(text)))
 
 
 def match(name: str, text: str, **columns: str) -> dict[str, str] | None:
-    """Return the first row of a table whose pattern occurs in `text`, among those with the given values in `columns`."""
+    """Return the first row of a table whose pattern occurs in `text` and whose columns have the given values."""
     rows = (row for row in table(name) if columns.items() <= row.items())
     return next((row for row in rows if re.search(row["pattern"], text)), None)
 
@@ -66,22 +79,18 @@ def match(name: str, text: str, **columns: str) -> dict[str, str] | None:
 def device(text: str) -> Device:
     """Return the device that `text` names, or describes by its peak, as in ``400tflops``."""
     name = text.lower().strip()
-    if described := re.fullmatch(r"([\d.]+) ?tflops", name):
-        return Device(name, 1e12 * float(described[1]), 1e12 * float(described[1]))
+    if described := re.fullmatch(r"(\d+(?:\.\d+)?) ?tflops", name):
+        peak = 1e12 * float(described[1])
+        return Device(name, peak, peak, peak / FLOPS_PER_BYTE)
     if (row := match("devices", name)) is None:
         raise UsageError(
-            f"unknown device {text!r}; known devices: {', '.join(row['name'] for row in table('devices'))}. Describe another "
-            "by its dense peak in your precision and its links, as in --device 400tflops --links pcie5,100gbit"
+            f"unknown device {text!r}; known devices: {', '.join(row['name'] for row in table('devices'))}. Describe "
+            "another device by its dense peak in your precision and its links, as in --device 400tflops --links "
+            "pcie5,100gbit"
         )
-    tera = [1e12 * float(row[column]) for column in ("tflops", "half_tflops")]
-    network = GBIT * float(row["network_gbit"])
-    return Device(row["name"], *tera, row["nvlink"], row["pcie"], network, row["peer"] == "yes")
-
-
-def speed(text: str) -> float | None:
-    """Return the bytes per second that a text states, or None."""
-    found = SPEED.search(text)
-    return None if found is None else int(found[1] or 1) * float(found[2]) * (1e9 if found[3] else GBIT)
+    flops, half_flops = 1e12 * float(row["tflops"]), 1e12 * float(row["half_tflops"])
+    memory, network = 1e9 * float(row["memory_gbyte_per_s"]), GBIT * float(row["network_gbit"])
+    return Device(row["name"], flops, half_flops, memory, row["nvlink"], row["pcie"], network, row["peer"] == "yes")
 
 
 def inside_link(text: str, kind: Device) -> Link:
@@ -92,38 +101,46 @@ def inside_link(text: str, kind: Device) -> Link:
         nvlink = kind.nvlink or ("nvlink-bridge" if "nvlink" in text else "")
         row = match("links", kind.pcie if "pcie" in text or not nvlink else nvlink, place="inside")
     assert row is not None
-    staged = row["name"].startswith("pcie") and not kind.has_peer_copies
+    is_staged = row["name"].startswith("pcie") and not kind.has_peer_copies
     seconds = 1e-6 * float(row["latency_us"])
-    return Link(row["name"], 1e9 * float(row["gbyte_per_s"]), seconds, "staged" if staged else "peer")
+    return Link(row["name"], 1e9 * float(row["gbyte_per_s"]), seconds, "staged" if is_staged else "peer")
 
 
 def between_link(text: str, kind: Device) -> Link:
     """Return the link that `text` names between hosts; by default the usual network of hosts with such devices."""
-    stated, text = speed(text), text.lower()
-    row = match("links", text, place="between")
-    nominal = stated or (1e9 * float(row["gbyte_per_s"]) if row else kind.network)
-    latency = 1e-6 * float(row["latency_us"]) if row else RDMA_S
-    if "tcp" not in text:
-        return Link(text or f"{nominal / GBIT:g}gbit", nominal, latency, "rdma")
-    return Link(text, min(nominal, AWS_FLOW) if "aws" in text else nominal, TCP_S, "tcp")
+    stated, row = SPEED.search(text), match("links", text.lower(), place="between")
+    nominal, latency = kind.network, RDMA_S
+    if row is not None:
+        nominal, latency = 1e9 * float(row["gbyte_per_s"]), 1e-6 * float(row["latency_us"])
+    if stated is not None:
+        nominal = int(stated[1] or 1) * float(stated[2]) * (1e9 if stated[3] else GBIT)
+    name = text or f"{nominal / GBIT:g}gbit"
+    return Link(name, nominal, TCP_S, "tcp") if "tcp" in text.lower() else Link(name, nominal, latency, "rdma")
 
 
 def links(text: str, kind: Device) -> tuple[Link, Link]:
-    """Return the links ``INSIDE,BETWEEN`` of a command line; those left out are the usual ones of `kind`."""
-    first, _, second = (part.strip().lower() for part in text.partition(","))
-    if not second and (match("links", first, place="between") or speed(first)):
-        first, second = "", first
-    inside = [*dict.fromkeys(row["name"] for row in table("links") if row["place"] == "inside"), "nvlink", "pcie"]
+    """Return the links that a user wrote as ``INSIDE,BETWEEN``; a missing one is the usual one of `kind`."""
+    inside = [row["name"] for row in table("links") if row["place"] == "inside"] + ["nvlink", "pcie"]
     between = [row["name"] for row in table("links") if row["place"] == "between"]
+
+    def is_between(name: str) -> bool:
+        return name in between or SPEED.fullmatch(name.removesuffix("-tcp")) is not None
+
+    first, comma, second = (part.strip().lower() for part in text.partition(","))
+    if not comma and is_between(first):
+        first, second = "", first
     if first and first not in inside:
-        hint = "between hosts; write INSIDE,BETWEEN" if first in between else f"unknown; known: {', '.join(inside)}"
-        raise UsageError(f"--links {text}: the link {first!r} inside a host is {hint}")
-    if second and second not in between and not SPEED.fullmatch(second.removesuffix("-tcp")):
+        wrong = "connects hosts, not devices" if is_between(first) else "is unknown"
         raise UsageError(
-            f"--links {text}: the link {second!r} between hosts is unknown; known: {', '.join(between)}, or a speed such as "
-            "100gbit, 8x200gbit or 25gbit-tcp (without RDMA)"
+            f"--links {text}: {first!r} {wrong}; write INSIDE,BETWEEN, where INSIDE is one of {', '.join(inside)}"
+        )
+    if second and not is_between(second):
+        wrong = "connects devices, not hosts" if second in inside else "is unknown"
+        raise UsageError(
+            f"--links {text}: {second!r} {wrong}; write INSIDE,BETWEEN, where BETWEEN is one of {', '.join(between)}, "
+            "or a host's speed, such as 100gbit, 8x200gbit or 25gbit-tcp (without RDMA)"
         )
     if re.fullmatch(r"nvlink\d", first) and kind.nvlink != first and not kind.name.endswith("tflops"):
-        has = f"{kind.nvlink}" if kind.nvlink else "no NVLink, except nvlink-bridge between two devices"
+        has = kind.nvlink or "no NVLink, apart from nvlink-bridge between two devices"
         raise UsageError(f"--links {text} contradicts --device {kind.name}, which has {has}; correct one of them")
     return inside_link(first, kind), between_link(second, kind)

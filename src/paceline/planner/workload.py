@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.ddp.options.buckets import CAPACITY, FIRST_CAPACITY
 from paceline.planner.hardware import MFU, Device
@@ -12,6 +12,8 @@ EQUAL_LAYERS = 24
 """Layers of a model about which only the number of parameters is known."""
 CLASSIFIER = 1 / 8
 """Share of the parameters in the last eighth of the layers, if all are equal."""
+OPTIMIZER_BYTES = 28
+"""Bytes per parameter that a fused AdamW reads (parameter, gradient, two moments) and writes, in float32."""
 FORWARD, BACKWARD = 1 / 3, 2 / 3
 """Shares of a step's FLOPs."""
 
@@ -83,17 +85,17 @@ def equal_layers(
     return Workload(FORWARD * seconds, layers, samples * micro_batches, micro_batches=micro_batches)
 
 
-def from_flags(
-    params: float, flops: float, device: Device, precision: str, batch: float, micro_batches: int = 1
-) -> Workload:
+def from_flags(params: float, flops: float, device: Device, precision: str, batch: float) -> Workload:
     """Return a step that was not measured.
 
     Args:
-        params: number of parameters.
+        params: number of parameters; their gradients have 4 bytes, as with autocast.
         flops: FLOPs of a sample, forward and backward.
         device: the kind of device.
-        precision: of computing; gradients have 4 bytes, as with autocast and DistributedDataParallel.
-        batch: samples of a micro-batch.
-        micro_batches: per optimizer step.
+        precision: of computing.
+        batch: samples of a device.
     """
-    return equal_layers(flops * batch / device.peak(precision) / MFU, 4 * params, batch, micro_batches)
+    seconds = flops * batch / device.peak(precision) / MFU
+    # A part of that time, because the share of the peak counts whole steps.
+    optimizer = min(OPTIMIZER_BYTES * params / device.memory, seconds / 2)
+    return replace(equal_layers(seconds - optimizer, 4 * params, batch), optimizer_s=optimizer)

@@ -97,7 +97,7 @@ def test_communication_is_either_exposed_or_hidden(
 
 
 def test_equal_layers_share_the_time_and_the_bytes() -> None:
-    work = equal_layers(3.0, 240, 16, count=4)
-    assert work.forward_s == pytest.approx(1)
-    assert [(layer.backward_s, layer.nbytes) for layer in work.layers] == [(0.5, 60)] * 4
-    assert work.compute_s == pytest.approx(3)
+    work = equal_layers(36.0, 240, 16)
+    assert work.forward_s == pytest.approx(12)
+    assert [(layer.backward_s, layer.nbytes) for layer in work.layers] == [(1.0, 10)] * 24
+    assert work.compute_s == pytest.approx(36)

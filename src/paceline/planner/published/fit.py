@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.planner.calibration import CROWD, FLOOR, PUBLISHED, Calibration
+from paceline.planner.calibration import CROWD, FLOOR, Calibration
 from paceline.planner.published.rows import Row
 from paceline.planner.simulation import backward_timeline
 
@@ -160,5 +160,3 @@ def quantile(values: Tensor, weight: Tensor, share: float) -> float:
 def fitted_to(rows: Sequence[Row]) -> Calibration:
     """Return the calibration fitted to all `rows`; :data:`PUBLISHED` is that of the published rows."""
     return fit(Columns(rows), torch.ones(len(rows), dtype=torch.float64))
-
-

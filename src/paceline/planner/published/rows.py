@@ -17,12 +17,12 @@ from paceline.planner.predictions import Job, Prediction
 from paceline.planner.workload import equal_layers
 
 COLUMNS = (
-    "source model params_millions precision per_device_batch device intra_link inter_link devices devices_per_node "
-    "throughput unit single_device_throughput efficiency notes"
-).split()
+    *("source", "model", "params_millions", "precision", "per_device_batch", "device", "intra_link", "inter_link"),
+    *("devices", "devices_per_node", "throughput", "unit", "single_device_throughput", "efficiency", "notes"),
+)
 MOST = 1.5
 """Efficiencies above this are mistakes of the source."""
-UNKNOWN_DEVICE = Device("unknown", 15e12, 100e12, pcie="pcie3")
+UNKNOWN_DEVICE = Device("unknown", 15e12, 100e12, 900e9, pcie="pcie3")
 UNKNOWN_STEP_S = 0.3
 """Median step of the rows that tell theirs."""
 HOST = 8
@@ -59,7 +59,7 @@ def read(path: str) -> tuple[Sequence[Row], int]:
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
             texts = [{name: row[name] or "" for name in COLUMNS} for row in reader] if not missing else []
     except (OSError, ValueError, csv.Error) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if missing:
         raise UsageError(f"{path} lacks the columns {', '.join(missing)}; add them, even if they are empty")
     rows = [parse(_Text(values, f"{path}, row {number}")) for number, values in enumerate(texts, 2)]
@@ -133,7 +133,7 @@ def _job(text: _Text, baseline: int) -> Job:
         flops = 3e9 * gflop if gflop else 6 * params * float(known["units"])
         seconds = flops * batch / kind.peak("fp16" if is_half else "fp32") / MFU
     width = 2 if "compression" in text.precision or (is_half and text.precision[:4] in HALF) else 4
-    if "fsdp" in text.notes:
+    if "fsdp" in text.notes or "zero-3" in text.notes:
         width = 3  # two gathers and a scatter of 2 bytes; an all-reduce is one gather and one scatter
     if "no gradient sync" in text.notes:
         width = 0
@@ -148,9 +148,9 @@ def _job(text: _Text, baseline: int) -> Job:
 
 
 def _measured_s(text: _Text, baseline: int, batch: float | None, units: float) -> float | None:
-    """Return the seconds of a micro-batch on one device, or on the devices of the baseline; None if the row does not tell.
+    """Return the seconds of a micro-batch on a device of the baseline; None if the row does not tell.
 
-    `units` is the number of tokens, or of other units that the throughput counts, in a sample.
+    `units` is the number of tokens, or whatever else the throughput counts, in a sample.
     """
     single = text.number("single_device_throughput") or 0.0
     single = text.noted(r"baseline_throughput=([\d.]+)", single * baseline) / baseline
@@ -160,7 +160,7 @@ def _measured_s(text: _Text, baseline: int, batch: float | None, units: float) -
         return single / steps if steps and single else None
     if not single or batch is None or "speed-up" in text.unit:
         return None
-    counts_units = batch < 2000 and ("tokens" in text.unit or "mels" in text.unit or units > 8000 - 1)
+    counts_units = batch < 2000 and ("tokens" in text.unit or "mels" in text.unit or units > 7000)
     length = text.noted(r"seq(?:[ _]?len(?:gth)?)?[ =]+(\d+)", units)
     return batch * (length if counts_units else 1) / single
 

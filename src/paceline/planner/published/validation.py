@@ -15,7 +15,8 @@ from paceline.planner.published.fit import Columns, fit
 from paceline.planner.published.rows import Row
 
 RULE = ((8, 0.97), (64, 0.90), (math.inf, 0.80))
-"""The rule of thumb, as the middle of its ranges: 95 to 99 % on 2 to 8 devices, 85 to 95 % on 16 to 64, 70 to 90 % on more."""
+"""Most devices, and the middle of the rule of thumb's range: 95 to 99 % on 2 to 8 devices, 85 to 95 % on 16 to 64, 70
+to 90 % on more."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Checked:
     rule: float
     """The rule of thumb."""
     by_size: float | None
-    """Median efficiency of other sources' rows with the same integer part of log2 of the devices; None if there are none."""
+    """Median efficiency of the other sources' rows with the same integer part of log2 of the devices, or of all their
+    rows; None if there are none."""
 
     @property
     def error(self) -> float:

@@ -17,6 +17,7 @@ from paceline.tools.checkpoints.commands import checkpoint
 from paceline.tools.compare.modes import MODES, choose_ways
 from paceline.tools.explain.explain_command import EXAMPLES, explain
 from paceline.tools.memory_estimate import estimate_command
+from paceline.tools.plan import plan_command
 from paceline.tools.recipes.commands import RECIPES, AroundRecipe, Recipes, command_line, parse_recipe, untyped_flags
 
 
@@ -51,6 +52,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")
 app.command("explain", epilog=EXAMPLES)(explain)
 app.command("estimate-memory", epilog=estimate_command.EXAMPLES)(estimate_command.estimate_memory)
+app.command("plan", epilog=plan_command.EXAMPLES)(plan_command.plan)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""``paceline plan``: the speed, cost and reliability of a training on N devices."""

@@ -1,0 +1,89 @@
+"""What a plan says about a job: predictions for several numbers of devices, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.planner.goodput import Goodput, goodput, save_seconds
+from paceline.planner.predictions import Effect, Job, Prediction, effects, stops_paying
+
+BYTES = 4
+"""Of a parameter's gradient."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One number of devices."""
+
+    hosts: int
+    prediction: Prediction
+    goodput: Goodput
+    epoch_s: float | None
+    """Seconds of an epoch, without time lost to failures; None if the samples of an epoch are unknown."""
+    cost: float | None
+    """Price of an epoch, or of a million samples; None without a price."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A plan."""
+
+    job: Job
+    entries: Sequence[Entry]
+    stops_paying: int | None
+    """Devices that are not worth doubling; None if that is beyond the largest number."""
+    changed_on: int
+    """Devices for which `effects` holds."""
+    effects: Sequence[Effect]
+    epoch: float | None
+    """Samples of an epoch."""
+
+
+def look_ahead(
+    job: Job, counts: Sequence[int], price: float | None, epoch: float | None, speedup: float | None
+) -> Outlook:
+    """Return the plan for `counts` devices, at a `price` per device and hour; `epoch` is its number of samples."""
+    save_s = save_seconds(job.workload.nbytes / BYTES)
+    entries = []
+    for count in counts:
+        prediction = job.predict(count)
+        hosts = math.ceil(count / job.cluster.devices_per_host)
+        seconds = None if epoch is None else prediction.seconds(epoch)
+        cost = None if price is None else price * count * prediction.seconds(epoch or 1e6) / 3600
+        entries.append(Entry(hosts, prediction, goodput(hosts, save_s), seconds, cost))
+    stops = stops_paying(job, max(counts))
+    changed_on = min(stops or max(counts), max(counts))
+    changed = effects(job, changed_on, speedup) if changed_on > 1 else []
+    return Outlook(job, entries, stops, changed_on, changed, epoch)
+
+
+def document(outlook: Outlook) -> dict[str, Any]:
+    """Return the plan for JSON."""
+    return {
+        "samples_per_device": outlook.job.workload.samples,
+        "devices_per_host": outlook.job.cluster.devices_per_host,
+        "links": {"inside": asdict(outlook.job.cluster.inside), "between": asdict(outlook.job.cluster.between)},
+        "calibration": asdict(outlook.job.calibration),
+        "predictions": [
+            {
+                "devices": entry.prediction.ranks,
+                "hosts": entry.hosts,
+                "step_s": entry.prediction.step.length_s,
+                "exposed_s": entry.prediction.step.exposed_s,
+                "samples_per_s": entry.prediction.samples_per_s,
+                "efficiency": entry.prediction.efficiency,
+                "interval": [entry.prediction.low, entry.prediction.high],
+                "progress_per_sample": entry.prediction.progress,
+                "useful_share": entry.goodput.useful,
+                "save_interval_s": entry.goodput.interval_s,
+                "epoch_s": entry.epoch_s,
+                "cost": entry.cost,
+            }
+            for entry in outlook.entries
+        ],
+        "stops_paying": outlook.stops_paying,
+        "effects": {"devices": outlook.changed_on, "savings": {one.change: one.saving for one in outlook.effects}},
+    }

@@ -1,0 +1,201 @@
+"""The command ``paceline plan``: its options, and the job that they describe.
+
+The modules that need torch are imported in functions, so that ``--help`` does not load torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.core.option_rules import choice
+from paceline.core.output.commands import load_torch
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.planner.predictions import Job
+
+EXAMPLES = """Examples:
+
+paceline plan runs/one-rank runs/two-ranks --devices 16
+
+paceline plan --params 360M --flops 4.4T --device h100 --batch 8 --price 2.5 --samples 10M
+
+paceline plan --params 25M --flops 24G --batch 128 --device v100 --precision fp32 --links pcie,25gbit-tcp --hosts-of 4
+
+paceline plan --validate published.csv --plot validation.svg
+"""
+HOST = 8
+LARGEST = 4096
+MOST = 2**20
+"""Most devices."""
+JOB, CLUSTER, OUTPUT = "The job, if it was not profiled", "The cluster", "Output"
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
+
+
+def plan(
+    profiles: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROFILE]...", help="Folders of paceline profile: one job on 1, 2, … ranks."),
+    ] = None,
+    params: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Parameters, such as 360M.", rich_help_panel=JOB)
+    ] = None,
+    flops: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="FLOPs of a sample, forward and backward, such as 4.4T: in a language model, 6 for each parameter and "
+            "token.",
+            rich_help_panel=JOB,
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Samples of a device and step.", rich_help_panel=JOB)
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(metavar="NAME", help="fp32, tf32, bf16 or fp16.", rich_help_panel=JOB)
+    ] = "bf16",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Such as h100, or a dense peak in your precision, such as 400tflops.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    links: Annotated[
+        str | None,
+        typer.Option(
+            metavar="INSIDE,BETWEEN",
+            help="Links of the devices in a host, and the network of a host: nvlink4,8x400gbit or pcie4,25gbit-tcp; by "
+            "default what is usual for the device.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    hosts_of: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help=f"Devices in a host; {HOST} without a profile.", rich_help_panel=CLUSTER),
+    ] = None,
+    devices: Annotated[
+        str,
+        typer.Option(metavar="N|LIST", help="Most devices, or a list such as 1,8,64.", rich_help_panel=CLUSTER),
+    ] = str(LARGEST),
+    price: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Of a device per hour.", rich_help_panel=CLUSTER)
+    ] = None,
+    samples: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Samples in an epoch, such as 1.2M.", rich_help_panel=JOB)
+    ] = None,
+    validate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.csv",
+            help="Instead of a plan, compare predictions with published results.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = False,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw a chart (.svg, .png or .pdf).", rich_help_panel=OUTPUT)
+    ] = None,
+) -> None:
+    """Predict speed, efficiency and cost of a training on up to thousands of devices.
+
+    Also shows where more devices stop paying, and what changes would save. Give profiles of the job, or describe it.
+    """
+    load_torch()
+    from paceline.core.output.charts import check_chart
+    from paceline.tools.plan.outlook import look_ahead
+    from paceline.tools.plan.report import report
+    from paceline.tools.plan.validation import report_validation
+
+    check_chart("--plot", plot)
+    if validate is not None:
+        if profiles or params:
+            raise UsageError("--validate compares published results; leave out the profiles and --params")
+        report_validation(validate, json, plot)
+        return
+    numbers = {"--params": params, "--flops": flops, "--batch": batch}
+    if profiles and (given := [name for name, text in numbers.items() if text is not None]):
+        raise UsageError(f"{', '.join(given)} cannot be combined with a profile, which has measured the job")
+    counts = _counts(devices)
+    job, speedup = (
+        (_profiled([Path(path) for path in profiles], device, links, hosts_of), None)
+        if profiles
+        else _described(numbers, precision, device, links, hosts_of or HOST)
+    )
+    if max(counts) < (local := hosts_of or (1 if profiles else HOST)):
+        raise UsageError(
+            f"--devices {devices} is less than the {local} devices of one host; give more, or a smaller --hosts-of"
+        )
+    price_per_hour = None if price is None else number("--price", price)
+    epoch = None if samples is None else number("--samples", samples)
+    report(look_ahead(job, counts, price_per_hour, epoch, speedup), json, plot)
+
+
+def number(option: str, text: str) -> float:
+    """Return a number such as ``360M``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmgbtp]?)", text.strip().lower())
+    if found is None or not float(found[1]):
+        raise UsageError(f"{option}={text} is not a positive number; write it as in 360M or 4.4T")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def _counts(text: str) -> list[int]:
+    """Return the numbers of devices: those in a list, or powers of two up to a single number."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and 0 < int(word) <= MOST for word in words):
+        raise UsageError(f"--devices={text} must be a number from 1 to {MOST:,}, or a list such as 1,8,64")
+    counts = {int(word) for word in words}
+    if len(words) == 1:
+        counts |= {2**power for power in range(max(counts).bit_length())}
+    return sorted(counts)
+
+
+def _described(
+    numbers: dict[str, str | None], precision: str, name: str | None, links: str | None, local: int
+) -> tuple[Job, float | None]:
+    """Return the job that options describe, and the speedup of a lower precision."""
+    from paceline.planner import hardware
+    from paceline.planner.cluster import Cluster
+    from paceline.planner.predictions import Job
+    from paceline.planner.workload import from_flags
+
+    given = numbers | {"--device": name}
+    if missing := [option for option, text in given.items() if text is None]:
+        raise UsageError(f"give a profile, or describe the job: {', '.join(missing)} missing")
+    choice("--precision", precision, hardware.PRECISIONS)
+    kind = hardware.device(name or "")
+    inside, between = hardware.links(links or "", kind)
+    params, flops, batch = (number(option, text or "") for option, text in numbers.items())
+    work = from_flags(params, flops, kind, precision, batch)
+    return Job(work, Cluster(local, inside, between)), kind.half_speedup(precision)
+
+
+def _profiled(paths: list[Path], name: str | None, links: str | None, local: int | None) -> Job:
+    """Return the job that profiles measured, on the hosts and links that options describe."""
+    from paceline.planner import hardware
+    from paceline.planner.cluster import Cluster
+    from paceline.planner.profiles import from_profiles, from_summary
+
+    profiles = [from_summary(path) for path in paths]
+    last = max(profiles, key=lambda profile: profile.ranks)
+    if links is None and name is None:
+        job = from_profiles(profiles)
+        if local is not None and last.hosts == 1 and local < MOST:
+            raise UsageError(
+                "--hosts-of needs --links for the network between the hosts, which the profile did not use"
+            )
+        return job if local is None else replace(job, cluster=replace(job.cluster, devices_per_host=local))
+    kind = hardware.device(name or last.device)
+    inside, between = hardware.links(links or "", kind)
+    local = local or -(-last.ranks // last.hosts)
+    if last.link() is None or "," in (links or ","):
+        return from_profiles(profiles, Cluster(local, inside, between, cores=last.cores if last.busy_cores else None))
+    job = from_profiles(profiles)
+    return replace(job, cluster=replace(job.cluster, devices_per_host=local, between=between))

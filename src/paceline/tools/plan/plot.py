@@ -1,0 +1,88 @@
+"""Charts of a plan and of a validation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.core.output.charts import new_figure
+from paceline.planner.published.validation import Checked
+from paceline.tools.plan.outlook import Outlook
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+RULE_OF_THUMB = ((2, 8, 0.95, 0.99), (16, 64, 0.85, 0.95), (100, None, 0.70, 0.90))
+"""First and last number of devices, lowest and highest efficiency, as tutorials give them."""
+NAMED = 8
+"""Sources with a color of their own."""
+
+
+def plot_outlook(outlook: Outlook) -> Figure:
+    """Draw efficiency with its interval and the rule of thumb, throughput, and the cost if there is a price."""
+    entries = outlook.entries
+    counts = [entry.prediction.ranks for entry in entries]
+    lines = [("samples per second", [entry.prediction.samples_per_s for entry in entries])]
+    if costs := [entry.cost for entry in entries if entry.cost is not None]:
+        lines.append(("cost of an epoch" if outlook.epoch else "cost of a million samples", costs))
+    figure = new_figure(7, 4 + 2.5 * len(lines))
+    first, *others = figure.subplots(1 + len(lines), 1, sharex=True, height_ratios=[1.6] + [1] * len(lines))
+    _efficiency(first, outlook, counts)
+    others[0].set_yscale("log")
+    for axes, (name, values) in zip(others, lines, strict=True):
+        axes.plot(counts, values, "o-", color="C0", markersize=3)
+        axes.set_ylabel(name)
+        axes.grid(alpha=0.3)
+    for axes in (first, *others):
+        if outlook.stops_paying is not None:
+            axes.axvline(outlook.stops_paying, color="C3", linestyle=":", linewidth=1)
+    others[-1].set_xscale("log", base=2)
+    others[-1].set_xticks(counts, [f"{count:,}" for count in counts], rotation=45)
+    others[-1].set_xlabel("devices")
+    return figure
+
+
+def _efficiency(axes: Axes, outlook: Outlook, counts: Sequence[int]) -> None:
+    predictions = [entry.prediction for entry in outlook.entries]
+    for first, last, low, high in RULE_OF_THUMB:
+        end = last or max(counts)
+        if first <= max(counts):
+            label = "rule of thumb" if first == 2 else None
+            axes.fill_between(
+                [first, min(end, max(counts))], low, high, color="C1", alpha=0.3, linewidth=0, label=label
+            )
+    bounds = [one.low for one in predictions], [min(1.0, one.high) for one in predictions]
+    axes.fill_between(counts, *bounds, color="C0", alpha=0.2, linewidth=0, label="80 % interval")
+    axes.plot(counts, [one.efficiency for one in predictions], "o-", color="C0", markersize=3, label="predicted")
+    if outlook.stops_paying is not None:
+        axes.plot([], [], ":", color="C3", label=f"stops paying: {outlook.stops_paying:,}")
+    axes.set_ylim(0, 1.02)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_ylabel("scaling efficiency")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left")
+
+
+def plot_validation(rows: Sequence[Checked]) -> Figure:
+    """Draw predicted over reported efficiency, with the intervals."""
+    figure = new_figure(7, 8.5)
+    axes = figure.add_subplot()
+    sources = sorted({row.row.source for row in rows}, key=lambda name: -sum(row.row.source == name for row in rows))
+    top = max(1.05, *(row.row.efficiency for row in rows))
+    axes.plot([0, top], [0, top], color="gray", linewidth=1)
+    for place, source in enumerate(sources):
+        own = [row for row in rows if row.row.source == source]
+        color = f"C{place}" if place < NAMED else "0.6"
+        label = source if place < NAMED else ("other sources" if place == NAMED else None)
+        reported = [row.row.efficiency for row in own]
+        axes.vlines(reported, [row.low for row in own], [row.high for row in own], color=color, alpha=0.08, linewidth=2)
+        axes.plot(reported, [row.predicted for row in own], ".", color=color, markersize=4, label=label)
+    axes.set_xlim(0, top)
+    axes.set_ylim(0, top)
+    axes.set_aspect("equal")
+    axes.set_xlabel("reported efficiency")
+    axes.set_ylabel("predicted without the row's source; bars: 80 % interval")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, fontsize="small", frameon=False)
+    return figure

@@ -1,0 +1,83 @@
+"""Presentation of a plan: tables, JSON and a chart."""
+
+from __future__ import annotations
+
+import json as json_text
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.core.output.charts import write_chart
+from paceline.core.output.tables import new_table, print_table
+from paceline.core.output.wording import counted, digits, duration
+from paceline.planner.predictions import WORTH
+from paceline.tools.plan.outlook import Outlook, document
+from paceline.tools.plan.plot import plot_outlook
+
+
+def report(outlook: Outlook, json: bool, plot: str | None) -> None:
+    """Print the plan, and draw it if asked to."""
+    if json:
+        print(json_text.dumps(document(outlook), indent=2))
+    else:
+        print_table(table(outlook))
+        print()
+        for line in notes(outlook):
+            Console().print(line, soft_wrap=True, highlight=False, markup=False)
+        if outlook.effects:
+            print()
+            print_table(effects_table(outlook))
+    if plot is not None:
+        write_chart("--plot", plot, plot_outlook(outlook))
+
+
+def table(outlook: Outlook) -> Table:
+    """Return a row for each number of devices."""
+    has_epoch, has_cost = (outlook.entries[0].epoch_s is not None, outlook.entries[0].cost is not None)
+    columns = ["devices", "hosts", "step", "exposed", "samples/s", "efficiency", "80 % interval", "useful time"]
+    extra = ["epoch"] * has_epoch + [("cost of an epoch" if has_epoch else "cost of 1M samples")] * has_cost
+    result = new_table(columns + extra)
+    for entry in outlook.entries:
+        prediction = entry.prediction
+        cells = [
+            f"{prediction.ranks:,}",
+            f"{entry.hosts:,}",
+            duration(prediction.step.length_s),
+            duration(prediction.step.exposed_s),
+            digits(prediction.samples_per_s),
+            f"{prediction.efficiency:.1%}",
+            f"{prediction.low:.0%} to {min(prediction.high, 1.0):.0%}" if prediction.ranks > 1 else "",
+            f"{entry.goodput.useful:.1%}",
+        ]
+        cells += [] if entry.epoch_s is None else [duration(entry.epoch_s)]
+        cells += [] if entry.cost is None else [digits(entry.cost)]
+        result.add_row(*cells, style="bold" if prediction.ranks == outlook.stops_paying else "")
+    return result
+
+
+def notes(outlook: Outlook) -> list[str]:
+    """Return what the table does not say."""
+    cluster, last = outlook.job.cluster, outlook.entries[-1]
+    most, stops = last.prediction.ranks, outlook.stops_paying
+    lines = [f"Doubling the devices pays up to {most:,}, the most that were asked for."]
+    if stops is not None:
+        lines = [
+            f"Stops paying at {counted(f'{stops:,}', 'device')}: twice as many are less than {WORTH} times as fast."
+        ]
+    if last.hosts > 1:
+        lines.append(f"{cluster.devices_per_host} devices in a host, over {cluster.inside.name}.")
+        lines.append(f"Hosts over {cluster.between.name}.")
+    lines.append(
+        f"With {counted(f'{last.hosts:,}', 'host')}, one fails every {duration(last.goodput.mtbf_s)}; save every "
+        f"{duration(last.goodput.interval_s)}."
+    )
+    return lines
+
+
+def effects_table(outlook: Outlook) -> Table:
+    """Return the share of the time per sample that each change saves."""
+    title = f"changes on {counted(f'{outlook.changed_on:,}', 'device')}"
+    result = new_table([title, "save"], words=(title,))
+    for effect in outlook.effects:
+        result.add_row(effect.change, f"{effect.saving:.1%}")
+    return result
