@@ -40,14 +40,19 @@ class NoiseScale:
 
 
 @dataclass(frozen=True)
-class TradeOff:
-    """Time and cost of training to the same loss with a batch size."""
+class Training:
+    """A training to the same loss with a global batch, each figure relative to the least possible or the least seen."""
 
+    devices: int
     batch: float
     steps: float
-    """Optimizer steps, relative to the fewest possible: those with the true gradient."""
+    """Optimizer steps, relative to those with the true gradient."""
     samples: float
-    """Samples, relative to the fewest possible: those with a tiny batch."""
+    """Samples, relative to those with a tiny batch."""
+    time: float
+    """Time, relative to the fastest of the compared trainings."""
+    cost: float
+    """Device hours, relative to the cheapest of the compared trainings."""
 
 
 def estimate(steps: Sequence[Norms]) -> NoiseScale | None:
@@ -64,19 +69,19 @@ def estimate(steps: Sequence[Norms]) -> NoiseScale | None:
     return NoiseScale(len(gradients), fmean(samples for _, _, samples, _ in steps), value)
 
 
-def trade_off(batch: float, critical_batch: float) -> TradeOff:
-    """Return time and cost of `batch`. At the knee, `critical_batch`, both are twice their minimum."""
-    return TradeOff(batch, 1 + critical_batch / batch, 1 + batch / critical_batch)
+def trade_off(batch: float, critical_batch: float) -> tuple[float, float]:
+    """Return steps and samples, relative to the fewest possible. At the knee, `critical_batch`, both are 2."""
+    return 1 + critical_batch / batch, 1 + batch / critical_batch
 
 
-def time_and_cost(choices: Sequence[tuple[int, float, float]], critical_batch: float) -> list[tuple[float, float]]:
-    """Return time and cost, in device hours, of training to the same loss, relative to the least of all `choices`.
-
-    Each choice is a number of devices, the global batch, and the seconds of a step.
-    """
-    times = [trade_off(batch, critical_batch).steps * step_s for _, batch, step_s in choices]
+def trainings(choices: Sequence[tuple[int, float, float]], critical_batch: float) -> list[Training]:
+    """Return the time and cost of trainings on a number of devices, with a global batch and the seconds of a step."""
+    times = [trade_off(batch, critical_batch)[0] * step_s for _, batch, step_s in choices]
     costs = [devices * time for (devices, _, _), time in zip(choices, times, strict=True)]
-    return [(time / min(times), cost / min(costs)) for time, cost in zip(times, costs, strict=True)]
+    return [
+        Training(devices, batch, *trade_off(batch, critical_batch), time / min(times), cost / min(costs))
+        for (devices, batch, _), time, cost in zip(choices, times, costs, strict=True)
+    ]
 
 
 def verdict(batch: float, critical_batch: float | None) -> str:
@@ -89,9 +94,9 @@ def verdict(batch: float, critical_batch: float | None) -> str:
     pays = "more ranks pay off" if batch < critical_batch / 2 else "more ranks pay off only a little"
     if batch > 2 * critical_batch:
         pays = "more ranks do not pay off"
-    at = trade_off(batch, critical_batch)
+    steps, samples = trade_off(batch, critical_batch)
     return (
         f"The critical batch size is about {critical_batch:.0f} samples at this point in training, and a step has "
-        f"{batch:.0f}: {pays}. Training takes {at.steps:.1f} times the fewest possible steps and {at.samples:.1f} "
+        f"{batch:.0f}: {pays}. Training takes {steps:.1f} times the fewest possible steps and {samples:.1f} "
         "times the fewest possible samples."
     )

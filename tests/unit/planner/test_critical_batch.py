@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.planner.critical_batch import NoiseScale, estimate, time_and_cost, trade_off, verdict
+from paceline.planner.critical_batch import NoiseScale, estimate, trade_off, trainings, verdict
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -36,15 +36,14 @@ def test_the_noise_scale_is_unknown_after_too_few_steps_on_one_rank_or_if_noise_
     [(1000.0, 2.0, 2.0), (250.0, 5.0, 1.25), (4000.0, 1.25, 5.0), (1.0, 1001.0, 1.001)],
 )
 def test_time_and_cost_trade_off(batch: float, steps: float, samples: float) -> None:
-    there = trade_off(batch, 1000.0)
-    assert (there.steps, there.samples) == pytest.approx((steps, samples))
-    assert (there.steps - 1) * (there.samples - 1) == pytest.approx(1)
+    assert trade_off(batch, 1000.0) == pytest.approx((steps, samples))
+    assert (steps - 1) * (samples - 1) == pytest.approx(1)
 
 
 def test_time_and_cost_are_relative_to_the_fastest_and_the_cheapest_choice() -> None:
     # devices, global batch, seconds of a step; the knee is at 64
     choices = [(1, 8.0, 1.0), (8, 64.0, 1.0), (16, 128.0, 1.25), (64, 512.0, 4.0)]
-    assert time_and_cost(choices, 64.0) == [
+    assert [(each.time, each.cost) for each in trainings(choices, 64.0)] == [
         pytest.approx((9 / 1.875, 1.0)),
         pytest.approx((2 / 1.875, 16 / 9)),
         pytest.approx((1.0, 30 / 9)),

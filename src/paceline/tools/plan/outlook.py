@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.planner.goodput import Goodput, goodput, save_seconds
+from paceline.planner.critical_batch import Training, trainings
+from paceline.planner.goodput import Goodput
 from paceline.planner.predictions import Effect, Job, Prediction, effects, stops_paying
-
-BYTES = 4
-"""Of a parameter's gradient."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +38,32 @@ class Outlook:
     effects: Sequence[Effect]
     epoch: float | None
     """Samples of an epoch."""
+    trainings: Sequence[Training]
+    """To the same loss, for each entry; empty if the critical batch size is unknown."""
 
 
 def look_ahead(
-    job: Job, counts: Sequence[int], price: float | None, epoch: float | None, speedup: float | None
+    job: Job,
+    counts: Sequence[int],
+    price: float | None,
+    epoch: float | None,
+    speedup: float | None,
+    goodput_on: Callable[[int], Goodput],
 ) -> Outlook:
     """Return the plan for `counts` devices, at a `price` per device and hour; `epoch` is its number of samples."""
-    save_s = save_seconds(job.workload.nbytes / BYTES)
     entries = []
     for count in counts:
         prediction = job.predict(count)
         hosts = math.ceil(count / job.cluster.devices_per_host)
         seconds = None if epoch is None else prediction.seconds(epoch)
         cost = None if price is None else price * count * prediction.seconds(epoch or 1e6) / 3600
-        entries.append(Entry(hosts, prediction, goodput(hosts, save_s), seconds, cost))
+        entries.append(Entry(hosts, prediction, goodput_on(hosts), seconds, cost))
     stops = stops_paying(job, max(counts))
     changed_on = min(stops or max(counts), max(counts))
     changed = effects(job, changed_on, speedup) if changed_on > 1 else []
-    return Outlook(job, entries, stops, changed_on, changed, epoch)
+    steps = [(count, count * job.workload.samples, job.step(count).length_s) for count in counts]
+    compared = [] if job.critical_batch is None else trainings(steps, job.critical_batch)
+    return Outlook(job, entries, stops, changed_on, changed, epoch, compared)
 
 
 def document(outlook: Outlook) -> dict[str, Any]:
@@ -77,13 +83,14 @@ def document(outlook: Outlook) -> dict[str, Any]:
                 "efficiency": entry.prediction.efficiency,
                 "interval": [entry.prediction.low, entry.prediction.high],
                 "progress_per_sample": entry.prediction.progress,
-                "useful_share": entry.goodput.useful,
-                "save_interval_s": entry.goodput.interval_s,
+                "goodput": asdict(entry.goodput),
                 "epoch_s": entry.epoch_s,
                 "cost": entry.cost,
             }
             for entry in outlook.entries
         ],
         "stops_paying": outlook.stops_paying,
+        "critical_batch": outlook.job.critical_batch,
+        "trainings": [asdict(training) for training in outlook.trainings],
         "effects": {"devices": outlook.changed_on, "savings": {one.change: one.saving for one in outlook.effects}},
     }

@@ -6,7 +6,9 @@ The modules that need torch are imported in functions, so that ``--help`` does n
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +19,7 @@ from paceline.core.output.commands import load_torch
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
+    from paceline.planner.goodput import Goodput
     from paceline.planner.predictions import Job
 
 EXAMPLES = """Examples:
@@ -34,6 +37,8 @@ LARGEST = 4096
 MOST = 2**20
 """Most devices."""
 JOB, CLUSTER, OUTPUT = "The job, if it was not profiled", "The cluster", "Output"
+GRADIENT_BYTES = 4
+"""Bytes of a parameter's gradient."""
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
 
 
@@ -91,6 +96,21 @@ def plan(
     samples: Annotated[
         str | None, typer.Option(metavar="NUMBER", help="Samples in an epoch, such as 1.2M.", rich_help_panel=JOB)
     ] = None,
+    failure_rate: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Failures of a host per day; 0.0038.", rich_help_panel=CLUSTER)
+    ] = None,
+    save_seconds: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="For which a checkpoint stops training; by default 28 per 1G parameters.",
+            rich_help_panel=JOB,
+        ),
+    ] = None,
+    restart_seconds: Annotated[
+        str | None,
+        typer.Option(metavar="NUMBER", help="From a failure until training continues; 600.", rich_help_panel=CLUSTER),
+    ] = None,
     validate: Annotated[
         str | None,
         typer.Option(
@@ -135,7 +155,8 @@ def plan(
         )
     price_per_hour = None if price is None else number("--price", price)
     epoch = None if samples is None else number("--samples", samples)
-    report(look_ahead(job, counts, price_per_hour, epoch, speedup), json, plot)
+    failures = {"--failure-rate": failure_rate, "--save-seconds": save_seconds, "--restart-seconds": restart_seconds}
+    report(look_ahead(job, counts, price_per_hour, epoch, speedup, _goodput(job, failures)), json, plot)
 
 
 def number(option: str, text: str) -> float:
@@ -144,6 +165,20 @@ def number(option: str, text: str) -> float:
     if found is None or not float(found[1]):
         raise UsageError(f"{option}={text} is not a positive number; write it as in 360M or 4.4T")
     return float(found[1]) * UNITS[found[2]]
+
+
+def _goodput(job: Job, numbers: dict[str, str | None]) -> Callable[[int], Goodput]:
+    """Return the function that predicts the useful share of time on a number of hosts."""
+    from paceline.checkpoint.saving.due_saves import FAILURES_PER_HOST_DAY
+    from paceline.planner.goodput import RESTART_S, goodput, save_seconds
+
+    rate, save_s, restart_s = (None if text is None else number(option, text) for option, text in numbers.items())
+    return partial(
+        goodput,
+        save_s=save_s or save_seconds(job.workload.nbytes / GRADIENT_BYTES),
+        restart_s=restart_s or RESTART_S,
+        failures_per_host_day=rate or FAILURES_PER_HOST_DAY,
+    )
 
 
 def _counts(text: str) -> list[int]:

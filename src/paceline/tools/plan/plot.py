@@ -20,12 +20,14 @@ NAMED = 8
 
 
 def plot_outlook(outlook: Outlook) -> Figure:
-    """Draw efficiency with its interval and the rule of thumb, throughput, and the cost if there is a price."""
+    """Draw efficiency with its interval and the rule of thumb, throughput, cost, and time against cost, if known."""
     entries = outlook.entries
     counts = [entry.prediction.ranks for entry in entries]
     lines = [("samples per second", [entry.prediction.samples_per_s for entry in entries])]
     if costs := [entry.cost for entry in entries if entry.cost is not None]:
         lines.append(("cost of an epoch" if outlook.epoch else "cost of a million samples", costs))
+    if outlook.trainings:
+        lines.append(("training to the same loss", [training.time for training in outlook.trainings]))
     figure = new_figure(7, 4 + 2.5 * len(lines))
     first, *others = figure.subplots(1 + len(lines), 1, sharex=True, height_ratios=[1.6] + [1] * len(lines))
     _efficiency(first, outlook, counts)
@@ -34,6 +36,8 @@ def plot_outlook(outlook: Outlook) -> Figure:
         axes.plot(counts, values, "o-", color="C0", markersize=3)
         axes.set_ylabel(name)
         axes.grid(alpha=0.3)
+    if outlook.trainings:
+        _time_and_cost(others[-1], outlook, counts)
     for axes in (first, *others):
         if outlook.stops_paying is not None:
             axes.axvline(outlook.stops_paying, color="C3", linestyle=":", linewidth=1)
@@ -41,6 +45,14 @@ def plot_outlook(outlook: Outlook) -> Figure:
     others[-1].set_xticks(counts, [f"{count:,}" for count in counts], rotation=45)
     others[-1].set_xlabel("devices")
     return figure
+
+
+def _time_and_cost(axes: Axes, outlook: Outlook, counts: Sequence[int]) -> None:
+    """Add the cost to the time of trainings to the same loss, and mark the knee."""
+    axes.plot(counts, [training.cost for training in outlook.trainings], "o-", color="C4", markersize=3)
+    axes.axvline((outlook.job.critical_batch or 0.0) / outlook.job.workload.samples, color="C2", linestyle="--")
+    axes.legend(["time", "device hours", f"knee: {outlook.job.critical_batch:,.0f} samples"])
+    axes.set_yscale("log")
 
 
 def _efficiency(axes: Axes, outlook: Outlook, counts: Sequence[int]) -> None:

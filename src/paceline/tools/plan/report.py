@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+import math
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +28,9 @@ def report(outlook: Outlook, json: bool, plot: str | None) -> None:
         if outlook.effects:
             print()
             print_table(effects_table(outlook))
+        if outlook.trainings:
+            print()
+            print_table(trainings_table(outlook))
     if plot is not None:
         write_chart("--plot", plot, plot_outlook(outlook))
 
@@ -72,6 +76,21 @@ def notes(outlook: Outlook) -> list[str]:
         f"{duration(last.goodput.interval_s)}."
     )
     return lines
+
+
+def trainings_table(outlook: Outlook) -> Table:
+    """Return time and cost of a training to the same loss, with the batch at the knee in bold."""
+    knee = outlook.job.critical_batch or 0.0
+    caption = (
+        f"To the same loss, relative to the least; the knee is at {digits(knee)} samples, the critical batch size."
+    )
+    result = new_table(["devices", "global batch", "steps", "samples", "time", "device hours"], caption=caption)
+    nearest = min(outlook.trainings, key=lambda training: abs(math.log(training.batch / knee)))
+    for training in outlook.trainings:
+        figures = (training.batch, training.steps, training.samples, training.time, training.cost)
+        style = "bold" if training is nearest else ""
+        result.add_row(f"{training.devices:,}", *map(digits, figures), style=style)
+    return result
 
 
 def effects_table(outlook: Outlook) -> Table:
