@@ -71,20 +71,24 @@ def notes(outlook: Outlook) -> list[str]:
     if last.hosts > 1:
         lines.append(f"{cluster.devices_per_host} devices in a host, over {cluster.inside.name}.")
         lines.append(f"Hosts over {cluster.between.name}.")
+    hosts, good = counted(f"{last.hosts:,}", "host"), last.goodput
     lines.append(
-        f"With {counted(f'{last.hosts:,}', 'host')}, one fails every {duration(last.goodput.mtbf_s)}; save every "
-        f"{duration(last.goodput.interval_s)}."
+        f"On {hosts}, a failure stops the job every {duration(good.mtbf_s)}; saving every {duration(good.interval_s)} "
+        "loses the least time."
     )
+    if (knee := outlook.job.critical_batch) is not None:
+        devices = counted(max(1, round(knee / outlook.job.workload.samples)), "device")
+        lines.append(
+            f"The knee of time against cost is at a global batch of {digits(knee)} samples, the critical batch size: "
+            f"about {devices}."
+        )
     return lines
 
 
 def trainings_table(outlook: Outlook) -> Table:
-    """Return time and cost of a training to the same loss, with the batch at the knee in bold."""
+    """Return time and cost of a training to the same loss, relative to the least, with the knee in bold."""
+    result = new_table(["devices", "global batch", "steps", "samples", "time", "device hours"])
     knee = outlook.job.critical_batch or 0.0
-    caption = (
-        f"To the same loss, relative to the least; the knee is at {digits(knee)} samples, the critical batch size."
-    )
-    result = new_table(["devices", "global batch", "steps", "samples", "time", "device hours"], caption=caption)
     nearest = min(outlook.trainings, key=lambda training: abs(math.log(training.batch / knee)))
     for training in outlook.trainings:
         figures = (training.batch, training.steps, training.samples, training.time, training.cost)
