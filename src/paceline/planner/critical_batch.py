@@ -31,8 +31,6 @@ ranks."""
 class NoiseScale:
     """The gradient noise scale of measured steps."""
 
-    steps: int
-    """Number of measured steps."""
     batch: float
     """Samples in a step, summed over all ranks."""
     value: float | None
@@ -66,7 +64,7 @@ def estimate(steps: Sequence[Norms]) -> NoiseScale | None:
         return None
     gradient, variance = math.fsum(gradients), math.fsum(variances)
     value = variance / gradient if gradient > 0 and variance > 0 else None
-    return NoiseScale(len(gradients), fmean(samples for _, _, samples, _ in steps), value)
+    return NoiseScale(fmean(samples for _, _, samples, _ in steps), value)
 
 
 def trade_off(batch: float, critical_batch: float) -> tuple[float, float]:

@@ -122,7 +122,7 @@ SHAPES = {
     "holes": gappy,
     "open ends": open_ended,
     "evil": evil,
-    "noise scale": lambda: made_up(noise_scale=NoiseScale(6, 64.0, 900.0)),
+    "noise scale": lambda: made_up(noise_scale=NoiseScale(64.0, 900.0)),
     "gpu": lambda: made_up(
         device_figures={"utilization": 0.152, "host": 0.611, "sm_efficiency": 0.111, "occupancy": 0.287}
     ),
