@@ -63,6 +63,10 @@ class Device:
         return ratio**HALF_EXPONENT if ratio > 1 else None
 
 
+UNKNOWN = Device("unknown", 15e12, 100e12, 900e9, pcie="pcie3")
+"""For a device that is not in the table: as fast as a V100."""
+
+
 @cache
 def table(name: str) -> Sequence[dict[str, str]]:
     """Return the rows of a table."""
@@ -91,6 +95,11 @@ def device(text: str) -> Device:
     flops, half_flops = 1e12 * float(row["tflops"]), 1e12 * float(row["half_tflops"])
     memory, network = 1e9 * float(row["memory_gbyte_per_s"]), GBIT * float(row["network_gbit"])
     return Device(row["name"], flops, half_flops, memory, row["nvlink"], row["pcie"], network, row["peer"] == "yes")
+
+
+def device_or_unknown(text: str) -> Device:
+    """Return the device that `text` names, or :data:`UNKNOWN`."""
+    return device(text) if match("devices", text.lower()) else UNKNOWN
 
 
 def inside_link(text: str, kind: Device) -> Link:
@@ -140,7 +149,7 @@ def links(text: str, kind: Device) -> tuple[Link, Link]:
             f"--links {text}: {second!r} {wrong}; write INSIDE,BETWEEN, where BETWEEN is one of {', '.join(between)}, "
             "or a host's speed, such as 100gbit, 8x200gbit or 25gbit-tcp (without RDMA)"
         )
-    if re.fullmatch(r"nvlink\d", first) and kind.nvlink != first and not kind.name.endswith("tflops"):
+    if re.fullmatch(r"nvlink\d", first) and kind.nvlink != first and match("devices", kind.name):
         has = kind.nvlink or "no NVLink, apart from nvlink-bridge between two devices"
         raise UsageError(f"--links {text} contradicts --device {kind.name}, which has {has}; correct one of them")
     return inside_link(first, kind), between_link(second, kind)

@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline.errors import UsageError
 from paceline.planner.calibration import PUBLISHED, Calibration
 from paceline.planner.cluster import Cluster
-from paceline.planner.hardware import AWS_FLOW, HALF, MFU, Device, between_link, device, inside_link, match
+from paceline.planner.hardware import AWS_FLOW, HALF, MFU, Device, between_link, device_or_unknown, inside_link, match
 from paceline.planner.predictions import Job, Prediction
 from paceline.planner.workload import equal_layers
 
@@ -22,7 +22,6 @@ COLUMNS = (
 )
 MOST = 1.5
 """Efficiencies above this are mistakes of the source."""
-UNKNOWN_DEVICE = Device("unknown", 15e12, 100e12, 900e9, pcie="pcie3")
 UNKNOWN_STEP_S = 0.3
 """Median step of the rows that tell theirs."""
 HOST = 8
@@ -113,10 +112,7 @@ def parse(text: _Text) -> Row | None:
 
 
 def _job(text: _Text, baseline: int) -> Job:
-    try:
-        kind = device(text.values["device"])
-    except UsageError:
-        kind = UNKNOWN_DEVICE
+    kind = device_or_unknown(text.values["device"])
     known = match("models", text.model)
     assert known is not None  # the table's last pattern is empty
     stated, shards = STATED_PARAMS.search(text.model), re.search(r"(\d+)-way model", text.model)

@@ -5,6 +5,7 @@ The modules that need torch are imported in functions, so that ``--help`` does n
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -220,17 +221,19 @@ def _profiled(paths: list[Path], name: str | None, links: str | None, local: int
 
     profiles = [from_summary(path) for path in paths]
     last = max(profiles, key=lambda profile: profile.ranks)
-    if links is None and name is None:
+    if links is None:
         job = from_profiles(profiles)
-        if local is not None and last.hosts == 1 and local < MOST:
-            raise UsageError(
-                "--hosts-of needs --links for the network between the hosts, which the profile did not use"
-            )
-        return job if local is None else replace(job, cluster=replace(job.cluster, devices_per_host=local))
-    kind = hardware.device(name or last.device)
-    inside, between = hardware.links(links or "", kind)
-    local = local or -(-last.ranks // last.hosts)
-    if last.link() is None or "," in (links or ","):
-        return from_profiles(profiles, Cluster(local, inside, between, cores=last.cores if last.busy_cores else None))
+        if local is None:
+            return job
+        if last.hosts == 1:
+            raise UsageError("--hosts-of needs --links for the network between hosts: the profile was made on one host")
+        return replace(job, cluster=replace(job.cluster, devices_per_host=local))
+    kind = hardware.device(name) if name else hardware.device_or_unknown(last.device)
+    inside, between = hardware.links(links, kind)
+    local = local or math.ceil(last.ranks / last.hosts)
+    if last.link() is None:
+        cores = last.cores if last.busy_cores else None
+        return from_profiles(profiles, Cluster(local, inside, between, cores=cores))
     job = from_profiles(profiles)
-    return replace(job, cluster=replace(job.cluster, devices_per_host=local, between=between))
+    measured = job.cluster if last.hosts == 1 and "," not in links else replace(job.cluster, inside=inside)
+    return replace(job, cluster=replace(measured, devices_per_host=local, between=between))
