@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, TextColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from paceline.core.output.charts import write_chart
@@ -25,15 +25,18 @@ WORST = 10
 def report_validation(path: str, json: bool, plot: str | None) -> None:
     """Print how well the planner predicts the rows of a CSV file, and draw them if asked to."""
     rows, skipped = read(path)
-    torch.set_num_threads(1)  # more threads are slower on tensors this small
     checked: list[Checked] = []
-    with Progress(
-        TextColumn("fitting"), *Progress.get_default_columns()[1:], console=Console(stderr=True), transient=True
-    ) as bar:
-        task = bar.add_task("", total=len(rows))
-        for source in cross_validate(rows):
-            checked += source
-            bar.advance(task, len(source))
+    console = Console(stderr=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more threads are slower on tensors this small
+    try:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("fitting", total=len(rows))
+            for source in cross_validate(rows):
+                checked += source
+                progress.advance(task, len(source))
+    finally:
+        torch.set_num_threads(threads)
     if json:
         print(json_text.dumps(document(checked, skipped), indent=2))
     else:

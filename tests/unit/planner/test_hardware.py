@@ -1,0 +1,148 @@
+"""Devices and links are found by name or description, and unknown ones are refused with the known names."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from paceline import UsageError
+from paceline.planner.cluster import Link
+from paceline.planner.hardware import GBIT, UNKNOWN, between_link, device, device_or_unknown, inside_link, links, table
+from paceline.planner.workload import from_flags
+
+
+@pytest.mark.parametrize("name", ["devices", "links"])
+def test_every_entry_has_a_source_and_a_date(name: str) -> None:
+    for row in table(name):
+        assert row["source"], row
+        assert re.fullmatch(r"20\d\d-\d\d", row["date"]), row
+
+
+def test_every_device_is_found_by_its_name_and_has_links() -> None:
+    for row in table("devices"):
+        kind = device(row["name"])
+        assert kind.name == row["name"]
+        assert 0 < kind.flops <= kind.half_flops
+        assert kind.flops / 500 < kind.memory < kind.flops
+        for name in (kind.nvlink, kind.pcie):
+            assert not name or inside_link(name, UNKNOWN).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("H100", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("A10G", "a10"),
+        ("T4", "t4"),
+    ],
+)
+def test_a_device_is_found_in_the_names_that_drivers_use(text: str, name: str) -> None:
+    assert device(text).name == name
+
+
+def test_a_device_can_be_described_by_its_peak() -> None:
+    assert device("400tflops").peak("bf16") == 400e12
+    assert device("37.5 TFLOPS").peak("fp32") == 37.5e12
+
+
+def test_an_unknown_device_lists_the_known_ones_and_the_flags_that_describe_it() -> None:
+    with pytest.raises(UsageError, match=r"unknown device 'abacus'; known .*h100, a100.*--device 400tflops --links"):
+        device("abacus")
+    assert device_or_unknown("abacus") is UNKNOWN
+
+
+def test_the_peak_depends_on_the_precision() -> None:
+    kind = device("v100")
+    assert (kind.peak("fp32"), kind.peak("fp16"), kind.peak("bf16")) == (15.7e12, 125e12, 125e12)
+    assert kind.half_speedup("fp32") == pytest.approx(3.5, abs=0.1)
+    assert kind.half_speedup("fp16") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "gbit"),
+    [
+        ("", "v100", 100),
+        ("", "h100", 3200),
+        ("25gbit", "v100", 25),
+        ("8x200gbit", "v100", 1600),
+        ("edr", "h100", 100),
+        ("InfiniBand 100 Gb/s (4X EDR, one HCA per node)", "v100", 100),
+        ("4 x 25 GbE", "v100", 100),
+        ("12.5 GB/s", "v100", 100),
+        ("AWS p3dn.24xlarge network (speed not stated)", "v100", 100),
+    ],
+)
+def test_the_speed_between_hosts_is_the_stated_one_or_the_usual_one(text: str, name: str, gbit: float) -> None:
+    link = between_link(text, device(name))
+    assert link.bytes_per_s == pytest.approx(gbit * GBIT)
+    assert link.kind == "rdma"
+
+
+def test_tcp_is_slower_to_start_than_rdma() -> None:
+    assert between_link("25gbit-tcp", device("v100")).kind == "tcp"
+    assert between_link("25gbit-tcp", device("v100")).latency_s > between_link("25gbit", device("v100")).latency_s
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "link", "kind"),
+    [
+        ("", "h100", "nvlink4", "peer"),
+        ("", "a6000", "pcie4", "peer"),
+        ("", "rtx3090", "pcie4", "staged"),  # GeForce copies through the host's memory
+        ("nvlink", "v100", "nvlink2", "peer"),
+        ("nvlink", "rtx3090", "nvlink-bridge", "peer"),
+        ("pcie", "a100", "pcie4", "peer"),
+        ("PCIe (NVLink disabled)", "v100", "pcie3", "peer"),
+    ],
+)
+def test_the_link_inside_a_host_is_the_named_one_or_the_fastest_of_the_device(
+    text: str, name: str, link: str, kind: str
+) -> None:
+    inside = inside_link(text, device(name))
+    assert (inside.name, inside.kind) == (link, kind)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "between"),
+    [
+        ("", "nvlink4", "3200gbit"),
+        ("pcie5", "pcie5", "3200gbit"),
+        ("400gbit", "nvlink4", "400gbit"),
+        ("nvlink4,ndr", "nvlink4", "ndr"),
+        (",25gbit-tcp", "nvlink4", "25gbit-tcp"),
+    ],
+)
+def test_a_user_names_one_link_or_both(text: str, inside: str, between: str) -> None:
+    found = links(text, device("h100"))
+    assert all(isinstance(link, Link) for link in found)
+    assert [link.name for link in found] == [inside, between]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("nvlink9,100gbit", "h100", "'nvlink9' is unknown; write INSIDE,BETWEEN, where INSIDE is one of nvlink5"),
+        ("100gbit,nvlink4", "h100", "'100gbit' connects hosts, not devices"),
+        ("nvlink4,nvlink4", "h100", "'nvlink4' connects devices, not hosts"),
+        ("nvlink4,fast", "h100", "'fast' is unknown; .*such as 100gbit"),
+        ("nvlink3,100gbit", "h100", "contradicts --device h100, which has nvlink4"),
+        ("nvlink2,100gbit", "t4", "contradicts --device t4, which has no NVLink"),
+    ],
+)
+def test_wrong_or_contradictory_links_are_refused(text: str, name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        links(text, device(name))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_described_step_takes_its_flops_at_a_share_of_the_peak() -> None:
+    work = from_flags(1e9, 1e12, device("400tflops"), "bf16", 16)
+    assert work.compute_s == pytest.approx(16e12 / 400e12 / 0.4)
+    assert work.nbytes == pytest.approx(4e9, rel=1e-6)
+    assert 0 < work.optimizer_s <= work.compute_s / 2
