@@ -35,6 +35,7 @@ NAV = {
         "testing": "Testing",
     },
     "Look inside": {
+        "planning": "Planning",
         "profiler": "Profiler",
         "stragglers": "Stragglers",
         "collectives": "Collectives",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,7 +12,7 @@ import torch
 
 from paceline.planner.calibration import PUBLISHED, Calibration
 from paceline.planner.hardware import table
-from paceline.planner.published.fit import Columns, fit
+from paceline.planner.published.fit import Columns, fit, quantile
 from paceline.planner.published.rows import Row
 
 RULE = ((8, 0.97), (64, 0.90), (math.inf, 0.80))
@@ -103,21 +104,12 @@ def _check(row: Row, others: Sequence[Row], calibration: Calibration) -> Checked
 
 def score(rows: Sequence[Checked], predicted: Sequence[float]) -> Score:
     """Return the errors of `predicted`, one for each row."""
-    errors = [100 * abs(value - row.row.efficiency) for row, value in zip(rows, predicted, strict=True)]
-    counts = {row.row.source: 0 for row in rows}
-    for row in rows:
-        counts[row.row.source] += 1
-    same, by_source = [1.0] * len(rows), [1 / counts[row.row.source] for row in rows]
-    return Score(*(_quantile(errors, weights, share) for weights in (same, by_source) for share in (0.5, 0.9)))
-
-
-def _quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
-    total, reached = sum(weights), 0.0
-    for value, weight in sorted(zip(values, weights, strict=True)):
-        reached += weight
-        if reached >= share * total - 1e-9:
-            return value
-    raise ValueError("no values")
+    reported = torch.tensor([row.row.efficiency for row in rows], dtype=torch.float64)
+    errors = 100 * (torch.tensor(predicted, dtype=torch.float64) - reported).abs()
+    counts = Counter(row.row.source for row in rows)
+    by_source = torch.tensor([1 / counts[row.row.source] for row in rows], dtype=torch.float64)
+    weights = (torch.ones_like(by_source), by_source)
+    return Score(*(quantile(errors, weight, share) for weight in weights for share in (0.5, 0.9)))
 
 
 def by_source(rows: Sequence[Checked]) -> Sequence[SourceScore]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -43,87 +43,43 @@ GRADIENT_BYTES = 4
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
 
 
+def _option(metavar: str | None, panel: str, text: str, **settings: Any) -> Any:
+    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, **settings)
+
+
+FLOPS = "FLOPs of a sample, forward and backward: for a language model, 6 for each parameter and token."
+LINKS = (
+    "Between devices, and of a host: nvlink4,8x400gbit or pcie4,25gbit-tcp; by default the usual ones of the device."
+)
+SAVE = "For which a checkpoint stops training; by default 28 per 1G parameters."
+VALIDATE = "Compare predictions with published results, instead of planning."
+Text = str | None
+
+
 def plan(
     profiles: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PROFILE]...", help="Folders of paceline profile: one job on 1, 2, … ranks."),
+        list[str] | None, typer.Argument(metavar="PROFILE", help="Folders of paceline profile, on 1, 2, … ranks.")
     ] = None,
-    params: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Parameters, such as 360M.", rich_help_panel=JOB)
-    ] = None,
-    flops: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="FLOPs of a sample, forward and backward, such as 4.4T: in a language model, 6 for each parameter and "
-            "token.",
-            rich_help_panel=JOB,
-        ),
-    ] = None,
-    batch: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Samples of a device and step.", rich_help_panel=JOB)
-    ] = None,
-    precision: Annotated[
-        str, typer.Option(metavar="NAME", help="fp32, tf32, bf16 or fp16.", rich_help_panel=JOB)
-    ] = "bf16",
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Such as h100, or a dense peak in your precision, such as 400tflops.",
-            rich_help_panel=CLUSTER,
-        ),
-    ] = None,
-    links: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INSIDE,BETWEEN",
-            help="Links of the devices in a host, and the network of a host: nvlink4,8x400gbit or pcie4,25gbit-tcp; by "
-            "default what is usual for the device.",
-            rich_help_panel=CLUSTER,
-        ),
-    ] = None,
+    params: Annotated[Text, _option("NUMBER", JOB, "Parameters, such as 360M.")] = None,
+    flops: Annotated[Text, _option("NUMBER", JOB, FLOPS)] = None,
+    batch: Annotated[Text, _option("NUMBER", JOB, "Samples of a device and step.")] = None,
+    precision: Annotated[str, _option("NAME", JOB, "fp32, tf32, bf16 or fp16.")] = "bf16",
+    save_seconds: Annotated[Text, _option("NUMBER", JOB, SAVE)] = None,
+    samples: Annotated[Text, _option("NUMBER", JOB, "Samples in an epoch, such as 1.2M.")] = None,
+    device: Annotated[Text, _option("NAME", CLUSTER, "Such as h100, or its dense peak: 400tflops.")] = None,
+    links: Annotated[Text, _option("INSIDE,BETWEEN", CLUSTER, LINKS)] = None,
     hosts_of: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help=f"Devices in a host; {HOST} without a profile.", rich_help_panel=CLUSTER),
+        int | None, _option("N", CLUSTER, f"Devices in a host; {HOST} without a profile.", min=1)
     ] = None,
-    devices: Annotated[
-        str,
-        typer.Option(metavar="N|LIST", help="Most devices, or a list such as 1,8,64.", rich_help_panel=CLUSTER),
-    ] = str(LARGEST),
-    price: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Of a device per hour.", rich_help_panel=CLUSTER)
-    ] = None,
-    samples: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Samples in an epoch, such as 1.2M.", rich_help_panel=JOB)
-    ] = None,
-    failure_rate: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Failures of a host per day; 0.0038.", rich_help_panel=CLUSTER)
-    ] = None,
-    save_seconds: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="For which a checkpoint stops training; by default 28 per 1G parameters.",
-            rich_help_panel=JOB,
-        ),
-    ] = None,
+    devices: Annotated[str, _option("N|LIST", CLUSTER, "Most devices, or a list such as 1,8,64.")] = str(LARGEST),
+    price: Annotated[Text, _option("NUMBER", CLUSTER, "Of a device per hour.")] = None,
+    failure_rate: Annotated[Text, _option("NUMBER", CLUSTER, "Failures of a host per day; 0.0038.")] = None,
     restart_seconds: Annotated[
-        str | None,
-        typer.Option(metavar="NUMBER", help="From a failure until training continues; 600.", rich_help_panel=CLUSTER),
+        Text, _option("NUMBER", CLUSTER, "From a failure until training continues; 600.")
     ] = None,
-    validate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.csv",
-            help="Instead of a plan, compare predictions with published results.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    validate: Annotated[Text, _option("FILE.csv", OUTPUT, VALIDATE)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = False,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Draw a chart (.svg, .png or .pdf).", rich_help_panel=OUTPUT)
-    ] = None,
+    plot: Annotated[Text, _option("FILE", OUTPUT, "Draw a chart (.svg, .png or .pdf).")] = None,
 ) -> None:
     """Predict speed, efficiency and cost of a training on up to thousands of devices.
 
