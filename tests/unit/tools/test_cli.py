@@ -71,7 +71,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[launching.Job]:
 
 
 REFUSED = {
-    "unknown command": (["foo"], "unknown command 'foo'; known commands: explain, estimate-memory, run,"),
+    "unknown command": (["foo"], "unknown command 'foo'; known commands: explain, estimate-memory, plan, run,"),
     "mistyped command": (["trian", "digits"], "unknown command 'trian'; did you mean train?"),
     "mistyped recipe": (["train", "dgits"], "unknown recipe 'dgits'; did you mean digits?"),
     "mistyped recipe to profile": (["profile", "dgits"], "neither a recipe nor a file; did you mean digits?"),
