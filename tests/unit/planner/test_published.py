@@ -252,7 +252,7 @@ def test_scores_weigh_rows_or_sources_the_same(tmp_path: Path) -> None:
     assert (result.sources_median, result.sources_p90) == (pytest.approx(1), pytest.approx(20))
     small, large = by_source(rows)
     assert (small.source, large.source) == ("small", "large")
-    assert (small.is_beaten, large.is_beaten) == (False, True)
+    assert (small.is_best, large.is_best) == (False, True)
     assert (small.bias, small.rows) == (pytest.approx(-20), 1)
     assert coverage(rows) == (1, 1)
 
@@ -270,7 +270,7 @@ def test_the_published_rows_are_predicted_as_documented() -> None:
     assert result.sources_median <= 4.5
     assert result.sources_p90 <= 15
     sources = by_source(checked)
-    assert sum(entry.is_beaten for entry in sources) >= math.ceil(0.75 * len(sources))
+    assert sum(entry.is_best for entry in sources) >= math.ceil(0.75 * len(sources))
     assert all(0.75 <= share <= 0.85 for share in coverage(checked))
     shipped, fitted = vars(PUBLISHED), vars(fitted_to(rows))
     assert {name: pytest.approx(value, rel=0.02) for name, value in fitted.items()} == shipped

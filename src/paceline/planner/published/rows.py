@@ -53,7 +53,7 @@ class Row:
 def read(path: str) -> tuple[Sequence[Row], int]:
     """Return the rows with an efficiency, and the number of others: flagged as suspect, or without an efficiency."""
     try:
-        with Path(path).open(encoding="utf-8", newline="") as file:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
             texts = [{name: row[name] or "" for name in COLUMNS} for row in reader] if not missing else []

@@ -72,7 +72,7 @@ class SourceScore:
     """Share of the rows inside the interval."""
 
     @property
-    def is_beaten(self) -> bool:
+    def is_best(self) -> bool:
         """Whether the model is better than both trivial predictors."""
         return self.model < self.rule and (self.by_size is None or self.model < self.by_size)
 

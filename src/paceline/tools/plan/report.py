@@ -65,12 +65,11 @@ def notes(outlook: Outlook) -> list[str]:
     most, stops = last.prediction.ranks, outlook.stops_paying
     lines = [f"Doubling the devices pays up to {most:,}, the most that were asked for."]
     if stops is not None:
-        lines = [
-            f"Stops paying at {counted(f'{stops:,}', 'device')}: twice as many are less than {WORTH} times as fast."
-        ]
+        on = counted(f"{stops:,}", "device")
+        lines = [f"Stops paying at {on}: twice as many are less than {WORTH} times as fast."]
     if last.hosts > 1:
-        lines.append(f"{cluster.devices_per_host} devices in a host, over {cluster.inside.name}.")
-        lines.append(f"Hosts over {cluster.between.name}.")
+        local = f", with {cluster.devices_per_host} devices over {cluster.inside.name}"
+        lines.append(f"Hosts over {cluster.between.name}{local if cluster.devices_per_host > 1 else ''}.")
     hosts, good = counted(f"{last.hosts:,}", "host"), last.goodput
     lines.append(
         f"On {hosts}, a failure stops the job every {duration(good.mtbf_s)}; saving every {duration(good.interval_s)} "

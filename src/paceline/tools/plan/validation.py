@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from paceline.core.output.charts import write_chart
 from paceline.core.output.tables import new_table, print_table
@@ -63,7 +62,7 @@ def document(rows: Sequence[Checked], skipped: int) -> dict[str, Any]:
         "skipped": skipped,
         "errors": {name: asdict(value) for name, value in scores(rows).items()},
         "coverage": {"rows": covered, "sources": covered_by_source},
-        "sources": [asdict(entry) | {"is_beaten": entry.is_beaten} for entry in by_source(rows)],
+        "sources": [asdict(entry) | {"is_best": entry.is_best} for entry in by_source(rows)],
         "worst": [
             {"source": row.row.source, "row": row.row.title, "predicted": row.predicted, "reported": row.row.efficiency}
             for row in worst(rows)
@@ -77,32 +76,26 @@ def worst(rows: Sequence[Checked]) -> Sequence[Checked]:
 
 
 def _print(rows: Sequence[Checked], skipped: int) -> None:
-    sources = by_source(rows)
-    covered, covered_by_source = coverage(rows)
-    beaten = sum(entry.is_beaten for entry in sources)
-    print_table(_scores_table(scores(rows)))
+    sources, (covered, by_sources) = by_source(rows), coverage(rows)
     left_out = f"; {skipped} without an efficiency or with flag=suspect left out" if skipped else ""
-    lines = (
+    best = sum(entry.is_best for entry in sources)
+    notes = (
         f"{counted(len(rows), 'row')} of {counted(len(sources), 'source')}{left_out}. Errors in points of efficiency.",
-        f"Better than both trivial predictors on {beaten} of {counted(len(sources), 'source')}.",
-        f"The 80 % interval covers {covered:.1%} of the rows, {covered_by_source:.1%} if all sources weigh the same.",
+        f"Better than the trivial predictors on {best} of {counted(len(sources), 'source')}.",
+        f"The 80 % interval covers {covered:.1%} of the rows, {by_sources:.1%} if all sources weigh the same.",
     )
+    table = new_table(["predictor", "median", "p90", "median, by source", "p90, by source"], words=("predictor",))
+    for name, error in scores(rows).items():
+        table.add_row(name, *(f"{value:.2f}" for value in vars(error).values()))
+    print_table(table)
     print()
-    for line in lines:
-        Console().print(line, soft_wrap=True, highlight=False, markup=False)
+    for note in notes:
+        Console().print(note, soft_wrap=True, highlight=False, markup=False)
     print()
     table = new_table(["source", "rows", "planner", "rule of thumb", "by log2", "bias", "covered"], words=("source",))
     for entry in sources:
-        sizes = "" if entry.by_size is None else f"{entry.by_size:.1f}"
-        table.add_row(
-            entry.source,
-            str(entry.rows),
-            f"{entry.model:.1f}",
-            f"{entry.rule:.1f}",
-            sizes,
-            f"{entry.bias:+.1f}",
-            f"{entry.covered:.0%}",
-        )
+        errors = [digits_or_nothing(value) for value in (entry.model, entry.rule, entry.by_size)]
+        table.add_row(entry.source, str(entry.rows), *errors, f"{entry.bias:+.1f}", f"{entry.covered:.0%}")
     print_table(table)
     print()
     table = new_table(["worst rows", "source", "predicted", "reported"], words=("worst rows", "source"))
@@ -111,9 +104,6 @@ def _print(rows: Sequence[Checked], skipped: int) -> None:
     print_table(table)
 
 
-def _scores_table(errors: dict[str, Score]) -> Table:
-    table = new_table(["predictor", "median", "p90", "median, by source", "p90, by source"], words=("predictor",))
-    for name, error in errors.items():
-        values = (error.median, error.p90, error.sources_median, error.sources_p90)
-        table.add_row(name, *(f"{value:.2f}" for value in values))
-    return table
+def digits_or_nothing(value: float | None) -> str:
+    """Return a number with one decimal, or an empty string."""
+    return "" if value is None else f"{value:.1f}"
