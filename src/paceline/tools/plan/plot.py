@@ -96,5 +96,5 @@ def plot_validation(rows: Sequence[Checked]) -> Figure:
     axes.set_xlabel("reported efficiency")
     axes.set_ylabel("predicted without the row's source; bars: 80 % interval")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, fontsize="small", frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
     return figure
