@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 RULE_OF_THUMB = ((2, 8, 0.95, 0.99), (16, 64, 0.85, 0.95), (100, None, 0.70, 0.90))
 """First and last number of devices, lowest and highest efficiency, as tutorials give them."""
-NAMED = 8
+NAMED = 7
 """Sources with a color of their own."""
 
 
@@ -80,7 +81,7 @@ def plot_validation(rows: Sequence[Checked]) -> Figure:
     """Draw predicted over reported efficiency, with the intervals."""
     figure = new_figure(7, 8.5)
     axes = figure.add_subplot()
-    sources = sorted({row.row.source for row in rows}, key=lambda name: -sum(row.row.source == name for row in rows))
+    sources = [source for source, _ in Counter(row.row.source for row in rows).most_common()]
     top = max(1.05, *(row.row.efficiency for row in rows))
     axes.plot([0, top], [0, top], color="gray", linewidth=1)
     for place, source in enumerate(sources):
