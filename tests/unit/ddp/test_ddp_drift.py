@@ -101,7 +101,7 @@ def local_perturbation(model: DistributedDataParallel, optimizer: torch.optim.Op
 def test_a_backward_past_the_wrapper_after_the_synchronized_one_is_refused(pools: Pools, step: Step, name: str) -> None:
     for message in pools.run(2, outcome, step, build):
         assert message.startswith(f"ReplicaMismatch: after optimizer step 1, {name}")
-        assert "a backward that bypasses the wrapper" in message
+        assert "a backward pass that bypasses the wrapper" in message
 
 
 def head_alone_once(world: World) -> tuple[int, str]:

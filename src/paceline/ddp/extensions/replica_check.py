@@ -164,7 +164,7 @@ def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> st
     others = f" (and {len(differing) - 1} more tensors)" if len(differing) > 1 else ""
     return (
         f"after optimizer step {steps}, {name!r}{others} has different bits on {named_ranks(odd)} than on "
-        f"rank {column.index(usual)}, so the replicas have drifted apart; restart from the last checkpoint, and look "
+        f"rank {column.index(usual)}, so the replicas have drifted apart; start again from the last checkpoint; look "
         "for a backward pass that bypasses the wrapper, an update from gradients under no_sync() (in SAM, synchronize "
         "the first backward pass too), a hook or a forward that changes weights based on one rank's samples, or "
         "faulty memory; list parameters that may differ in module._ddp_params_and_buffers_to_ignore"
