@@ -102,7 +102,7 @@ class PowerSGD(Compressor):
             before = self._bases.get(matrix.name)
             if before is None:
                 before = torch.zeros_like(matrix.q)
-            keep(before)  # if loaded from a state, it was allocated on another stream
+            keep(before)  # a loaded Q was allocated on another stream
             self._bases[matrix.name] = torch.where(finite, matrix.q, before)
 
     def _matrix_shape(self, name: str) -> tuple[int, int] | None:
@@ -114,7 +114,7 @@ class PowerSGD(Compressor):
         return (rows, columns) if (rows + columns) * self.matrix_rank < rows * columns else None
 
     def basis(self, name: str, matrix: Tensor) -> Tensor:
-        """Return the last step's Q, with zero columns (such as after a step without a gradient) replaced at random."""
+        """Return the last step's Q. Zero columns, as after a step without a gradient, are replaced by random ones."""
         basis = self._bases.get(name)
         if basis is None:
             return self._fresh_basis(name, matrix)
@@ -155,8 +155,8 @@ class Matrix:
 def product(p: Tensor, q: Tensor) -> Tensor:
     """Return P Qᵀ; on a CPU, the bits do not depend on the number of threads, which may differ between ranks.
 
-    The rounding of a matrix library depends on how its threads divide the matrix. So on a CPU, columns are multiplied
-    and added in order, with each operation rounded separately, for as many rows at a time as fit in the cache.
+    The rounding in a matrix library depends on how threads divide the matrix. So on a CPU, columns are multiplied and
+    added in order, with each operation rounded separately, for as many rows at a time as fit in the cache.
     """
     if p.device.type != "cpu":
         return p @ q.t()
