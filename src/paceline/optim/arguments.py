@@ -124,7 +124,7 @@ def _parameters(groups: Iterable[Any]) -> Iterable[Any]:
 
 
 def validate_group(group: Any, earlier: Sequence[Mapping[str, Any]], subject: Subject) -> None:
-    """Refuse a new group with parameters that cannot be sharded; `earlier` has the existing groups."""
+    """Refuse a new group with parameters that cannot be sharded; `earlier` lists the existing groups."""
     if not isinstance(group, dict) or "params" not in group:
         raise UsageError(f'a parameter group is a dict with "params", not {group!r:.80}')
     params = group["params"]
@@ -161,7 +161,7 @@ def validate_group(group: Any, earlier: Sequence[Mapping[str, Any]], subject: Su
 def validate_step(
     closure: Any, subject: Subject, groups: Sequence[Mapping[str, Any]], added: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Refuse an invalid step; `added` has the parameters that each of `groups` had when it was added."""
+    """Refuse an invalid step; `added` lists the parameters that each group had when it was added."""
     if closure is not None:
         raise UsageError("ShardedOptimizer.step() takes no closure; call the closure before step()")
     if subject.is_joining():

@@ -54,7 +54,7 @@ class Sharding:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters; the index of each is its number in states."""
+        """All parameters. A parameter's index in this list is its number in states."""
         return [parameter for group in self.groups for parameter in group]
 
     @property
@@ -70,7 +70,7 @@ class Sharding:
         first = descriptions[0]
         for rank, other in enumerate(descriptions):
             if other != first:
-                # The first entry describes the optimizer, each of the others describes one group.
+                # The first entry describes the optimizer, and each further entry describes one group.
                 places = [place for place, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]]
                 difference = "number of parameter groups" if not places else f"parameter group {places[0] - 1}"
                 raise UsageError(
