@@ -96,7 +96,7 @@ def gathered(batches: Iterable[Any], seeds: list[int]) -> Slices | Failure:
 
 
 def own_streams() -> AbstractContextManager[None]:
-    """Keep a fetch in the rank's own process from changing its random streams."""
+    """Keep a fetch in the rank's own process from changing the rank's random streams."""
     return preserved() if get_worker_info() is None else nullcontext()
 
 

@@ -47,8 +47,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     - The position advances when a step consumes batches. After a ``break`` or :meth:`load_state_dict`, iteration
       continues after the last batch that was followed by an optimizer step or a synchronized backward. So
-      ``next(iter(loader))`` does not move the position, and if you leave a pass before its first step, it starts over.
-      To move elsewhere, call the sampler's ``set_epoch`` or ``restart``. After the last batch, the next pass is the
+      ``next(iter(loader))`` does not move the position, and a pass that you leave before its first step starts over. To
+      change the position, call the sampler's ``set_epoch`` or ``restart``. After the last batch, the next pass is the
       next epoch.
     - If ranks disagree on size, data, seed or order, every rank raises a :class:`paceline.errors.DesyncError` in the
       first synchronized backward of an epoch.
@@ -130,8 +130,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             generator=self._worker_seed,
             **options | {"worker_init_fn": OutliveStop(options.get("worker_init_fn"))},
         )
-        # Show the inner loader's options, but the user's data set, sampler and functions. Set them through vars(),
-        # because torch refuses assignments to a fully built loader.
+        # Expose the inner loader's options, but with the user's data set, sampler and functions. Set them through
+        # vars(), because torch refuses assignments to a fully built loader.
         vars(self).update(
             vars(self._torch_loader),
             dataset=fetch.dataset,

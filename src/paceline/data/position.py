@@ -1,4 +1,4 @@
-"""The position of a run in its data: the epoch, and how many of the epoch's global batches were consumed.
+"""The position of a run in its data: the epoch, and how many global batches of the epoch were consumed.
 
     begin ──► hand_over, for each batch ──► finish (epoch + 1, position 0)
       a pass over the rest of the epoch └──► leave: the pass ended before the epoch did

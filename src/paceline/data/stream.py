@@ -139,7 +139,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class End:
-    """Stands for a batch beyond the end of the stream."""
+    """Represents a batch beyond the end of the stream."""
 
 
 class Reader(Dataset[Any]):

@@ -1,7 +1,7 @@
 """Slices in proportion to the ranks' speeds, so that a slower rank gets fewer samples.
 
-If rank r computes v_r samples per second, a step of B samples takes at least B / Σ v. It reaches this harmonic ideal if
-all ranks finish at the same time. With equal slices it takes B / (N · min v). See decision 0054.
+If rank r computes v_r samples per second, a step of B samples takes at least B / Σ v. This bound is reached if all
+ranks finish at the same time. With equal slices it takes B / (N · min v). See decision 0054.
 """
 
 from __future__ import annotations
