@@ -1,4 +1,4 @@
-"""The settings that determine a run's results, compared when it is resumed."""
+"""The settings that determine a run's results, which are compared when the run is resumed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.train.config import TrainConfig
 
 _DECISIVE = ("accumulate", "clip_norm", "precision")
-"""The length is not among them: a run may become longer, unless its schedule depends on the length."""
+"""The length is not included, because a run may be made longer, unless its schedule depends on the length."""
 _FIXED = ("batch_size", "scheduler")
-"""Settings that cannot change: the position in the data depends on the batch size, and a scheduler restores its own."""
+"""Settings that cannot change, because the data position depends on the batch size and schedulers restore their own."""
 
 
 class Settings:
-    """Refuses a checkpoint that was written under other settings, unless the config allows changed ones."""
+    """Raises an error if a checkpoint was written with different settings, unless the config allows changes."""
 
     state_is_constant = True
 
