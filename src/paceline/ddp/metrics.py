@@ -1,4 +1,4 @@
-"""Gathers values from every rank for metrics, after checking that they fit together."""
+"""Gathers values from every rank for metrics, after checking that they are compatible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.core.processes.missing_ranks import called_by_all, collective
 from paceline.errors import UsageError
 
 Part = tuple[int, Any]
-"""A rank and its part at one place in the gathered value; the part is never None."""
+"""A rank, and the part of its value at one place in the gathered structure; the part is never None."""
 
 
 def gather_for_metrics(value: Any) -> Any:
@@ -28,14 +28,13 @@ def gather_for_metrics(value: Any) -> Any:
     Ranks may hold different numbers of rows; the result has every row exactly once. If called for each batch of a
     :class:`paceline.data.DataLoader` without ``cost``, it returns rows in the order of the global batch, which without
     ``shuffle`` is the data set's order. If called once for the rows of several batches, it returns all of rank 0's rows
-    first, which is not the data set's order; :func:`paceline.train.predict` returns the rows of a whole data set in its
-    order.
+    first, which is not the data set's order; for that order, use :func:`paceline.train.predict`.
 
     Args:
         value: a tensor with at least one dimension; a list of picklable objects without tensors, such as strings, where
             each object is a row; or a (nested) tuple, list or dict of such tensors and lists. On a rank without rows,
             ``None`` may replace any of these. A tensor without rows adopts the dtype and shape of the other ranks'
-            tensors, an empty list the kind of their values.
+            tensors, and an empty list adopts the kind of their values.
 
     Returns:
         The same structure, on the CPU, on every rank; tuples and named tuples keep their type. ``None`` if no rank had
@@ -48,7 +47,7 @@ def gather_for_metrics(value: Any) -> Any:
     """
     try:
         own, refusal = _rows_on_cpu(value, "value"), None
-    except UsageError as error:  # raised on all ranks below, because the others are about to enter the collective
+    except UsageError as error:  # raised on all ranks below, because the other ranks are about to enter the collective
         own, refusal = None, str(error)
     everyone = _from_every_rank("gather_for_metrics", own, refusal)
     return _combine(enumerate(everyone), "value")
@@ -99,7 +98,7 @@ def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
     _check_equal(seen, "value is", "give the same on every rank", "mean_over_ranks")
     first = given[0][2]
     total = sum(weight for _, weight, _ in given)
-    # Every rank adds in rank order, so that all get the same bits.
+    # Every rank adds in rank order, so that the result is bit-identical.
     mean = reduce(add, (weight * _wide(part) for _, weight, part in given)) / total
     if not isinstance(first, Tensor):
         return float(mean)
@@ -108,7 +107,7 @@ def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
 
 
 def _from_every_rank(call: str, own: Any, refusal: str | None) -> list[Any]:
-    """Return each rank's value, in rank order; on every rank, raise the first rank's refusal if there is one."""
+    """Return each rank's value, in rank order; if any rank has an error, raise the first one on every rank."""
     everyone: list[Any] = [(own, refusal)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
@@ -127,7 +126,7 @@ def _from_every_rank(call: str, own: Any, refusal: str | None) -> list[Any]:
 
 def _packed(own: Any) -> bytes:
     """Serialize `own` with ``torch.save``."""
-    # A plain pickle cannot hold tensors of uint16, float8 and other new dtypes.
+    # A plain pickle cannot hold tensors with uint16, float8 and other new dtypes.
     buffer = io.BytesIO()
     torch.save(own, buffer)
     return buffer.getvalue()
@@ -197,13 +196,13 @@ def _compact_on_cpu(value: Tensor) -> Tensor:
     on_cpu = value.detach().cpu()
     if on_cpu.layout is not torch.strided:
         return on_cpu
-    # torch.save writes the whole storage of a view.
+    # torch.save would write the entire storage of a view.
     is_part = on_cpu.untyped_storage().nbytes() > on_cpu.numel() * on_cpu.element_size()
     return on_cpu.clone() if is_part else on_cpu
 
 
 def _combine(parts: Iterable[Part], place: str) -> Any:
-    """Combine the ranks' `parts` at `place`; all ranks return or raise the same."""
+    """Combine the ranks' `parts` at `place`; either all ranks return the same value, or all raise the same error."""
     given = [(rank, part) for rank, part in parts if part is not None]
     if not given:
         return None
@@ -213,9 +212,9 @@ def _combine(parts: Iterable[Part], place: str) -> Any:
         return _concatenated(given, place)
     if isinstance(first, list) and not any(_holds_tensor(part) for _, part in given):
         rows = [row for _, part in given for row in part]
-        if any(row is not None for row in rows):  # otherwise a structure of parts without rows
+        if any(row is not None for row in rows):  # otherwise a structure whose parts have no rows
             return rows
-    # The item of a list that holds rows on this rank but parts of a structure on another.
+    # This item is in a list that holds rows on this rank but parts of a structure on another.
     if not isinstance(first, dict | list | tuple):
         raise UsageError(f"gather_for_metrics: {place} is {_kind(first)} on rank {given[0][0]}, not a list of rows")
     if isinstance(first, dict):
