@@ -51,7 +51,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
       change the position, call the sampler's ``set_epoch`` or ``restart``. After the last batch, the next pass is the
       next epoch.
     - If ranks disagree on size, data, seed or order, every rank raises a :class:`paceline.errors.DesyncError` in the
-      first synchronized backward of an epoch.
+      first synchronized backward pass of an epoch.
     - For every fetch, the CPU generators of Python, NumPy and torch are seeded from (seed, epoch, batch, rank); the
       rank's own random streams do not change. So augmentation is the same with any number of workers and after a
       resume.

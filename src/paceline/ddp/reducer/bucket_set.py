@@ -16,7 +16,7 @@ from paceline.ddp.transport.channel import Channel
 from paceline.errors import CheckpointMismatch
 
 _LISTS = 2
-"""Number of our lists that hold each view: its bucket's and the bucket set's."""
+"""Number of internal lists that hold each view: one in its bucket, and one in the bucket set."""
 
 
 class BucketSet:
@@ -27,7 +27,7 @@ class BucketSet:
         parameters: in the module's order.
         capacities: size in bytes of the first, second, … bucket; see :func:`paceline.ddp.options.buckets.assign`.
         channel: allocates the buckets.
-        unbucketed: indices of parameters that get no place in a bucket.
+        unbucketed: indices of parameters that are not assigned to a bucket.
         reduce_dtype: dtype of the buckets of real parameters; None for each parameter's own.
         tail: number of extra elements after the gradients of the last bucket, if it holds real numbers; see
             :mod:`.digest`.
@@ -36,7 +36,7 @@ class BucketSet:
     views: list[Tensor]
     """For each parameter, its bucket view; an empty tensor for an unbucketed parameter."""
     unbucketed: frozenset[int]
-    """Parameters that have no place in a bucket."""
+    """Parameters that are not assigned to a bucket."""
     owned: list[list[nn.Parameter]]
     """The parameters of each bucket."""
     rest: list[nn.Parameter]
@@ -59,8 +59,7 @@ class BucketSet:
         self._tail = tail
         self._names, self._parameters, self._capacities, self._channel = names, parameters, capacities, channel
         self._reduce_dtype = reduce_dtype
-        # Averages that are not bucket views, and their addresses. Weak, so that their memory is freed when the user
-        # drops them.
+        # Averages that are not bucket views, and their addresses. Weak, so that averages dropped by the user are freed.
         self._copies: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # Numbers of buckets that publish copies because a user has kept gradients, with the latest copies' memory.
         self._shown_copies: dict[int, list[StorageWeakRef]] = {}
@@ -250,7 +249,7 @@ class BucketSet:
         """Return whether `gradient` is in the memory where :meth:`averages` has put the parameter's average."""
         if gradient.layout is not torch.strided or index in self.unbucketed:
             return False
-        # Addresses are compared, because p.grad may be another tensor over the same memory (p.grad.detach()).
+        # Compare addresses, because p.grad may be another tensor over the same memory (p.grad.detach()).
         if index not in self._copies:
             return gradient.data_ptr() == self._addresses[index]
         shown, address = self._copies[index]

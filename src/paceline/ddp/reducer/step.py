@@ -7,10 +7,10 @@
     7. wait ──► all digests agree ──► 9. p.grad is the bucket view
                      else ──► 8. exchange control blocks             (:mod:`.exchange`)
 
-Every synchronized backward launches every bucket exactly once and in the same order on every rank, no matter which
+Every synchronized backward pass launches every bucket exactly once and in the same order on every rank, no matter which
 part of the model the rank used; a rank without a gradient contributes zero. So unused parameters cause neither a hang
-nor an error.
-Buckets and hooks follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
+nor an error. Buckets and hooks follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", 2020.
 
 Rare cases are extensions (:mod:`.extension`); with an ordinary model none is active. Code that runs once per step is
 not in the processor's caches and takes several times as long as when warm, so saving calls and objects matters here.

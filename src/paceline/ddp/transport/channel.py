@@ -37,7 +37,7 @@ from paceline.errors import CommunicationError, PacelineError
 
 Result = TypeVar("Result")
 Pausing: TypeAlias = Generator[bool, None, Result]
-"""Generator that runs at the end of a synchronized backward pass, launches collectives, and later waits for them.
+"""Generator that runs at the end of a synchronized backward pass, launches collectives and waits for them later.
 
 It yields True after a launch, so that the caller can run other wrappers up to their next pause. All wrappers in a
 backward pass therefore launch before any of them waits, and ranks whose wrappers end in a different order do not
@@ -110,7 +110,7 @@ class Channel:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def free(self, tensor: Tensor) -> None:
-        """Free a tensor returned by :meth:`allocate`; a no-op if Python frees its memory."""
+        """Free a tensor returned by :meth:`allocate`. A no-op if its memory is garbage-collected."""
 
     def all_reduce(self, tensor: Tensor) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place."""

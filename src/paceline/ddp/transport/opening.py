@@ -30,7 +30,7 @@ def open_channel(
     device: torch.device,
     caller: str = "DistributedDataParallel(…)",
 ) -> Channel:
-    """Open a channel between the ranks of `group` for gradients on `device`. All of them call this together."""
+    """Open a channel between the ranks of `group` for gradients on `device`. All ranks call this together."""
     on_cpu = device.type == "cpu"
     # Use the group's own backend, which may differ from the default group's.
     on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
