@@ -66,10 +66,11 @@ def mean_over_ranks(value: None, weight: float | Tensor = 1.0) -> Any: ...
 
 
 def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
-    """Return the weighted mean of all ranks' values, bitwise equal on every rank: Σ weight · value / Σ weight.
+    """Return the weighted mean of all ranks' values, bit-identical on every rank: Σ weight · value / Σ weight.
 
-    For a number that differs between ranks, such as the mean loss of a slice; with the number of samples as `weight`,
-    the result is the mean over all samples. It is computed in float64. Without a process group it is `value`.
+    Use it for numbers that differ between ranks, such as the mean loss of a slice. With the number of samples as
+    `weight`, the result is the mean over all samples. The mean is computed in float64. Without a process group, the
+    result is `value`.
 
     Args:
         value: a number, or a tensor of the same shape and dtype on every rank. It is ignored if `weight` is 0, so a

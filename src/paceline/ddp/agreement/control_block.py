@@ -239,7 +239,7 @@ class ControlBlock:
         without = [rank for rank, mode in enumerate(modes) if mode in plain]
         if without and any(mode & WEIGHTED and not mode & BY_SLICE for mode in modes):
             raise DesyncError(
-                f"ranks differ: {named_ranks(without)} ran backward outside model.weight(), the others inside; "
+                f"ranks differ: {named_ranks(without)} ran backward outside model.weight(), the other ranks inside; "
                 "use model.weight() for every micro-batch on every rank, or for none"
             )
         if bad := self._marked(1):

@@ -127,7 +127,7 @@ def check_devices(
     wanted = [torch.device("cuda", number) if isinstance(number, int) else torch.device(number) for number in ids]
     if wanted != [device]:
         raise UsageError(
-            f"device_ids={ids} but the module's parameters are on {device}; give one rank one device, the module's "
-            "own, or leave device_ids out"
+            f"device_ids={ids} but the module's parameters are on {device}; pass the module's device alone, or leave "
+            "device_ids out"
         )
     return device

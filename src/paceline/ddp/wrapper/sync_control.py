@@ -155,36 +155,37 @@ class SyncControl(Joinable):
     def weight(
         self, weight: float | torch.Tensor, reduction: Literal["sum", "mean"] = "sum"
     ) -> AbstractContextManager[None]:
-        """Surround a micro-batch whose loss is a *sum*, and give the number of samples or tokens it sums over.
+        """Surround a micro-batch whose loss is a *sum*, and state the number of samples or tokens in the sum.
 
         The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization. This
-        is the gradient of the mean loss over the whole global batch, however unevenly the batch is divided::
+        is the gradient of the mean loss over the whole global batch, even if the batch is split unevenly::
 
             with model.weight(len(y)):
                 F.cross_entropy(model(x), y, reduction="sum").backward()
 
-        With ``reduction="mean"`` the loss inside is a *mean* over that number of items, as loss functions return by
-        default. Gradients of the wrapper's parameters are multiplied by the number as they arrive, so the result is the
-        same; a mean over no items, which is NaN, counts as zero::
+        With ``reduction="mean"``, the loss inside is a *mean* over that number of items, the default of torch's loss
+        functions. Gradients of the wrapper's parameters are multiplied by the number as they arrive, so the result is
+        the same. A mean over no items is NaN, but counts as zero::
 
             with model.weight(len(y), reduction="mean"):
                 F.cross_entropy(model(x), y).backward()
 
-        A mean loss without ``reduction="mean"`` would give gradients that are too small. The first backwards of a
-        wrapper are checked for this, and a warning names the line if they start from a mean.
+        A mean loss without ``reduction="mean"`` would give gradients that are too small. The wrapper checks its first
+        backward passes for this, and warns with the line of code if one starts from a mean.
 
-        The average is accumulated into ``p.grad``, as in a plain backward. A block without a backward does not count.
+        The average is accumulated into ``p.grad``, as in an ordinary backward pass. A block without a backward pass
+        does not count.
 
         Args:
             weight: a count, or any number >= 0, or a tensor of one element. The host does not wait for a tensor on a
-                GPU, so an invalid one is refused only at the end of backward.
+                GPU, so an invalid value raises an error only at the end of backward.
             reduction: the reduction of the loss inside, ``"sum"`` or ``"mean"``.
 
         Raises:
-            UsageError: if `weight` is negative or not finite, or `reduction` is neither of the two. In backward: if it
-                runs through the mean losses of several blocks; if it runs through two wrappers that share parameters,
-                one of them with a mean; or if it bypasses the wrapper between the forward of a summed loss and that
-                loss's backward.
+            UsageError: if `weight` is negative or not finite, or if `reduction` is invalid. Also in backward: if it
+                covers the mean losses of several blocks; if it runs through two wrappers that share parameters and one
+                has a mean loss; or if a backward pass outside the wrapper ran between the forward of a summed loss and
+                its backward.
         """
         if reduction not in ("sum", "mean"):
             raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')
