@@ -286,7 +286,7 @@ class Step(Exchange, Member):
 
     def start_unusual_backward(self, forward: Forward | None) -> None:
         """Handle another output, ``no_sync``, derivatives, or the first backward pass after an exception."""
-        notice_exception(self)  # first, because `is_under_way` may still refer to the previous backward
+        notice_exception(self)  # first, because `is_under_way` may still refer to the previous pass
         if self.is_under_way:
             self.ledger.backward_goes_on(None if forward is None else forward.block)
         elif self._accumulates():

@@ -80,7 +80,7 @@ class Channel:
         self.host: Channel = self
         """The channel for tensors in host memory; a separate channel if gradients are on GPUs."""
         self.parent_group = group
-        """The group for which the channel was opened."""
+        """The group that the caller passed when opening the channel."""
         # torch's own table of groups; destroying a group removes it from the table.
         self._process, self._living = os.getpid(), get_known_groups()
         self._options = AllreduceOptions()  # created once, because each bucket of each step needs it
@@ -128,7 +128,7 @@ class Channel:
                 self.run("broadcast", broadcast_coalesced, self.group, tensors, 25 * 2**20, source)
 
     def all_gather(self, flat: Tensor) -> Launched:
-        """Launch an in-place all-gather of `flat`, to which every rank contributes its :meth:`shard`."""
+        """Launch an in-place all-gather of `flat`; every rank contributes its :meth:`shard`."""
         if flat.is_complex():  # Gloo has no all-gather of complex numbers
             flat = torch.view_as_real(flat).view(-1)
         options = AllgatherOptions()
@@ -138,7 +138,7 @@ class Channel:
         return work
 
     def shard(self, flat: Tensor) -> Tensor:
-        """Return this rank's part of `flat`, as a view, after dividing `flat` equally among the ranks."""
+        """Return a view of this rank's part of `flat`, which is divided equally among the ranks."""
         length, rest = divmod(flat.numel(), self.size)
         if rest:
             raise ValueError(f"{flat.numel()} elements cannot be cut into {self.size} equal shards; pad them")

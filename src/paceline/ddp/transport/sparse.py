@@ -32,7 +32,7 @@ def stored_elements(gradient: Tensor) -> Tensor:
 
 def as_dense(gradient: Tensor) -> Tensor:
     """Return `gradient` as a dense tensor."""
-    # In torch 2.13, to_dense() returns zeros for expanded values, such as those from sum(); `* 1` copies them.
+    # In torch 2.13, to_dense() returns zeros for expanded values, such as sum()'s gradients; `* 1` copies them.
     return (gradient.detach() * 1).to_dense() if gradient.is_sparse else gradient
 
 
