@@ -21,7 +21,7 @@ SHORTEST = 5
 """Minimum number of slow steps. Fewer may be spikes."""
 THRESHOLD, FEW = 4.5, 15
 """Largest score that chance explains, measured by ``benchmarks/straggler_detection.py``, and minimum length of a
-stretch; shorter ones are scored as if they had this length."""
+stretch; shorter stretches are scored as if they had this length."""
 CLIP = 3.5
 """Maximum evidence of one step, in standard deviations, so that a spike counts no more than any other slow step."""
 BLOCKS = 40
@@ -30,7 +30,7 @@ NEAR, FARTHEST, GAP = 1.5, 3.0, 0.75
 """Which differences between ranks are natural, in multiples of the smallest slowdown: those below `NEAR`, and those
 below `FARTHEST` if, in order of speed, no two neighboring ranks up to there are `GAP` or more apart."""
 SOMETIMES, MOSTLY = 0.2, 0.7
-"""Minimum share of slow steps in a stretch that is slow now and then, and in one that is slow throughout."""
+"""Minimum share of slow steps in a stretch that is slow now and then, and in a stretch that is slow throughout."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Straggler:
     """``"persistent"``: slow all the time. ``"emerging"``: slow from `first_step` to the end. ``"recovered"``: slow
     until `last_step` and normal afterwards. ``"fluctuating"``: slow repeatedly, and normal in between."""
     steps_slow: int
-    """Number of slow steps. Smaller than the range from `first_step` to `last_step` if the rank fluctuates or times
-    are missing."""
+    """Number of slow steps. It is smaller than the range from `first_step` to `last_step` if the rank fluctuates or if
+    times are missing."""
     seconds_lost: float
     """Sum, over the slow steps, of its time minus the median of the others."""
 
@@ -153,21 +153,21 @@ def _as_table(seconds: Any) -> Tensor:
 
 
 def _warm_up(times: Tensor) -> int:
-    """Return the number of leading steps whose median time is far above the usual one."""
+    """Return the number of steps at the start with a median time far above the usual median."""
     typical = times.nanmedian(0).values
     begin = int((typical > 1.5 * typical.nanmedian()).int().cumprod(0).sum())
     return begin if begin <= len(typical) // 3 else 0
 
 
 def _reference(times: Tensor, peers: Tensor, of_all: Tensor) -> Tensor:
-    """Return, for each rank and step, the median of its other `peers`, or `of_all` if there are none."""
+    """Return, for each rank and step, the median over the other `peers`, or `of_all` if there are none."""
     reference = _median_of_others(times, peers)
     # 0 is below the clock's resolution
     return torch.where(reference > 0, reference, torch.where(of_all > 0, of_all, torch.nan))
 
 
 def _median_of_others(times: Tensor, peers: Tensor) -> Tensor:
-    """Return, for each rank and step, the median over the other ranks in `peers`; NaN without any."""
+    """Return, for each rank and step, the median over the other ranks in `peers`; NaN if there are none."""
     rows = torch.where(peers, times, torch.nan).T.contiguous()
     ordered = rows.sort(dim=1).values  # NaN comes last
     count = (~ordered.isnan()).sum(1, keepdim=True)
@@ -177,7 +177,7 @@ def _median_of_others(times: Tensor, peers: Tensor) -> Tensor:
         return ordered.gather(1, index.clamp(0, last))
 
     without, of_all = torch.zeros_like(rows), torch.zeros_like(rows)
-    # A median is the mean of two middle values, which are one and the same if the count is odd.
+    # A median is the mean of two middle values, which are the same value if the count is odd.
     for middle in ((count - 2) // 2, (count - 1) // 2):
         # Leaving out a rank's own value moves the larger values down by one place.
         without += torch.where(rows <= at(middle), at(middle + 1), at(middle)) / 2
@@ -192,7 +192,7 @@ def _usual_differences(times: Tensor, least: float) -> tuple[Tensor, Tensor]:
 
     A rank's usual time comes from its fast parts, so a rank that becomes slow is compared with its own past. A rank
     that is slow from the start has no such past, so whether it is usual depends on its distance from the other ranks.
-    If it is not, its natural difference is 0.
+    The natural difference of a rank that is not usual is 0.
     """
     ranks, steps = times.shape
     fastest = _fewest_fast(torch.tensor(ranks)) - 1
@@ -220,8 +220,8 @@ def _fewest_fast(ranks: Tensor) -> Tensor:
 def _find(log_ratio: Tensor, least: float) -> Tensor:
     """Return the slow steps of each rank, as booleans of shape (ranks, steps).
 
-    The evidence of a step is how far it exceeds half of the smallest slowdown, in standard deviations. A rank is a
-    suspect if chance does not explain its stretch with the largest sum of evidence.
+    The evidence of a step is the amount by which it exceeds half of the smallest slowdown, in standard deviations. A
+    rank is a suspect if chance does not explain its stretch with the largest sum of evidence.
     """
     known = ~log_ratio.isnan()
     # The 0.1 and 0.3 quantiles of a normal distribution are 0.757 deviations apart, and slow steps hardly move them.
@@ -241,15 +241,15 @@ def _find(log_ratio: Tensor, least: float) -> Tensor:
     threshold = THRESHOLD + 10 / (steps * (len(score) - 1)) ** 0.5
     for rank in (score > threshold).nonzero().flatten().tolist():
         slow[rank] = _slow_steps(log_ratio[rank], int(first[rank]), int(end[rank]), least, float(scale[rank]))
-    # If nearly all ranks are slow in a step, that is usual, and the remaining ranks are fast.
+    # If nearly all ranks are slow in a step, that speed counts as usual, and the remaining ranks count as fast.
     return slow & (slow.sum(0) + _fewest_fast(known.sum(0)) <= known.sum(0))
 
 
 def _variance(evidence: Tensor) -> float:
-    """Return the variance per step that a sum of evidence has by chance: that of the median rank, but at least 1.
+    """Return the variance per step that a sum of evidence has by chance: the median over ranks, but at least 1.
 
-    Noise that lasts makes it larger than the variance of a single step, so it is estimated from differences between the
-    sums of neighboring blocks. A slow stretch affects these only at its two ends.
+    Lasting noise makes this variance larger than that of a single step, so it is estimated from differences between the
+    sums of neighboring blocks. A slow stretch affects these differences only at its two ends.
     """
     length = max(SHORTEST, evidence.shape[1] // BLOCKS)
     sums = torch.stack([block.sum(1) for block in evidence.split(length, dim=1)], dim=1)

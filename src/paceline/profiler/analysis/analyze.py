@@ -142,5 +142,5 @@ def _nones(row: Sequence[float]) -> list[float | None]:
 
 
 def _in_ms(seconds: Mapping[str, float] | None) -> dict[str, float]:
-    """Return a rank's mean times in milliseconds; zeros for one that took no step."""
+    """Return a rank's mean times in milliseconds; zeros if the rank took no step."""
     return {part: round(1e3 * seconds[part], 4) if seconds else 0.0 for part in step_parts.ALL}

@@ -29,7 +29,7 @@ def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
 
 
 def fit(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return the nonnegative seconds per message and per byte that fit `times` best."""
+    """Return the seconds per message and per byte, both nonnegative, that fit `times` best."""
     nbytes, seconds = zip(*times, strict=True)
     if len(times) < 2:
         return 0.0, seconds[0] / nbytes[0] if nbytes[0] else 0.0
@@ -71,7 +71,7 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
             before = last
         return overlap(full, reduce).exposed
 
-    # Capacities equal to the run's bucket sizes reproduce its buckets. A bucket of frozen parameters is empty.
+    # Capacities equal to the run's bucket sizes result in the run's buckets. Buckets of frozen parameters are empty.
     now = exposed([nbytes for nbytes in facts.records[0].buckets if nbytes])
     found = min((exposed([int(size * MIB)]), size) for size in CANDIDATES)
     saved = now - found[0]

@@ -41,7 +41,7 @@ def _moved(step: Step, offset: float) -> Step:
 def bucket_times(steps: Steps, sizes: Sequence[int]) -> list[BucketTimes]:
     """Return when each bucket of a step was launched and finished, in seconds since the first rank began the step.
 
-    Empty if ranks launched different numbers of buckets, or launched a bucket more than once.
+    The result is empty if ranks launched different numbers of buckets, or launched a bucket more than once.
     """
     zero = min(step.start for step in steps)
     launched = [[span for span in step.spans if span.label == LAUNCH] for step in steps]
@@ -74,7 +74,8 @@ def _marks(step: Step, label: str) -> list[float]:
 def _finished(steps: Steps, count: int) -> list[list[float] | None]:
     """Return when each bucket was finished, by rank; None for a rank whose finish times are unknown.
 
-    In shared memory every rank reduces its share, in launch order, and a bucket is finished when its last share is.
+    In shared memory every rank reduces its share, in launch order, and a bucket is finished once all ranks have reduced
+    their shares.
     """
     shares = [[span.end for span in step.spans if span.label == REDUCE][:count] for step in steps]
     if all(len(ends) == count for ends in shares):
@@ -87,8 +88,8 @@ def _finished(steps: Steps, count: int) -> list[list[float] | None]:
 def reduced_and_hidden(steps: Steps, buckets: Sequence[BucketTimes]) -> list[tuple[float, float] | None]:
     """Return, by rank, how many seconds all-reduces took in one step, and how many were hidden behind computing.
 
-    None for a rank if it is unknown when its all-reduces ended. Copying into buckets and reducing a share in shared
-    memory count as communication, not as computing.
+    A rank's value is None if it is unknown when its all-reduces ended. Copying into buckets and reducing a share in
+    shared memory count as communication, not as computing.
     """
     zero = min(step.start for step in steps)
     found: list[tuple[float, float] | None] = []
@@ -116,7 +117,7 @@ def all_reduces(buckets: Sequence[BucketTimes], ends: Sequence[float | None]) ->
 
 
 def gradient_times(step: Step) -> list[tuple[int, float]]:
-    """Return parameters and arrival times of their gradients, in seconds since the first arrival and in that order."""
+    """Return parameters and arrival times of their gradients, in seconds since the first arrival, sorted by time."""
     marks = [(span.bucket or 0, span.start) for span in step.spans if span.label == GRADIENT]
     last = dict(marks)  # if a gradient arrived several times, the last one counts
     first = min((when for _, when in marks), default=0.0)

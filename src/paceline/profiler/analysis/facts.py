@@ -20,8 +20,8 @@ from paceline.profiler.report.report import ENOUGH, BucketTimes, SlowRank
 from paceline.profiler.stragglers import Straggler, find_stragglers
 
 LEAST_OWN = 0.1
-"""Smallest share of a rank's own time that must remain after subtracting delays. If less remains, the rank was delayed
-while it waited."""
+"""Minimum share of a rank's own time that must remain after subtracting delays. If less remains, the delays occurred
+while the rank waited."""
 
 NOT_COMPUTING = tuple(part for part in step_parts.ALL if part not in step_parts.COMPUTE)
 _BUSY = tuple(part for part in step_parts.ALL if part not in step_parts.WAITING)
@@ -43,7 +43,7 @@ class Facts:
     records: Sequence[RankRecord]
     operators: OperatorTable
     traces: Sequence[dict[str, Any]] = ()
-    """Traces of torch's profiler, by rank; an empty one if it is missing."""
+    """Traces of torch's profiler, by rank; a missing trace is empty."""
 
     @cached_property
     def accounts(self) -> Accounts:
@@ -76,7 +76,7 @@ class Facts:
 
     @cached_property
     def batches(self) -> float:
-        """Mean number of forwards in a step."""
+        """Mean number of forward passes in a step."""
         return max(1.0, self.mean("batches"))
 
     @cached_property
@@ -117,7 +117,7 @@ class Facts:
 
     @cached_property
     def all_reduce(self) -> float:
-        """Seconds that all-reduces take in a step: at least the seconds that they add to it."""
+        """Seconds that all-reduces take in a step, at least as many as they add to its length."""
         shown = self.accounts.mean(step_parts.COMMUNICATION)
         # In shared memory, ranks reduce on the cores that also compute, so the parts of a step include the whole cost.
         shares_the_core = any(record.wrapper == "paceline" and record.backend == "paceline" for record in self.records)
@@ -196,7 +196,7 @@ class Facts:
         return is_worth_it and is_lasting(self.own_times[rows], lengths, slow.rank)
 
     def _describe(self, straggler: Straggler) -> SlowRank:
-        """Describe when it was late, judged by the part that lost most, because the sum is noisier."""
+        """Describe when the rank was late, judged by the part that lost most, because the sum of parts is noisier."""
         rank, accounts = straggler.rank, self.accounts
         first, last, kind = straggler.first_step, straggler.last_step, straggler.kind
         longer = {part: self.longer(rank, part) for part in _BUSY}
@@ -206,7 +206,7 @@ class Facts:
             return fmean(seconds) if seconds else 0.0
 
         phase = max(_BUSY, key=lost)
-        # Ratios of short steps would put the beginning too early.
+        # With ratios of short steps, the beginning would be found too early.
         begin = late_since(list(longer[phase].values()))
         if begin is not None:
             rows = list(longer[phase])[begin:]

@@ -18,7 +18,7 @@ from paceline.profiler.report.report import Operator
 
 MOST = 30
 SHORT_OPERATOR = 15e-6
-"""Length of an operator, in seconds, below which the call costs more than the computation."""
+"""An operator shorter than this, in seconds, costs more to call than to compute."""
 TENSOR_CORE_KERNELS = ("gemm", "cutlass", "xmma", "wgmma", "hmma", "cudnn")
 """Parts of the names of kernels that may use tensor cores, unless the name also contains a part in `_NOT_ON_THEM`."""
 _NOT_ON_THEM = ("sgemm", "simt", "f32f32f32")
@@ -27,7 +27,7 @@ NCCL_KERNEL = re.compile("nccl.*Kernel")
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """Operators in the traced steps of all ranks, and GPU figures computed from its kernels."""
+    """Operators in the traced steps of all ranks, and figures of the GPU computed from kernels."""
 
     operators: list[Operator] = field(default_factory=list)
     calls: float = 0.0
@@ -41,7 +41,7 @@ class OperatorTable:
     @property
     def computing(self) -> float:
         """Share of the operators' time that grows with the batch; the rest is the cost of calling them."""
-        # Use the mean length, because many short operators also have much Python code between them.
+        # The mean length is a good measure, because many short operators also mean much Python code between them.
         return min(1.0, self.seconds / self.calls / SHORT_OPERATOR) if self.calls else 1.0
 
 
@@ -99,9 +99,9 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
 
 
 def inside_of_model(events: Sequence[Event]) -> list[Event]:
-    """Return the operators from the start of a forward to the end of its backward; all operators without such marks.
+    """Return the operators from the start of a forward pass to the end of its backward pass; without marks, return all.
 
-    A dataset in this process may call far more, and far shorter, operators than the model does.
+    A dataset in this process may call far more operators than the model, and far shorter ones.
     """
     annotations = [event for event in events if event.get("cat") == "user_annotation"]
     marks = sorted((*interval(event), event["name"]) for event in annotations if event["name"] in (FORWARD, BACKWARD))
@@ -122,7 +122,7 @@ def inside_of_model(events: Sequence[Event]) -> list[Event]:
 
 
 def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
-    """Return the microseconds of each operator, excluding the operators that it called in its thread."""
+    """Return the microseconds of each operator, excluding other operators that it called in the same thread."""
     threads: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":

@@ -30,7 +30,7 @@ class Accounts:
     parts: dict[str, list[Seconds]]
     """Seconds by part, in the order of :data:`~paceline.profiler.report.step_parts.ALL`."""
     waited_for: list[list[float]]
-    """Seconds per step that a rank (row) spent in bubbles caused by another (column)."""
+    """Seconds per step that a rank (row) spent in bubbles caused by another rank (column)."""
 
     def figures(self, name: str) -> list[Seconds]:
         """Return a figure of every step on every rank, such as ``rows``."""
@@ -68,7 +68,7 @@ class Accounts:
 
 
 def mean_of(table: Sequence[Sequence[float]]) -> float:
-    """Return the mean of the values that are not NaN; 0 without any."""
+    """Return the mean of the values that are not NaN; 0 if there are none."""
     there = [value for row in table for value in row if not math.isnan(value)]
     return math.fsum(there) / len(there) if there else 0.0
 

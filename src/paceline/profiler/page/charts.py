@@ -13,8 +13,8 @@ from paceline.profiler.report.formatting import notable_ranks
 from paceline.profiler.report.report import Report
 
 DEVIATIONS, LEAST_RATIO, ALWAYS = 6.0, 1.1, 2.0
-"""A step is an outlier if it is this many scaled median absolute deviations above the rank's median and at least this
-multiple of it (which matters in runs without noise). Twice the median is always an outlier, however noisy the run."""
+"""A step is an outlier if it is at least `DEVIATIONS` scaled median absolute deviations above the rank's median and at
+least `LEAST_RATIO` times the median (which matters in runs without noise), or if it is `ALWAYS` times the median."""
 MOST_OUTLIERS = 400
 """Maximum number of marked outliers, to limit the size of the page."""
 MOST_POINTS = 60_000
@@ -22,8 +22,8 @@ MOST_POINTS = 60_000
 NOTABLE = 8
 """Number of ranks that the timeline shows initially."""
 MOST_DRAWN = 8
-"""Maximum number of ranks drawn separately in the chart of steps (MOST_SINGLE in charts.js). With more, users pick
-one."""
+"""Maximum number of ranks drawn separately in the chart of steps (MOST_SINGLE in charts.js). If there are more, users
+pick a rank."""
 METRICS = {
     "step": ("whole step", ()),
     "compute": ("computing (forward and backward)", step_parts.COMPUTE),

@@ -43,7 +43,7 @@ class HostLoad:
         if self._busy is not None and (busy := busy_seconds()) is not None:
             record.busy_cores = (busy - self._busy) / wall
         record.own_cores = (own_seconds() - self._own) / wall
-        # Only up to the last step, because a thread other than the loop's may close the record. Capped at one core,
+        # Count only up to the last step, because a thread other than the loop's may close the record. Cap at one core,
         # because the kernel updates a thread's times only every few milliseconds.
         record.loop_cores = min(1.0, (self._ran - self._at_start) / wall)
         record.core_numbers, record.quota = core_numbers(), quota()

@@ -1,4 +1,4 @@
-"""Samples the main thread's stack, to name the functions that the loop's own code runs."""
+"""Samples the main thread's stack, so that advice can name functions in the loop's own code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Sample = tuple[float, str]
 class StackSampler:
     """A thread that samples the main thread every :data:`INTERVAL_S`, or less often if samples are expensive.
 
-    Call :meth:`stop` to end it.
+    Call :meth:`stop` to end the thread.
     """
 
     def __init__(self) -> None:
@@ -78,10 +78,10 @@ class StackSampler:
                 self.samples.append((now, name))
 
     def _look(self) -> str:
-        # A separate function, to release the sampled frame at once, because a frame keeps its variables alive.
-        # Otherwise this thread would free the variables of a function that has returned, at the next sample. At the end
-        # of a rank these may be the whole training, and a destructor that releases the GIL then cannot reacquire it and
-        # aborts.
+        # A separate function releases the sampled frame at once, because a frame keeps its variables alive. Otherwise,
+        # if the sampled function has returned, this thread would free its variables at the next sample. When a rank
+        # exits, these may be the whole training, and a destructor that releases the GIL could not reacquire it and
+        # would abort.
         with readable_stacks():
             return function_of(sys._current_frames().get(self._watched))
 

@@ -53,7 +53,7 @@ def bound_offset(mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[flo
 
 
 def offset_at(when: float, measured: Sequence[tuple[float, float, float]]) -> float:
-    """Return the offset at `when`, on the line through the first and last measurements; 0 without any."""
+    """Return the offset at `when`, on the line through the first and last measurements; 0 if there are none."""
     if not measured:
         return 0.0
     (first, begin, _), (last, end, _) = measured[0], measured[-1]

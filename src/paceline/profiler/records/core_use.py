@@ -10,8 +10,8 @@ from paceline.core.output.wording import counted
 from paceline.profiler.records.rank_file import RankRecord
 
 DELAYED, OTHERS = 0.1, 0.2
-"""Minimum share of a rank's time without a core, and minimum number of cores busy with other programs, for load to be
-named as a cause."""
+"""Load is named as a cause if a rank had no core for at least this share of its time, and at least this many cores were
+busy with other programs."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Load:
     others: float
     """How many of the rank's cores were busy with programs other than the ranks and their workers."""
     rivals: float
-    """How many of them were busy with other threads of the ranks and their workers."""
+    """How many of the rank's cores were busy with other threads of the ranks and their workers."""
     neighbours: Neighbours
 
     @property

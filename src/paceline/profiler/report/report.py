@@ -132,7 +132,7 @@ class Report:
     parts: Mapping[str, Sequence[Sequence[float | None]]]
     """Seconds of each part in :data:`~paceline.profiler.report.step_parts.ALL`, shape (steps, ranks)."""
     waited_for: Sequence[Sequence[float]]
-    """Seconds per step that a rank (row) spent in bubbles that another one (column) caused by arriving last."""
+    """Seconds per step that a rank (row) spent in bubbles that another rank (column) caused by arriving last."""
     headline: str
     """Verdict in one sentence."""
     advice: Sequence[Advice]

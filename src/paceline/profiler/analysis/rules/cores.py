@@ -55,14 +55,14 @@ def threads(facts: Facts) -> Advice | None:
         "threads",
         f"Give each rank fewer threads: OMP_NUM_THREADS={room // ranks}, which paceline run sets if you do not",
         reason,
-        # A conservative estimate: threads that take turns on a core lose time at the barriers of every operator.
+        # A conservative estimate of the time that threads sharing a core lose at the barriers of every operator.
         (1 - there.cores / there.threads) * math.fsum(facts.shares[part] for part in COMPUTE) / 4,
         weight=ONE_CAUSE,
     )
 
 
 def lack_of_cores(load: Load) -> str:
-    """Return a sentence that says why the most delayed rank lacked cores."""
+    """Return a sentence that explains why the most delayed rank lacked cores."""
     lacked = f"rank {load.rank} was ready to run but had no core for {load.share:.0%} of its time."
     others, crowd = "other programs slow the ranks down", load.neighbours.description()
     if not load.is_by_ranks:

@@ -1,4 +1,4 @@
-"""A loop that waits for its batches, and the number of workers that would help."""
+"""Detects loops that wait for their batches, and finds the number of workers that would help."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _advice(facts: Facts, text: str, reason: str, gain: float) -> Advice:
 
 
 def _cheaper(facts: Facts, reason: str, is_waiting: bool) -> Advice:
-    """Return advice for loading that more workers would not speed up."""
+    """Return advice for data loading that would not be faster with more workers."""
     text = "Make loading cheaper: cache what it computes, or do less work per sample"
     if not is_waiting:
         there, others = neighbours(facts.records, 0), 0.0 if facts.load is None else facts.load.others
@@ -53,7 +53,7 @@ def _cheaper(facts: Facts, reason: str, is_waiting: bool) -> Advice:
 def _batch(facts: Facts) -> tuple[float, bool]:
     """Return the seconds that a worker needs for a batch, and whether it mostly waits, which takes no core."""
     record = facts.records[0]
-    if record.workers:  # they work all the time, because the loop waits for them
+    if record.workers:  # workers are always busy, because the loop waits for them
         wall = facts.length * record.workers
         cpu = fmean(max(0.0, one.own_cores - one.loop_cores) for one in facts.records) * facts.length
         is_starved = (record.busy_cores or 0.0) > MOSTLY * neighbours(facts.records, 0).cores

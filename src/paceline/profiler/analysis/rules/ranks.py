@@ -1,4 +1,4 @@
-"""Ranks that wait: for a slow rank, for one rank's own code, or for each other in turns."""
+"""Detects ranks that wait for a slow rank, for one rank's own code, or for each other in turns."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def late_by_own_code(facts: Facts) -> LateRank | None:
         return None
     delays = facts.delays(rank)
     lost = [seconds - delays.get(row, 0.0) for row, seconds in longer.items()]
-    # It must explain at least half of the waiting.
+    # The rank must explain at least half of the waiting.
     waited = accounts.caused(rank) - max(0.0, fmean(delays.values()) if delays else 0.0)
     if fmean(lost) < max(WORTH * facts.length, waited / 2):
         return None
