@@ -58,7 +58,7 @@ class Ledger:
         self.kept = KeptGradients()
         """Keeps gradients from before the current step."""
         self.current: Block | None = None
-        """Block of the latest backward."""
+        """Block of the latest backward pass."""
         self.task = self._local_task = -1
         self._other_backwards = 0  # number of times that other backward passes ran in between
         self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward pass with multiplied gradients
@@ -176,7 +176,7 @@ class Ledger:
         return bool(self.status.weighting & WEIGHTED)
 
     def count_unused_blocks(self, local_gradient: Callable[[], str | None]) -> None:
-        """Count unused blocks if ``sync_gradients()`` has only gradients to average that bypassed the wrapper."""
+        """Count unused blocks if all gradients that ``sync_gradients()`` will average bypassed the wrapper."""
         if not (self._counted or self.local_backwards or self.gradients_are_set_aside):
             unused = self.blocks.without_forward()
             if unused and local_gradient() is not None:

@@ -64,8 +64,7 @@ class Buffers:
         return _present(self._left_out)
 
     def broadcast(self, channel: Channel, source: int = 0) -> None:
-        # Through .data, so that autograd's version counters stay the same: a backward pass may still follow an earlier
-        # forward.
+        # Through .data, so that autograd's version counters do not change: two forwards may precede a backward pass.
         channel.broadcast([local_of(buffer.data) for buffer in self.named().values()], source)
 
 
