@@ -60,7 +60,7 @@ class SavedTensor:
     dtype: str
     nbytes: int
     tied_to: str | None = None
-    """Name of the stored tensor that shares its memory."""
+    """If the tensor is tied, the name of the stored tensor that shares its memory."""
     slice: Slice | None = None
     """Position in the whole tensor, if it is a piece of a sharded optimizer's state."""
 
@@ -80,7 +80,7 @@ class SavedObject:
 
 
 def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[int]]:
-    """Return the folder of the run and the steps to inspect; `folder` may also be that of one checkpoint."""
+    """Return the run's folder and the steps to inspect. `folder` may be a run or a single checkpoint."""
     place = Path(folder)
     if not place.is_dir():
         fault = "is not a folder" if os.path.lexists(place) else "does not exist"
@@ -168,7 +168,7 @@ def _inspect(path: Path, step: int, every_byte: bool) -> Inspected:
         newer = True
         damages.append(str(damage))
     except verify.Damaged as damage:
-        if str(damage) not in damages:  # the manifest lists the notes, so their damage may already be reported
+        if str(damage) not in damages:  # the manifest lists the notes, so damaged notes may already be reported
             damages.append(str(damage))
     return Inspected(step, path, _size(path), _saved_at(path), known, given, tuple(damages), newer)
 

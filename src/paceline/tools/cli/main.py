@@ -101,7 +101,7 @@ def compare(
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON.")] = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the results (.svg, .png or .pdf).")] = None,
 ) -> None:
-    """Train the same program in several ways or on several numbers of ranks, and compare speed, memory and weights.
+    """Train a program in several modes or with different numbers of ranks, and compare speed, memory and weights.
 
     Arguments after the name are passed to the recipe or script: paceline compare --nproc 2 digits --batch-size 64.
     Options of the comparison go before a script's name; with a recipe, they can go anywhere.
@@ -171,7 +171,7 @@ def profile(
     else:
         validate_script(target, RECIPES)
         program = [target, *context.args]
-    # After the other checks, because it deletes an earlier profile in the folder.
+    # Must come after the other checks, because it deletes an earlier profile in the folder.
     settings.check()
     if note:
         say(note)

@@ -78,7 +78,7 @@ def add_own_options(parser: ArgumentParser) -> None:
 
 
 def help_parser() -> ArgumentParser:
-    """Return the parser that prints the help: Paceline's options and the most common ones of torchrun."""
+    """Return the parser that prints the help: Paceline's options and torchrun's most common options."""
     parser = ArgumentParser(
         "paceline run",
         USAGE,

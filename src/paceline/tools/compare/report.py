@@ -59,7 +59,7 @@ def table(rows: Sequence[Row], target: str) -> Table:
 def statistic(rows: Sequence[Row]) -> str:
     """Describe how the times are computed."""
     taken = f"the median of {counted(len(rows[0].turns), 'turn')} of {counted(TURN, 'step')}"
-    return f"Times: {_base(rows)} shows {taken}; for the others, this is multiplied by their median ratio to it."
+    return f"Times: for {_base(rows)}, {taken}; for others, that time multiplied by the median of their turn ratios."
 
 
 def _base(rows: Sequence[Row]) -> str:

@@ -24,7 +24,7 @@ WAITING = (
 
 @dataclass(frozen=True)
 class Bar:
-    """An interval in one row."""
+    """A bar, which covers an interval in one row."""
 
     row: int
     begin: float
@@ -41,7 +41,7 @@ class Panel:
     rows: Sequence[str]
     bars: Sequence[Bar]
     results: Sequence[str] = ()
-    """Text beside the panel, shown once its last bar has ended."""
+    """Text next to the panel, shown once the last bar has ended."""
     marks: Sequence[tuple[float, str, str]] = ()
     """Synchronizations of all ranks: time, letter and class of the line, ``way`` or ``elsewhere`` (dashed)."""
 
@@ -82,7 +82,7 @@ class Chart:
         return [Frame("", "", self.draw())]
 
     def draw(self, moment: float = math.inf) -> Drawing:
-        """Draw everything up to `moment`, which is marked by a line. Later parts are dashed."""
+        """Draw the chart as of `moment`, which is marked by a line. Everything later is dashed."""
         parts = list(self._axis())
         for panel, top in zip(self.panels, self.tops, strict=True):
             parts += self._panel(panel, top, moment)

@@ -54,7 +54,7 @@ class Session:
             raise Shown(failure.name, failure.lines + repair)
 
     def pull(self, names: Sequence[str], rank: int | None) -> dict[str, Any]:
-        """Return variables of `rank`, or lists over all ranks if it is None. Tensors are moved to the CPU."""
+        """Return variables of `rank`, or lists over all ranks if `rank` is None. Tensors are moved to the CPU."""
         self._replace_dead()
         ranks = range(self.size) if rank is None else [rank]
         outcome = Conversation(self._processes, ranks).hold("pull", list(names))

@@ -33,7 +33,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        nn.init.zeros_(self.head.weight)  # all tokens are equally likely at first
+        nn.init.zeros_(self.head.weight)  # at first, all tokens are equally likely
         self.register_buffer("rotation", rotation(context, width // heads), persistent=False)
 
     def matrices(self) -> list[nn.Parameter]:

@@ -51,7 +51,7 @@ def _cells(status: RankStatus) -> list[str | Text]:
 
 
 def phase_of(status: RankStatus) -> str:
-    """Return the rank's phase; if it is not running, its state and last phase."""
+    """Return the rank's phase, or if the rank is not running, its state and last phase."""
     phase = status.phase if status.bucket is None else f"{status.phase} {status.bucket}"
     if status.state == RUNNING:
         return str(phase)

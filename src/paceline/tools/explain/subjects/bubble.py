@@ -1,8 +1,8 @@
 """Bubbles: the cost of a late rank, the cost of the network, and the remedies for both.
 
-Ranks wait for two reasons. Until the last rank arrives, the wait is a bubble, which that rank causes and no network can
-shorten. After that it is communication, which an infinitely fast network would eliminate. The profiler makes the same
-distinction. The example uses the numbers of :mod:`paceline.tools.explain.subjects.buckets`.
+Ranks wait for two reasons. Until the last rank arrives, the others are in a bubble, which a faster network cannot
+shorten. From then on, all ranks wait for communication, which would take no time on an infinitely fast network. The
+profiler makes the same distinction. The example uses the numbers of :mod:`paceline.tools.explain.subjects.buckets`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
 
 def micro_batch(start: Sequence[float], work: Sequence[float], bandwidth: float) -> MicroBatch:
-    """Compute forward and backward from `start` on each rank; `work` is a multiple of the example's times."""
+    """Compute the times of forward and backward, given the start and the relative amount of work of each rank."""
     forward = [begin + buckets.FORWARD * amount for begin, amount in zip(start, work, strict=True)]
     full = [
         list(accumulate((amount * share for share in buckets.SHARES), initial=begin))[1:]
@@ -199,7 +199,7 @@ def _bars(case: Case) -> Iterator[Bar]:
 
 
 def _events(case: Case) -> Iterator[tuple[float, str]]:
-    """Yield when each backward, each exchange and the step end."""
+    """Yield the ends of each backward pass, each exchange and the step."""
     for meeting in case.meetings:
         for came, ranks in ranks_by_value(enumerate(meeting.came)).items():
             yield round(came, EXACT), f"{named_ranks(ranks)} finished backward"

@@ -115,7 +115,7 @@ def training_step(ranks: int) -> TrainingStep:
 
 
 def outcome(step: TrainingStep) -> str:
-    """Describe how long the step takes, and where its ranks wait."""
+    """Describe how long the step takes, and where ranks wait."""
     if len(step.data) == 1:
         return f"The step takes {ms(step.end)}. A single rank never waits."
     waits = step.meetings[-1].end - step.backward
