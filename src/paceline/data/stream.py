@@ -137,7 +137,6 @@ class Read(NamedTuple):
     """Digest of the epoch's samples up to the previous batch."""
 
 
-@dataclass(frozen=True)
 class End:
     """Represents a batch beyond the end of the stream."""
 

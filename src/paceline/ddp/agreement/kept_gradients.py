@@ -114,7 +114,7 @@ class KeptGradients:
             if not is_last:
                 self._copies += [(each, each.grad.clone()) for each in parameters if each.grad is not None]
             self._is_settled = is_last
-            _multiply(parameters, self._weight)
+            multiply(parameters, self._weight)
 
     def _keep_if_more_arrives(self, parameters: Sequence[Tensor], *, is_last: bool) -> None:
         """Keep gradients that appeared between the forward and the backward pass that is starting.
@@ -160,7 +160,8 @@ def _is_any(gradient: Tensor) -> bool:
     return bool((gradient._values() if gradient.is_sparse else gradient).any())
 
 
-def _multiply(parameters: Iterable[Tensor], weight: float) -> None:
+def multiply(parameters: Iterable[Tensor], weight: float) -> None:
+    """Multiply the gradients of `parameters`; not in place if a gradient's elements may overlap in memory."""
     dense = []
     for parameter in parameters:
         assert parameter.grad is not None
