@@ -31,10 +31,10 @@ def outline_digest(dataset: Any) -> int:
     return int.from_bytes(total.digest()[:8], "big") >> 1
 
 
-def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "") -> Iterator[tuple[str, Any]]:
+def columns(dataset: Any, attributes: Sequence[str] = ("fingerprint",), prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the names and values of the columns that identify a data set and can be read without loading a sample.
 
-    If one of the attributes named in `own` is a string, only this string is used. Otherwise the columns are the tensors
+    If one of these attributes is a string, only this string is used. Otherwise the columns are the tensors
     of a ``TensorDataset``, the indices of a ``Subset``, the members of a ``ConcatDataset`` and, for other data sets,
     attributes that are arrays, tensors or lists with the data set's length, and dicts that map labels to 0, 1, 2, ….
 
@@ -42,7 +42,7 @@ def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "
     for its first sample would pass the open file to every worker. To detect all edits, give your data set a
     ``fingerprint``, such as a version or a hash of its files.
     """
-    fingerprint = next((text for name in own if isinstance(text := getattr(dataset, name, None), str)), None)
+    fingerprint = next((text for name in attributes if isinstance(text := getattr(dataset, name, None), str)), None)
     if fingerprint is not None:
         yield f"{prefix}fingerprint", fingerprint
     elif isinstance(dataset, TensorDataset):
@@ -50,10 +50,10 @@ def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "
     elif isinstance(dataset, Subset):
         indices: Any = dataset.indices
         yield f"{prefix}indices", indices if isinstance(indices, list) else [int(index) for index in indices]
-        yield from columns(dataset.dataset, own, f"{prefix}dataset.")
+        yield from columns(dataset.dataset, attributes, f"{prefix}dataset.")
     elif isinstance(dataset, ConcatDataset):
         for number, member in enumerate(dataset.datasets):
-            yield from columns(member, own, f"{prefix}datasets[{number}].")
+            yield from columns(member, attributes, f"{prefix}datasets[{number}].")
     elif is_sequence(dataset):
         yield f"{prefix}elements", dataset
     else:

@@ -174,8 +174,8 @@ def _message(progress: Position, batch: int, ended: Sequence[tuple[int, Any]], e
 def _end(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
-    known = -code in set(signal.Signals)
-    return f"killed by {signal.Signals(-code).name}" if known else f"killed by signal {-code}"
+    is_known = -code in set(signal.Signals)
+    return f"killed by {signal.Signals(-code).name}" if is_known else f"killed by signal {-code}"
 
 
 @cache

@@ -86,14 +86,14 @@ RULES: Mapping[str, Rule] = {
 """The rule for checking each setting."""
 
 
-def check_settings(given: Mapping[str, Any], named: Callable[[str], str] = str) -> dict[str, Any]:
+def check_settings(settings: Mapping[str, Any], named: Callable[[str], str] = str) -> dict[str, Any]:
     """Check settings and their combinations, and return them in their final types.
 
     Args:
-        given: settings by name; missing ones are not checked.
+        settings: settings by name; missing ones are not checked.
         named: returns the name of a setting for messages, such as its option on the command line.
     """
-    values = {name: rule(named(name), given[name]) for name, rule in RULES.items() if name in given}
+    values = {name: rule(named(name), settings[name]) for name, rule in RULES.items() if name in settings}
     for name in ("allow_changed_settings", "allow_changed_data"):
         if values.get(name) and not values["resume"]:
             raise UsageError(f"{named(name)} needs {named('resume')}")

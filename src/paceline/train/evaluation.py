@@ -171,11 +171,11 @@ def validate_evaluated(config: TrainConfig, evaluation: Any, wanted: Mapping[str
 
 def validate_metrics(wanted: Mapping[str, str], metrics: Iterable[str]) -> None:
     """Check that an evaluation's `metrics` include every metric in `wanted`."""
-    known = sorted(metrics)
+    available = sorted(metrics)
     for owner, metric in wanted.items():
-        if metric not in known:
+        if metric not in available:
             raise UsageError(
-                f"{owner} is {metric!r}, but the evaluation has {', '.join(map(repr, known))}; name one of them"
+                f"{owner} is {metric!r}, but the evaluation has {', '.join(map(repr, available))}; name one of them"
             )
 
 

@@ -223,8 +223,8 @@ class Loop:
 
     @property
     def _has_enough_steps(self) -> bool:
-        most = self.config.max_steps
-        return self.state.is_stopped or (most is not None and self.result.steps >= most)
+        max_steps = self.config.max_steps
+        return self.state.is_stopped or (max_steps is not None and self.result.steps >= max_steps)
 
     @property
     def _is_line_due(self) -> bool:

@@ -49,9 +49,9 @@ def split_by_cost(
     def finish(rank: int, cost: float) -> float:
         return totals[rank] if speeds is None else (totals[rank] + cost) / speeds[rank]
 
-    for done, place in enumerate(sorted(range(len(costs)), key=lambda place: (-costs[place], place))):
+    for placed, place in enumerate(sorted(range(len(costs)), key=lambda place: (-costs[place], place))):
         # If the remaining samples are just enough for the ranks without a sample, these ranks get them.
-        candidates = empty if len(empty) >= len(costs) - done else range(world_size)
+        candidates = empty if len(empty) >= len(costs) - placed else range(world_size)
         # For equal loads, prefer the rank with fewer samples, so that samples without cost are also spread.
         rank = min(candidates, key=lambda rank: (finish(rank, costs[place]), len(shares[rank]), rank))
         shares[rank].append(place)
@@ -110,15 +110,15 @@ def _groups_below(
     limit: float, descending: Sequence[float], loads: Sequence[float], speeds: Sequence[float]
 ) -> list[int]:
     """Return the ends of groups with loads below `limit`; every rank takes a sample if there are enough."""
-    ends, taken = [], 0
+    ends, assigned = [], 0
     for later, load, speed in zip(range(len(loads) - 1, -1, -1), loads, speeds, strict=True):
-        left = len(descending) - taken
-        if left:
-            each = descending[taken]
-            fitting = left if each <= 0 else int(min(max(0.0, limit * speed - load) / each, left))
+        remaining = len(descending) - assigned
+        if remaining:
+            cost = descending[assigned]
+            fitting = remaining if cost <= 0 else int(min(max(0.0, limit * speed - load) / cost, remaining))
             # Take at least one sample, and leave one for each later rank, if there are enough.
-            taken += min(max(fitting, 1), max(left - later, 1))
-        ends.append(taken)
+            assigned += min(max(fitting, 1), max(remaining - later, 1))
+        ends.append(assigned)
     return ends
 
 

@@ -29,8 +29,8 @@ def shares_by_speed(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     scaled = [speed / largest for speed in speeds]  # so that the sum is finite
     free, quotas = list(ranks), [0.0]
     while min(quotas) < 1:  # ranks with less than one sample get one, and the others share the rest
-        left, total = count - len(speeds) + len(free), math.fsum(scaled[rank] for rank in free)
-        quotas = [left * scaled[rank] / total for rank in free]
+        remaining, total = count - len(speeds) + len(free), math.fsum(scaled[rank] for rank in free)
+        quotas = [remaining * scaled[rank] / total for rank in free]
         free = [rank for rank, quota in zip(free, quotas, strict=True) if quota >= 1]
     shares = [1] * len(speeds)
     remainders = []

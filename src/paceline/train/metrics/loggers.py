@@ -49,10 +49,10 @@ class Loggers:
 
     def open(self, run: Run) -> None:
         """Open all loggers, or none. Collective."""
-        here = consensus.here()
-        if here.rank != 0:
+        world = consensus.here()
+        if world.rank != 0:
             self._all = ()
-        consensus.agree(here, consensus.error_of(self._open_all, run))
+        consensus.agree(world, consensus.error_of(self._open_all, run))
 
     def _open_all(self, run: Run) -> None:
         try:
@@ -200,11 +200,11 @@ class JsonLines:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            kept = lines[: lines_to_keep(lines, run.step, run.is_evaluation_due)] if run.step else lines
+            kept_lines = lines[: lines_to_keep(lines, run.step, run.is_evaluation_due)] if run.step else lines
             self._file = path.open("a")
             # Truncate instead of rewriting the file, so that no line is lost if the run is killed.
-            self._file.truncate(sum(map(len, kept)))
-            if kept and not kept[-1].endswith(b"\n"):
+            self._file.truncate(sum(map(len, kept_lines)))
+            if kept_lines and not kept_lines[-1].endswith(b"\n"):
                 self._file.write("\n")  # an earlier run was killed while it wrote this line
         except OSError as error:
             raise UsageError(f"metrics cannot be written to {path}: {error.strerror}; choose another file") from error

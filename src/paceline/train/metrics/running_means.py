@@ -40,10 +40,10 @@ class LossAverage:
 
     def add(self, loss: Tensor, weight: float | Tensor, slice_number: int = 0) -> None:
         """Add a micro-batch of this rank. With virtual ranks, `slice_number` is its index in the rank's slices."""
-        own = self._own[self._rows[slice_number]]
-        own[0] += loss.detach().squeeze().to(own.device)
+        sums = self._own[self._rows[slice_number]]
+        sums[0] += loss.detach().squeeze().to(sums.device)
         on_device = isinstance(weight, Tensor)  # converting to a number would make the host wait for the device
-        own[1] += torch.as_tensor(weight).detach().squeeze().to(own.device) if on_device else float(weight)
+        sums[1] += torch.as_tensor(weight).detach().squeeze().to(sums.device) if on_device else float(weight)
 
     def line(self, step: int) -> float:
         """Return the mean loss over all ranks since the last call, for the line of `step`. Collective."""
@@ -81,16 +81,16 @@ class LossAverage:
         total, rows = torch.stack([_rows_in(state) for state in states]).sum(0), self._rows
         if len(total) == 1:
             rows = range(int(consensus.here().rank == 0))
-        own = torch.zeros_like(total)
-        own[rows.start : rows.stop] = total[rows.start : rows.stop]
-        self._load(own, states[0])
+        restored = torch.zeros_like(total)
+        restored[rows.start : rows.stop] = total[rows.start : rows.stop]
+        self._load(restored, states[0])
 
-    def _load(self, own: Tensor, shared: dict[str, Any]) -> None:
-        if len(own) == len(self._own):
-            self._own.copy_(own)
+    def _load(self, sums: Tensor, shared: dict[str, Any]) -> None:
+        if len(sums) == len(self._own):
+            self._own.copy_(sums)
         else:  # saved with a different number of slices
             self._own.zero_()
-            self._own[self._rows[0]] = own.sum(0)
+            self._own[self._rows[0]] = sums.sum(0)
         self._epoch.copy_(torch.tensor(shared["epoch"], dtype=torch.float64))
         self.line_at, self.lr = int(shared["line_at"]), float(shared["lr"])
 
