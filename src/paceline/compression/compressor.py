@@ -131,7 +131,7 @@ class Compressor(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and counters, as plain values and tensors."""
         counters = {name: getattr(self, name) for name in ("steps", "bytes_on_wire", "bytes_uncompressed")}
-        return {"kind": type(self).__name__, **counters, **{what: dict(kept) for what, kept in self._kept().items()}}
+        return {"kind": type(self).__name__, **counters, **{role: dict(state) for role, state in self._kept().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned on the same rank.
@@ -146,15 +146,15 @@ class Compressor(ABC):
             )
         # Everything is checked before anything is replaced, so that an error leaves this state intact.
         loaded: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-        for role, kept in self._kept().items():
+        for role, target in self._kept().items():
             for name, tensor in state[role].items():
                 self._expect(role, name, tensor)
             tensors = {name: tensor.to(self._parameters[name].device) for name, tensor in state[role].items()}
             # Cloned, because to() may return the caller's tensor, and residuals are updated in place.
-            loaded.append((kept, {name: tensor.clone() for name, tensor in tensors.items()}))
-        for kept, tensors in loaded:
-            kept.clear()
-            kept.update(tensors)
+            loaded.append((target, {name: tensor.clone() for name, tensor in tensors.items()}))
+        for target, tensors in loaded:
+            target.clear()
+            target.update(tensors)
         self._residuals.forget_buckets()
         self.steps, self.bytes_on_wire = state["steps"], state["bytes_on_wire"]
         self.bytes_uncompressed = state["bytes_uncompressed"]

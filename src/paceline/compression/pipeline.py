@@ -74,8 +74,8 @@ class Reduction:
     @property
     def is_ready(self) -> bool:
         """Whether the next stage can run without waiting."""
-        done: bool = self._work.is_completed()
-        return done
+        is_completed: bool = self._work.is_completed()
+        return is_completed
 
     @torch.no_grad()
     def advance(self) -> None:

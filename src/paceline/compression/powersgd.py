@@ -99,11 +99,11 @@ class PowerSGD(Compressor):
     def _keep_bases(self, matrices: Sequence[Matrix], finite: Tensor) -> None:
         """Keep every Q for the next step if the mean is `finite`; else keep the last step's Q, or zeros if none."""
         for matrix in matrices:
-            before = self._bases.get(matrix.name)
-            if before is None:
-                before = torch.zeros_like(matrix.q)
-            keep(before)  # a loaded Q was allocated on another stream
-            self._bases[matrix.name] = torch.where(finite, matrix.q, before)
+            previous = self._bases.get(matrix.name)
+            if previous is None:
+                previous = torch.zeros_like(matrix.q)
+            keep(previous)  # a loaded Q was allocated on another stream
+            self._bases[matrix.name] = torch.where(finite, matrix.q, previous)
 
     def _matrix_shape(self, name: str) -> tuple[int, int] | None:
         """Return rows and columns of the parameter as a matrix; None if it is not compressed."""
@@ -162,13 +162,13 @@ def product(p: Tensor, q: Tensor) -> Tensor:
         return p @ q.t()
     if p.dtype.itemsize < 4:
         p, q = p.float(), q.float()  # narrow dtypes are rounded once, at the end
-    whole = p.new_zeros(len(p), len(q))
+    result = p.new_zeros(len(p), len(q))
     rows = max(1, CACHED // len(q))
     term = p.new_empty(min(rows, len(p)), len(q))
-    for some, of_them in zip(p.split(rows), whole.split(rows), strict=True):
+    for some, of_them in zip(p.split(rows), result.split(rows), strict=True):
         for left, right in zip(some.t(), q.t(), strict=True):
             of_them.add_(torch.mul(left[:, None], right, out=term[: len(some)]))
-    return whole
+    return result
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
@@ -179,11 +179,11 @@ def orthonormal(matrix: Tensor) -> Tensor:
     rows, rank = matrix.shape
     columns = torch.zeros(-(-rows // BLOCK) * BLOCK, rank, dtype=torch.float64, device=matrix.device)
     columns[:rows] = matrix
-    whole = _dots(columns, columns).sqrt()
+    norms = _dots(columns, columns).sqrt()
     for index in range(rank):
         column = columns[:, index : index + 1]
         norm = _dots(column, column).sqrt()
-        column.mul_(torch.where(norm <= 1e-10 * whole[index], 0.0, 1 / norm))
+        column.mul_(torch.where(norm <= 1e-10 * norms[index], 0.0, 1 / norm))
         if index + 1 < rank:
             rest = columns[:, index + 1 :]
             rest.sub_(column * _dots(column, rest))

@@ -216,16 +216,12 @@ class Restarts:
         reached = self.reached()
         command = [sys.executable, "-m", "paceline.checkpoint.recovery.persist_rescued", str(self._folder / RESCUE)]
         with sheltered():
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-        for line in (result.stdout or result.stderr).splitlines()[-3:]:
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+        for line in (run.stdout or run.stderr).splitlines()[-3:]:
             say(line)
-        are_saved = [(self._folder / RESCUE / record.key / step_name(record.completed)).is_dir() for record in reached]
+        are_saved = [(self._folder / RESCUE / item.key / step_name(item.completed)).is_dir() for item in reached]
         # The command also succeeds if the folder on disk already contains the step.
-        return (
-            max(record.completed for record in reached)
-            if are_saved and all(are_saved) and not result.returncode
-            else None
-        )
+        return max(item.completed for item in reached) if are_saved and all(are_saved) and not run.returncode else None
 
 
 def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:

@@ -139,12 +139,12 @@ def _choose_devices(device_ids: Sequence[Device] | None, replicas: int | None) -
 
 
 def _device_of(device: Device) -> torch.device:
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type == "cuda":
-        found = torch.device("cuda", found.index or 0)
-        if found.index >= torch.cuda.device_count():
-            raise UsageError(f"{found} does not exist: this process sees {torch.cuda.device_count()} GPUs")
-    return found
+    result = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if result.type == "cuda":
+        result = torch.device("cuda", result.index or 0)
+        if result.index >= torch.cuda.device_count():
+            raise UsageError(f"{result} does not exist: this process sees {torch.cuda.device_count()} GPUs")
+    return result
 
 
 def nested_tensors(value: Any) -> Iterator[Tensor]:

@@ -120,8 +120,8 @@ def make_dense(parameter: nn.Parameter, name: str) -> None:
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if extent != 1 and stride != expected:
-            alone = torch.empty(1, device=parameter.device)
-            if count_uses(parameter.untyped_storage()) > count_uses(alone.untyped_storage()):
+            unshared = torch.empty(1, device=parameter.device)
+            if count_uses(parameter.untyped_storage()) > count_uses(unshared.untyped_storage()):
                 raise UsageError(
                     f"{name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, which leave gaps "
                     "or use an element twice, and another tensor refers to the same memory; make the parameter "

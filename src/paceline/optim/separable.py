@@ -51,9 +51,9 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
     if by not in ("element", "tensor"):
         raise UsageError(f'ShardedOptimizer(by=…) takes "element" or "tensor", not {by!r}')
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
-        given = optimizer_class if isinstance(optimizer_class, type) else with_article(type(optimizer_class).__name__)
+        label = optimizer_class if isinstance(optimizer_class, type) else with_article(type(optimizer_class).__name__)
         raise UsageError(
-            f"ShardedOptimizer takes the class of an optimizer, such as torch.optim.AdamW, not {given}; "
+            f"ShardedOptimizer takes the class of an optimizer, such as torch.optim.AdamW, not {label}; "
             "for an existing optimizer of torch, give optimizer.param_groups and type(optimizer)"
         )
     name = optimizer_class.__name__
@@ -143,13 +143,13 @@ def _is_separable(
         [[[_gradient(step, half, value) for value in group] for group in tensors] for half, tensors in enumerate(start)]
         for step in range(_STEPS)
     ]
-    whole = _train(make, settings, _joined(start), [_joined(halves) for halves in gradients])
+    joint = _train(make, settings, _joined(start), [_joined(halves) for halves in gradients])
     runs = [
         _train(make, settings, tensors, [halves[half] for halves in gradients]) for half, tensors in enumerate(start)
     ]
-    if _joined([run.kept for run in runs]) != whole.kept:
+    if _joined([run.kept for run in runs]) != joint.kept:
         return False
-    together = _flattened(whole.updates)
+    together = _flattened(joint.updates)
     separate = _flattened(_joined([run.updates for run in runs]))
     if not together.any():
         raise ValueError("the step changed nothing")

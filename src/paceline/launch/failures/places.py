@@ -31,7 +31,7 @@ class Places:
 
     Args:
         count: number of ranks that the user asked for.
-        least: minimum number of ranks; None for `count`.
+        minimum: minimum number of ranks; None for `count`.
     """
 
     used: tuple[int, ...]

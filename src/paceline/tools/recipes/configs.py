@@ -91,7 +91,7 @@ class MrpcConfig(TrainingOptions):
         from paceline.tools.recipes.hugging_face import fetch_model
 
         super().check()
-        whole_number("--max-length", self.max_length, least=8)
+        whole_number("--max-length", self.max_length, minimum=8)
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise UsageError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
         if self.balance and self.virtual_ranks is not None:

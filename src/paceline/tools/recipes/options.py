@@ -87,7 +87,7 @@ class TrainingOptions(ProgramConfig):
             if getattr(self, name) is not None:
                 whole_number(flag_of(name), getattr(self, name))
         positive("--lr", self.lr)
-        whole_number("--warmup-steps", self.warmup_steps, least=0)
+        whole_number("--warmup-steps", self.warmup_steps, minimum=0)
         choice("--decay", self.decay, ("none", "linear", "cosine", "wsd"))
         for name in ("metrics", "tensorboard", "checkpoint_dir"):
             if getattr(self, name) is not None:

@@ -33,14 +33,8 @@ class Callbacks:
     def stateful(self) -> dict[str, Any]:
         """Return the stateful callbacks by their names in checkpoints."""
         # The Checkpointer raises an error for an object with only one of the two methods.
-        stateful = [
-            callback
-            for callback in self._all
-            if hasattr(callback, "state_dict") or hasattr(callback, "load_state_dict")
-        ]
-        return {
-            f"callback_{number}_{_snake(type(callback).__name__)}": callback for number, callback in enumerate(stateful)
-        }
+        stateful = [entry for entry in self._all if hasattr(entry, "state_dict") or hasattr(entry, "load_state_dict")]
+        return {f"callback_{number}_{_snake(type(entry).__name__)}": entry for number, entry in enumerate(stateful)}
 
     def with_weights(self) -> list[str]:
         """Return the names of the stateful callbacks that have an ``evaluating`` method."""

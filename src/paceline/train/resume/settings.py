@@ -44,7 +44,5 @@ class Settings:
 
     def _changed(self, saved: dict[str, Any]) -> list[tuple[str, Any, Any]]:
         """Return the name, the saved value and this run's value of each setting that differs."""
-        compared = [
-            (name, saved.get(name), self._values.get(name)) for name in sorted(saved.keys() | self._values.keys())
-        ]
-        return [(name, saved_value, value) for name, saved_value, value in compared if saved_value != value]
+        rows = [(name, saved.get(name), self._values.get(name)) for name in sorted(saved.keys() | self._values.keys())]
+        return [(name, saved_value, value) for name, saved_value, value in rows if saved_value != value]
