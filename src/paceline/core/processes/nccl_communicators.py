@@ -115,6 +115,6 @@ def _all() -> list[tuple[Any, bool]]:
 
 
 def _has_communicator(group: Any) -> bool:
-    """Return whether NCCL has created a communicator for `group`, which it does at the latest for the first tensor."""
+    """Return whether NCCL has created a communicator for `group`, which happens no later than the first collective."""
     nccl = nccl_of(group)
     return nccl is not None and nccl._is_initialized()

@@ -323,7 +323,7 @@ class Step(Exchange, Member):
             begin_others(self)
 
     def handle_stray_gradient(self, index: int, parameter: Tensor) -> None:
-        """Begin a backward pass when a gradient arrives without an output, if a forward pass is waiting for one.
+        """Begin a backward pass if a gradient arrives before any output hook has run and a forward pass is pending.
 
         Gradients of parameters without a hook that arrived earlier are found when the remaining buckets are launched.
         """

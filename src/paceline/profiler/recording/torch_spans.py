@@ -168,7 +168,7 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
             return original(*args, **kwargs)
         try:
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # let torch report the wrong arguments
+        except TypeError:  # let torch raise the error for invalid arguments
             return original(*args, **kwargs)
         # With async_op, only the later wait counts.
         if given.get("async_op"):

@@ -96,7 +96,7 @@ def _from_python(path: str) -> BuiltModel:
 
 
 def _import(source: str) -> Any:
-    """Import a file or a module, found as by ``python file.py`` or ``python -m module``."""
+    """Import a file or a module, located as by ``python file.py`` or ``python -m module``."""
     is_file = source.endswith(".py")
     sys.path.insert(0, str(Path(source).absolute().parent if is_file else Path.cwd()))
     return importlib.import_module(Path(source).stem if is_file else source)
