@@ -170,17 +170,17 @@ class Collectives:
 
     def _reduce_shared(self, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None) -> None:
         """Reduce a tensor in place: in one piece or, if another rank stages its tensor, in that rank's chunks."""
-        start, total, taken = 0, tensor.numel(), 0
+        start, total, length = 0, tensor.numel(), 0
 
         def compute(shown: list[Shown]) -> None:
-            nonlocal taken
-            taken = min(view.length for view in shown)
+            nonlocal length
+            length = min(view.length for view in shown)
             self._reduce(tensor.dtype, op, scale, shown)
 
         while True:
             header = _header(Kind.all_reduce, tensor, start, op=op)
             self.engine.post(header, self._show(tensor[start:]), compute).wait()
-            start += taken
+            start += length
             if start >= total:
                 return
 

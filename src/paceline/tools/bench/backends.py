@@ -57,20 +57,20 @@ def part_of_rank(count: int) -> slice:
 @contextmanager
 def variants(op: str, count: int, backends: Sequence[str], gloo: Any) -> Iterator[list[Variant]]:
     """Yield the implementations of `op` on `count` float32 values; `gloo` is a Gloo group of all ranks."""
-    made: list[Variant] = []
+    entries: list[Variant] = []
     if "algorithms" in backends:
-        made += [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
+        entries += [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
     if "gloo" in backends:
-        made.append(_of_group(op, "gloo", torch.zeros(count), gloo))
+        entries.append(_of_group(op, "gloo", torch.zeros(count), gloo))
     if "paceline" in backends:
-        made.append(_of_group(op, "paceline", torch.zeros(count), None))
+        entries.append(_of_group(op, "paceline", torch.zeros(count), None))
     group = dist.group.WORLD
     with ExitStack() as stack:
         if "paceline" in backends and op == "all_reduce" and isinstance(group, PacelineProcessGroup) and group.native:
             shared = group.allocate(count, torch.float32)
             stack.callback(group.free, shared)
-            made.append(_of_group(op, ZERO_COPY, shared, None))
-        yield made
+            entries.append(_of_group(op, ZERO_COPY, shared, None))
+        yield entries
 
 
 def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:

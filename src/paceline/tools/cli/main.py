@@ -240,8 +240,8 @@ def main() -> NoReturn:
 def _near_option(option: str, error: Any) -> str:
     """Return a hint for an unknown option."""
     context = getattr(error, "ctx", None)
-    known = [] if context is None else options_of(context)
-    if (hint := or_near(option, known)) or "--nproc" in known or not or_near(option, ["--nproc"]):
+    options = [] if context is None else options_of(context)
+    if (hint := or_near(option, options)) or "--nproc" in options or not or_near(option, ["--nproc"]):
         return hint
     return "; options go after a command, as in: paceline run --nproc 2 script.py"
 

@@ -75,7 +75,7 @@ class Chart:
         moments: dict[float, list[str]] = {}
         for moment, event in sorted(events, key=lambda event: event[0]):
             moments.setdefault(moment, []).append(event)
-        return [Frame(f"after {ms(at)}", "; ".join(said), self.draw(at)) for at, said in moments.items()]
+        return [Frame(f"after {ms(at)}", "; ".join(texts), self.draw(at)) for at, texts in moments.items()]
 
     def still(self) -> list[Frame]:
         """Draw the complete chart as one frame."""
@@ -120,9 +120,9 @@ class Chart:
 
     def _bar(self, bar: Bar, y: float, moment: float) -> str:
         x, end = self.x(bar.begin), self.x(bar.end)
-        done = min(end, max(x, self.x(moment)))
-        later = box(x, y, end - x, ROW - 3, "ghost") if done < end else ""
-        return later + (box(x, y, done - x, ROW - 3, bar.kind) if done > x else "")
+        drawn = min(end, max(x, self.x(moment)))
+        later = box(x, y, end - x, ROW - 3, "ghost") if drawn < end else ""
+        return later + (box(x, y, drawn - x, ROW - 3, bar.kind) if drawn > x else "")
 
     def _label(self, bar: Bar, y: float, moment: float) -> str:
         x, end = self.x(bar.begin), self.x(bar.end)

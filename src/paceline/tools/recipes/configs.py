@@ -54,8 +54,8 @@ class LmConfig(TrainingOptions):
 
     def check(self) -> None:
         super().check()
-        for name, least in {"context": 1, "width": 1, "layers": 1, "heads": 1, "sample": 0}.items():
-            whole_number(flag_of(name), getattr(self, name), least)
+        for name, minimum in {"context": 1, "width": 1, "layers": 1, "heads": 1, "sample": 0}.items():
+            whole_number(flag_of(name), getattr(self, name), minimum)
         if self.width % (2 * self.heads):  # gpt.rotate() rotates pairs of a head's dimensions
             raise UsageError(f"--width {self.width} must be a multiple of twice --heads {self.heads}")
         if self.sharded:

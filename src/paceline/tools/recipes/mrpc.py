@@ -104,5 +104,5 @@ def main(text: str) -> None:
     with init(config.backend) as world:
         report, result = train_mrpc(config, world)
         finish("mrpc", report, REPORTED, result, config)
-        if said := remark(report):
-            world.print(said)
+        if message := remark(report):
+            world.print(message)

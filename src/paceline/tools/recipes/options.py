@@ -125,8 +125,8 @@ class TrainingOptions(ProgramConfig):
     def _settings(self) -> dict[str, Any]:
         """Return the Trainer's settings."""
         no_length = self.epochs is None and self.max_steps is None
-        given = {name: getattr(self, name) for name in (*SETTINGS.split(), "log_every")}
-        return {**given, "epochs": self.passes if no_length else self.epochs, "accumulate": self.micro_batches}
+        settings = {name: getattr(self, name) for name in (*SETTINGS.split(), "log_every")}
+        return {**settings, "epochs": self.passes if no_length else self.epochs, "accumulate": self.micro_batches}
 
     def train(
         self,
