@@ -97,13 +97,13 @@ def find_stragglers(
         return []
     times = table.T.contiguous()
     begin = _warm_up(times)
-    least = math.log(min_slowdown)
+    threshold = math.log(min_slowdown)
     slow = torch.zeros_like(times, dtype=torch.bool)
     of_all = _median_of_others(times, ~slow)
     # Stragglers distort the usual times, so each pass excludes those already found. The first pass finds the clear
     # ones.
-    for limit in (NEAR * least, least, least):
-        differences, usual = _usual_differences(torch.where(slow, torch.nan, times)[:, begin:], least)
+    for limit in (NEAR * threshold, threshold, threshold):
+        differences, usual = _usual_differences(torch.where(slow, torch.nan, times)[:, begin:], threshold)
         reference = _reference(times, usual[:, None] & ~slow, of_all)
         log_ratio = torch.log(times / reference).nan_to_num(torch.nan, torch.nan, -10.0)
         slow = torch.zeros_like(slow)
@@ -187,7 +187,7 @@ def _median_of_others(times: Tensor, peers: Tensor) -> Tensor:
     return torch.where(rows.isnan(), of_all, without).T.contiguous()
 
 
-def _usual_differences(times: Tensor, least: float) -> tuple[Tensor, Tensor]:
+def _usual_differences(times: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Return each rank's natural difference (of logarithms) from the fastest quarter, and which ranks are usual.
 
     A rank's usual time comes from its fast parts, so a rank that becomes slow is compared with its own past. A rank
@@ -206,9 +206,9 @@ def _usual_differences(times: Tensor, least: float) -> tuple[Tensor, Tensor]:
     distance = ordered - ordered[fastest]
     gaps = distance.diff(prepend=distance[:1])
     gaps[: fastest + 1] = 0  # the fastest quarter is usual by definition
-    chained = (gaps < GAP * least).cumprod(0).bool() & (distance < FARTHEST * least)
+    chained = (gaps < GAP * threshold).cumprod(0).bool() & (distance < FARTHEST * threshold)
     usual = torch.zeros(ranks, dtype=torch.bool)
-    usual[order] = chained | (distance < NEAR * least)
+    usual[order] = chained | (distance < NEAR * threshold)
     return torch.where(usual, level - ordered[fastest], 0.0).nan_to_num(0.0), usual
 
 
@@ -217,32 +217,32 @@ def _fewest_fast(ranks: Tensor) -> Tensor:
     return (ranks + 5) // 4
 
 
-def _find(log_ratio: Tensor, least: float) -> Tensor:
+def _find(log_ratio: Tensor, minimum: float) -> Tensor:
     """Return the slow steps of each rank, as booleans of shape (ranks, steps).
 
     The evidence of a step is the amount by which it exceeds half of the smallest slowdown, in standard deviations. A
     rank is a suspect if chance does not explain its stretch with the largest sum of evidence.
     """
-    known = ~log_ratio.isnan()
+    is_known = ~log_ratio.isnan()
     # The 0.1 and 0.3 quantiles of a normal distribution are 0.757 deviations apart, and slow steps hardly move them.
     scale = (_quantile(log_ratio, 0.3) - _quantile(log_ratio, 0.1)).nan_to_num(0.0, 0.0, 0.0) / 0.757
-    scale = scale.clamp(min=max(least / 2, float(scale.median())))[:, None]
-    evidence = ((log_ratio - least / 2) / scale).clamp(-CLIP, CLIP).nan_to_num(0.0)
+    scale = scale.clamp(min=max(minimum / 2, float(scale.median())))[:, None]
+    evidence = ((log_ratio - minimum / 2) / scale).clamp(-CLIP, CLIP).nan_to_num(0.0)
     # Subtract the bias of skewed noise, which has more long steps than short ones on every rank.
-    bias = (evidence.sum(1) / known.sum(1).clamp(min=1)).quantile(0.25).clamp(min=0.0)
-    evidence = (evidence - bias) * known
+    bias = (evidence.sum(1) / is_known.sum(1).clamp(min=1)).quantile(0.25).clamp(min=0.0)
+    evidence = (evidence - bias) * is_known
     first, end, gain = _longest_stretch(evidence)
-    count = torch.nn.functional.pad(known.cumsum(1), (1, 0))
+    count = torch.nn.functional.pad(is_known.cumsum(1), (1, 0))
     length = (count.gather(1, end[:, None]) - count.gather(1, first[:, None])).squeeze(1)
     steps = log_ratio.shape[1]
     score = gain / (length.clamp(min=min(FEW, max(1, steps // 3))) * _variance(evidence)).sqrt()
-    slow = torch.zeros_like(known)
+    slow = torch.zeros_like(is_known)
     # With few steps and ranks the estimate of the noise is uncertain, so require a higher score.
     threshold = THRESHOLD + 10 / (steps * (len(score) - 1)) ** 0.5
     for rank in (score > threshold).nonzero().flatten().tolist():
-        slow[rank] = _slow_steps(log_ratio[rank], int(first[rank]), int(end[rank]), least, float(scale[rank]))
+        slow[rank] = _slow_steps(log_ratio[rank], int(first[rank]), int(end[rank]), minimum, float(scale[rank]))
     # If nearly all ranks are slow in a step, that speed counts as usual, and the remaining ranks count as fast.
-    return slow & (slow.sum(0) + _fewest_fast(known.sum(0)) <= known.sum(0))
+    return slow & (slow.sum(0) + _fewest_fast(is_known.sum(0)) <= is_known.sum(0))
 
 
 def _variance(evidence: Tensor) -> float:
@@ -267,25 +267,25 @@ def _longest_stretch(evidence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return since.gather(1, end[:, None]).squeeze(1), end, gain
 
 
-def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: float) -> Tensor:
+def _slow_steps(log_ratio: Tensor, first: int, end: int, threshold: float, scale: float) -> Tensor:
     """Return a rank's slow steps, given the stretch from `first` to `end` that made it a suspect."""
-    known = ~log_ratio.isnan()
-    slow = torch.zeros_like(known)
-    inside = log_ratio[first:end][known[first:end]]
-    above = inside[inside >= least]
+    is_known = ~log_ratio.isnan()
+    slow = torch.zeros_like(is_known)
+    inside = log_ratio[first:end][is_known[first:end]]
+    above = inside[inside >= threshold]
     if len(above) < max(SHORTEST, SOMETIMES * len(inside)):
         return slow
     border = float(above.median()) / 2
     if float((inside > border).float().mean()) < MOSTLY and border > 1.5 * scale:
         slow[first:end] = log_ratio[first:end] > border
         return slow
-    border = max(float(inside.median()), least) / 2
+    border = max(float(inside.median()), threshold) / 2
     start, stop, _ = _longest_stretch((log_ratio - border).clamp(-border, border).nan_to_num(0.0)[None])
     slow[int(start) : int(stop)] = True
-    slow &= known
-    if int(slow.sum()) < SHORTEST or float(log_ratio[slow].median()) < least:
+    slow &= is_known
+    if int(slow.sum()) < SHORTEST or float(log_ratio[slow].median()) < threshold:
         return torch.zeros_like(slow)
-    places = known.nonzero().flatten()
+    places = is_known.nonzero().flatten()
     marked = slow[places]
     # The first and last few steps may be spikes, so do not let a rank become slow or recover in them.
     at = marked.nonzero().flatten()
@@ -298,8 +298,8 @@ def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: fl
 
 def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: int, name: str | None) -> Straggler:
     """Describe the `slow` steps of `rank`; the steps before `begin` are warm-up."""
-    known = (~(times / reference).isnan()).nonzero().flatten()
-    judged = slow[known[known >= begin]]
+    measured = (~(times / reference).isnan()).nonzero().flatten()
+    judged = slow[measured[measured >= begin]]
     stretches = int(judged[0]) + int((judged.int().diff() == 1).sum())
     if stretches > 1:
         kind = "fluctuating"
@@ -311,7 +311,7 @@ def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: 
     return Straggler(
         rank=rank,
         name=name,
-        first_step=int(known[0] if judged[0] else steps[0]),
+        first_step=int(measured[0] if judged[0] else steps[0]),
         last_step=int(steps[-1]),
         slowdown=float((times[steps] / reference[steps]).median()),
         kind=kind,

@@ -46,15 +46,15 @@ def find_advice(facts: Facts) -> list[Advice]:
     if not facts.is_explained_by_load(step_parts.WAITING):
         # Virtual ranks do not support accumulation: their slices are already micro-batches.
         rules += (bucket_size,) if facts.records[0].virtual_ranks else (accumulation, bucket_size)
-    found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= WORTH]
-    if any(advice.kind == "host-bound" for advice in found):  # host-bound advice already recommends larger batches
-        found = [advice for advice in found if advice.kind != "larger-batch"]
-    found.sort(key=lambda advice: -advice.gain * advice.weight)
+    candidates = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= WORTH]
+    if any(advice.kind == "host-bound" for advice in candidates):  # host-bound advice already recommends larger batches
+        candidates = [advice for advice in candidates if advice.kind != "larger-batch"]
+    candidates.sort(key=lambda advice: -advice.gain * advice.weight)
     if is_explained:
         lacks = [threads(facts) if facts.load is not None and facts.load.is_by_ranks else None, host_load(facts)]
-        kinds = {advice.kind for advice in found}
-        found += [lack for lack in lacks if lack is not None and lack.kind not in kinds]
-    return [replace(advice, gain=min(MOST, advice.gain)) for advice in found]
+        kinds = {advice.kind for advice in candidates}
+        candidates += [lack for lack in lacks if lack is not None and lack.kind not in kinds]
+    return [replace(advice, gain=min(MOST, advice.gain)) for advice in candidates]
 
 
 def headline(facts: Facts, advice: Sequence[Advice]) -> str:

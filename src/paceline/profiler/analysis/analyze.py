@@ -84,9 +84,9 @@ def summary(report: Report) -> dict[str, Any]:
         "device": dict(report.device_figures),
         "memory": dict(report.memory),
         "advice": [
-            {"kind": one.kind, "text": one.text, "reason": one.reason, "gain": round(one.gain, 4)}
-            | ({"predictions": dict(one.predictions)} if one.predictions else {})
-            for one in report.advice
+            {"kind": advice.kind, "text": advice.text, "reason": advice.reason, "gain": round(advice.gain, 4)}
+            | ({"predictions": dict(advice.predictions)} if advice.predictions else {})
+            for advice in report.advice
         ],
         "missing": list(report.missing),
     }

@@ -17,15 +17,15 @@ CANDIDATES = (0.25, 1, 2, 5, 10, 50, 100, 400)
 def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
     """Return bytes and median seconds of each bucket's all-reduce in launch order; empty if unknown."""
     sizes = facts.records[0].buckets
-    seen: list[list[float]] = [[] for _ in sizes]
+    samples: list[list[float]] = [[] for _ in sizes]
     for buckets in facts.buckets:
         ends = [max((end for end in bucket.finished if end is not None), default=None) for bucket in buckets]
         intervals = all_reduces(buckets, ends)
         if len(intervals) != len(sizes):
             return []
-        for times, (begin, end) in zip(seen, intervals, strict=True):
+        for times, (begin, end) in zip(samples, intervals, strict=True):
             times.append(end - begin)
-    return [(nbytes, median(times)) for nbytes, times in zip(sizes, seen, strict=True)] if all(seen) else []
+    return [(nbytes, median(times)) for nbytes, times in zip(sizes, samples, strict=True)] if all(samples) else []
 
 
 def fit(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -52,7 +52,7 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
     if {len(arrived) for arrived in arrivals} != {len(parameters)}:
         return None
     # The step whose backward has the median length.
-    arrived = sorted(arrivals, key=lambda one: one[-1][1])[len(arrivals) // 2]
+    arrived = sorted(arrivals, key=lambda step: step[-1][1])[len(arrivals) // 2]
     places = {index: place for place, index in enumerate(sorted(index for index, _ in arrived))}
     # Renumber, because marks are numbered among all parameters, but the record lists only trained ones.
     arrived = [(places[index], when) for index, when in arrived]
@@ -63,16 +63,16 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
         """Return the seconds of communication after backward with buckets of these capacities."""
         order = arrival_order([index for index, _ in arrived], len(sizes))
         when = dict(arrived)
-        full, before, reduce = [], 0.0, []
+        full, previous, reduce = [], 0.0, []
         for indices in assign(sizes, [0] * len(sizes), order, capacities):
-            last = max(before, *(when[index] for index in indices))
-            full.append(last - before)
+            last = max(previous, *(when[index] for index in indices))
+            full.append(last - previous)
             reduce.append(alpha + beta * sum(sizes[index] for index in indices))
-            before = last
+            previous = last
         return overlap(full, reduce).exposed
 
     # Capacities equal to the run's bucket sizes result in the run's buckets. Buckets of frozen parameters are empty.
-    now = exposed([nbytes for nbytes in facts.records[0].buckets if nbytes])
-    found = min((exposed([int(size * MIB)]), size) for size in CANDIDATES)
-    saved = now - found[0]
-    return (found[1], saved) if saved > WORTH * facts.length else None
+    current = exposed([nbytes for nbytes in facts.records[0].buckets if nbytes])
+    best = min((exposed([int(size * MIB)]), size) for size in CANDIDATES)
+    saved = current - best[0]
+    return (best[1], saved) if saved > WORTH * facts.length else None

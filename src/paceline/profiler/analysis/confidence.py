@@ -57,19 +57,19 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
         for row, length in zip(busy, lengths, strict=True)
         if not math.isnan(row[rank]) and (others := others_of(row, rank)) and (usual := median(others)) > 0
     ]
-    least = max(STRETCH_S, math.fsum(length for _, _, length in times) / (STRETCHES + 1))
-    stretches = late = 0
-    own = usual = seconds = 0.0
+    shortest = max(STRETCH_S, math.fsum(length for _, _, length in times) / (STRETCHES + 1))
+    stretches = late_count = 0
+    own_seconds = usual = seconds = 0.0
     for own_time, usual_time, length in times:
-        own, usual, seconds = own + own_time, usual + usual_time, seconds + length
-        if seconds >= least:
-            stretches, late = stretches + 1, late + (own > LATE * usual)
-            own = usual = seconds = 0.0
+        own_seconds, usual, seconds = own_seconds + own_time, usual + usual_time, seconds + length
+        if seconds >= shortest:
+            stretches, late_count = stretches + 1, late_count + (own_seconds > LATE * usual)
+            own_seconds = usual = seconds = 0.0
     if not stretches:
         return False
     if sum(own_time >= STEADY * usual_time for own_time, usual_time, _ in times) >= MOSTLY * len(times):
         return True
-    return sum(math.comb(stretches, count) for count in range(late, stretches + 1)) <= CHANCE * 2.0**stretches
+    return sum(math.comb(stretches, count) for count in range(late_count, stretches + 1)) <= CHANCE * 2.0**stretches
 
 
 def was_seen(sampled: Sequence[float], rank: int, lost: Sequence[float]) -> bool:
@@ -105,14 +105,14 @@ def late_since(differences: Sequence[float]) -> int | None:
     if border <= 0:
         return None
     # Find the suffix with the most evidence. Each step's evidence is clipped, so a spike counts like any late step.
-    start, most, evidence = 0, 0.0, 0.0
+    start, largest, evidence = 0, 0.0, 0.0
     for index in reversed(range(len(differences))):
         evidence += max(-border, min(border, differences[index] - border))
-        if evidence > most:
-            start, most = index, evidence
+        if evidence > largest:
+            start, largest = index, evidence
     is_late = [difference > border for difference in differences]
-    late, early = sum(is_late[start:]), start - sum(is_late[:start])
-    return start if start and late >= MOSTLY * len(is_late[start:]) and early >= MOSTLY * start else None
+    late_count, early_count = sum(is_late[start:]), start - sum(is_late[:start])
+    return start if start and late_count >= MOSTLY * len(is_late[start:]) and early_count >= MOSTLY * start else None
 
 
 def others_of(row: Sequence[float], rank: int) -> list[float]:

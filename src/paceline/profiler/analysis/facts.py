@@ -108,12 +108,12 @@ class Facts:
         """
         if self.operators.overlap:
             return dict(self.operators.overlap)
-        found = {}
+        overlaps = {}
         for rank in range(len(self.records)):
             times = [pair for ranks in self.reductions if (pair := ranks[rank]) is not None]
             if busy := math.fsum(busy for busy, _ in times):
-                found[rank] = math.fsum(hidden for _, hidden in times) / busy
-        return found
+                overlaps[rank] = math.fsum(hidden for _, hidden in times) / busy
+        return overlaps
 
     @cached_property
     def all_reduce(self) -> float:
@@ -186,7 +186,7 @@ class Facts:
         if len(self.records) < 2 or not self.is_firm:
             return []
         slow = map(self._describe, find_stragglers(self.own_times, min_slowdown=SLOWDOWN))
-        return [one for one in slow if self._is_notable(one)]
+        return [straggler for straggler in slow if self._is_notable(straggler)]
 
     def _is_notable(self, slow: SlowRank) -> bool:
         first, last = map(self.accounts.steps.index, (slow.first_step, slow.last_step))
@@ -202,7 +202,7 @@ class Facts:
         longer = {part: self.longer(rank, part) for part in _BUSY}
 
         def lost(part: str) -> float:
-            seconds = [late for row, late in longer[part].items() if first <= row <= last]
+            seconds = [delay for row, delay in longer[part].items() if first <= row <= last]
             return fmean(seconds) if seconds else 0.0
 
         phase = max(_BUSY, key=lost)
@@ -211,6 +211,6 @@ class Facts:
         if begin is not None:
             rows = list(longer[phase])[begin:]
             first, last, kind = rows[0], rows[-1], "emerging"
-        own = mean_of([[row[rank]] for row in accounts.busy()[first : last + 1]])
-        slowdown = own / max(own - math.fsum(map(lost, _BUSY)), 1e-9)
+        busy = mean_of([[row[rank]] for row in accounts.busy()[first : last + 1]])
+        slowdown = busy / max(busy - math.fsum(map(lost, _BUSY)), 1e-9)
         return SlowRank(rank, accounts.steps[first], accounts.steps[last], slowdown, kind, phase, lost(phase))

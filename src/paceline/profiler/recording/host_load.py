@@ -33,9 +33,9 @@ class HostLoad:
 
     def delay(self) -> float:
         """Return how many seconds since the last call this thread was ready to run but had no core."""
-        before = self._delayed
+        previous = self._delayed
         self._ran, self._delayed = self._times()
-        return self._delayed - before
+        return self._delayed - previous
 
     def close(self, record: RankRecord) -> None:
         """Add the core use since the start to `record`."""
@@ -102,11 +102,11 @@ def core_numbers() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def quota(mount: Path = MOUNT, own: Path = OWN) -> float | None:
+def quota(mount: Path = MOUNT, membership: Path = OWN) -> float | None:
     """Return the limit that control groups (version 2) set, in cores; None without a limit."""
     limits = []
     with suppress(OSError):
-        for line in own.read_text().splitlines():
+        for line in membership.read_text().splitlines():
             if line.startswith("0::"):
                 # A container often sees its group at the mount point but reads the path on the host, which may not
                 # exist here.

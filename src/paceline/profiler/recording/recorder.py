@@ -186,13 +186,13 @@ class Session:
 
     def _prepare(self) -> None:
         """Prepare for the next step."""
-        kind, before = kind_of(self._number, self._traced), self._kind
+        kind, previous = kind_of(self._number, self._traced), self._kind
         self._kind = kind
         recorder.skipped = set() if kind == "detailed" else {BUCKET_WAIT}
         recorder.bucket_watch = None
         if kind in MEASURED and are_due(self._number):
             recorder.bucket_watch = self._steps.norms[self._number] = GradientNorms()
-        if kind == before == "plain":
+        if kind == previous == "plain":
             return
         recorder.detailed = kind == "detailed"
         if kind == "traced":

@@ -59,21 +59,21 @@ class StackSampler:
 
     def of(self, start: float, end: float) -> list[Sample]:
         """Return the samples from `start` to `end`, and drop all samples before `end`."""
-        found = []
+        result = []
         while self.samples and self.samples[0][0] < end:
             sample = self.samples.popleft()
             if sample[0] >= start:
-                found.append(sample)
-        return found
+                result.append(sample)
+        return result
 
     def _run(self) -> None:
-        cost, before = 0.0, time.thread_time()
-        began, taken = time.perf_counter(), 0
+        cost, previous = 0.0, time.thread_time()
+        began, count = time.perf_counter(), 0
         while not self._is_over.acquire(timeout=max(INTERVAL_S, cost / MOST_SHARE)):
-            cost, before = time.thread_time() - before, time.thread_time()
+            cost, previous = time.thread_time() - previous, time.thread_time()
             now, name = time.perf_counter(), self._look()
-            taken += 1
-            self.interval = (now - began) / taken
+            count += 1
+            self.interval = (now - began) / count
             if name:
                 self.samples.append((now, name))
 
@@ -106,5 +106,5 @@ def function_of(frame: FrameType | None) -> str:
 
 def between_spans(samples: Iterable[Sample], stretches: Sequence[tuple[str, float, float]]) -> list[str]:
     """Return the functions sampled in the loop's own code, given the stretches of a step."""
-    own = [(begin, end) for part, begin, end in stretches if part == step_parts.OTHER]
-    return [name for moment, name in samples if any(begin <= moment < end for begin, end in own)]
+    gaps = [(begin, end) for part, begin, end in stretches if part == step_parts.OTHER]
+    return [name for moment, name in samples if any(begin <= moment < end for begin, end in gaps)]

@@ -167,14 +167,14 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
         if torch.compiler.is_compiling() or not recorder.on:
             return original(*args, **kwargs)
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            bound = signature.bind(*args, **kwargs).arguments
         except TypeError:  # let torch raise the error for invalid arguments
             return original(*args, **kwargs)
         # With async_op, only the later wait counts.
-        if given.get("async_op"):
+        if bound.get("async_op"):
             return original(*args, **kwargs)
         # The first argument of BUFFERS_TRAVEL is a wrapper.
-        group = given["self"].process_group if "self" in given else given.get("group")
+        group = bound["self"].process_group if "self" in bound else bound.get("group")
         with recorder.span(COLLECTIVE, group=_name_of(recorder, group)):
             return original(*args, **kwargs)
 

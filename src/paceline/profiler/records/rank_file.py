@@ -191,8 +191,8 @@ def read_ranks(folder: Path) -> list[RankRecord]:
         raise UsageError(f"{folder} has no profile; give the folder that was passed to --out")
     records = list(map(_read, paths))
     newest = max(records, key=lambda record: record.began_ns)
-    there = {record.rank: record for record in records if not 0 < record.ended_ns < newest.began_ns}
-    return [there.get(rank) or replace(newest, rank=rank, steps=[], ended=MISSING) for rank in range(newest.size)]
+    by_rank = {record.rank: record for record in records if not 0 < record.ended_ns < newest.began_ns}
+    return [by_rank.get(rank) or replace(newest, rank=rank, steps=[], ended=MISSING) for rank in range(newest.size)]
 
 
 def _read(path: Path) -> RankRecord:

@@ -125,20 +125,20 @@ def cut_into_stretches(
     meetings: list[Meeting] = []
     stack: list[tuple[float, str]] = []  # end and part of the open spans, outermost first
     # The end of the last stretch, and the part and end of the innermost open span.
-    now, outer, outer_end = start, step_parts.OTHER, end
+    cursor, outer, outer_end = start, step_parts.OTHER, end
     # If spans start at the same time, the longest one contains the others.
     for label, begin, stop, _, group, _ in sorted(spans, key=lambda span: (span.start, -span.end)):
         part = _PARTS.get(label)
         if part is None or stop <= start or begin >= end:
             continue
         while stack and outer_end <= begin:
-            if outer_end > now:
-                stretches.append((outer, now, outer_end))
-                now = outer_end
+            if outer_end > cursor:
+                stretches.append((outer, cursor, outer_end))
+                cursor = outer_end
             outer_end, outer = stack.pop()
-        if begin > now:
-            stretches.append((outer, now, begin))
-            now = begin
+        if begin > cursor:
+            stretches.append((outer, cursor, begin))
+            cursor = begin
         stack.append((outer_end, outer))
         outer_end = min(outer_end, stop)
         if outer not in _WHOLE:
@@ -146,10 +146,10 @@ def cut_into_stretches(
                 meetings.append(Meeting(group or "", max(start, begin), outer_end))
             outer = part
     while stack:
-        if outer_end > now:
-            stretches.append((outer, now, outer_end))
-            now = outer_end
+        if outer_end > cursor:
+            stretches.append((outer, cursor, outer_end))
+            cursor = outer_end
         outer_end, outer = stack.pop()
-    if end > now:
-        stretches.append((outer, now, end))
+    if end > cursor:
+        stretches.append((outer, cursor, end))
     return stretches, meetings

@@ -169,8 +169,8 @@ class Report:
         if all(row[rank] is None for row in self.step_seconds):
             return None
         seconds = {part: [row[rank] for row in self.parts.get(part, ())] for part in step_parts.ALL}
-        there = {part: [value for value in values if value is not None] for part, values in seconds.items()}
-        return {part: fmean(values) if values else 0.0 for part, values in there.items()}
+        present = {part: [value for value in values if value is not None] for part, values in seconds.items()}
+        return {part: fmean(values) if values else 0.0 for part, values in present.items()}
 
     @property
     def overlap(self) -> float | None:
