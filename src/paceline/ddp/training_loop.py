@@ -111,7 +111,7 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
     from paceline.ddp.slices.gradients import in_order
 
     loader.use_virtual_ranks(count)
-    before, connection = rng_state(), model._connected()
+    state, connection = rng_state(), model._connected()
     virtual_ranks, check = connection.virtual_ranks, connection.compute_check
     assert virtual_ranks is not None
     loop = _latest[model] = object()
@@ -135,7 +135,7 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
         if is_latest():
             virtual_ranks.leave_step()
             model.enable_grad_sync()
-            set_rng_state(before)
+            set_rng_state(state)
 
 
 def _length(batches: Any) -> int | None:

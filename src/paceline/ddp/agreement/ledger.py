@@ -74,11 +74,11 @@ class Ledger:
         """Return the rank's current status, with these `flags`, for a group of `size` ranks."""
         self.add_up()
         compares = self.synchronizations >= self.compare_at
-        now: dict[str, Any] = {"compares": compares, "data": data_position.report(size)}
+        values: dict[str, Any] = {"compares": compares, "data": data_position.report(size)}
         if self.synchronizations == 0:
-            now["inputs"] = self.inputs or 0
+            values["inputs"] = self.inputs or 0
         # A copy, because control blocks may be read after the ledger has counted further.
-        return Status(**vars(self.status) | now | flags)
+        return Status(**vars(self.status) | values | flags)
 
     def position(self, size: int) -> tuple[int, ...] | None:
         """Return the numbers that describe this rank's progress and must be equal on all `size` ranks of the group.
@@ -150,9 +150,9 @@ class Ledger:
         """The counts of forward passes, to pass to :meth:`take_back_forwards`."""
         return self.status.forwards, self.forwards_since_sync
 
-    def take_back_forwards(self, before: tuple[int, int]) -> None:
-        """Reset the counts of forward passes to `before`, because later ones may not have run on all ranks."""
-        self.status.forwards, self.forwards_since_sync = before
+    def take_back_forwards(self, counts: tuple[int, int]) -> None:
+        """Reset the counts of forward passes to `counts`, because later ones may not have run on all ranks."""
+        self.status.forwards, self.forwards_since_sync = counts
 
     # -- weights ------------------------------------------------------------------------------------------------
 

@@ -63,8 +63,8 @@ def arrival_order(observed: Sequence[int], count: int) -> list[int]:
     If a parameter arrived several times (reentrant checkpointing), its last arrival counts.
     """
     last = {index: place for place, index in enumerate(observed)}
-    seen = sorted(last, key=last.__getitem__)
-    return seen + [index for index in reversed(range(count)) if index not in last]
+    arrived = sorted(last, key=last.__getitem__)
+    return arrived + [index for index in reversed(range(count)) if index not in last]
 
 
 @dataclass(frozen=True)

@@ -95,11 +95,11 @@ class Options:
 
 def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
     """Return bucket capacities in bytes: first, second, …; the last one applies to all further buckets."""
-    asked = list(cap_mb_list or ([] if cap_mb is None else [cap_mb]))  # the list takes precedence, as in torch
-    for value in asked:
+    caps = list(cap_mb_list or ([] if cap_mb is None else [cap_mb]))  # the list takes precedence, as in torch
+    for value in caps:
         if not (value > 0 and math.isfinite(value)):
             raise UsageError(f"a bucket's capacity must be a number of MiB > 0, not {value!r}")
-    sizes = [max(1, int(value * MIB)) for value in asked]
+    sizes = [max(1, int(value * MIB)) for value in caps]
     if cap_mb_list:
         return tuple(sizes)
     capacity = sizes[0] if sizes else CAPACITY

@@ -188,9 +188,9 @@ def in_turn(member: Member) -> Member:
     if member.backward is not None and member.backward.phase is Phase.LAUNCHING:
         return member
     task = current_task()
-    for each in _in_order():
-        if (backward := each.backward) is not None and backward.phase is Phase.WAITING and backward.task_number == task:
-            return each
+    for peer in _in_order():
+        if (backward := peer.backward) is not None and backward.phase is Phase.WAITING and backward.task_number == task:
+            return peer
     return member
 
 
@@ -203,12 +203,12 @@ def resync_all() -> None:
             running.append(resync(member, backward))
     try:
         for _ in range(2):
-            for each in running:
-                next(each, None)
+            for generator in running:
+                next(generator, None)
     finally:
         # In reverse order, because each one restores the gradients that it saw, and the first one saw the user's.
-        for each in reversed(running):
-            each.close()
+        for generator in reversed(running):
+            generator.close()
 
 
 def read_all() -> None:

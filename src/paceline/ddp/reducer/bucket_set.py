@@ -86,12 +86,12 @@ class BucketSet:
 
     def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
         """Rebuild the buckets for other parameters; gradients that users still reference stay in the old memory."""
-        before = list(zip(self.buckets, self._bucket_views, strict=True))
+        previous = list(zip(self.buckets, self._bucket_views, strict=True))
         self.buckets, self._bucket_views = [], []
         self._names, self._parameters, self.unbucketed = names, parameters, outside
         self._copies = {}
         self.assign_in(range(len(parameters) - 1, -1, -1))
-        for bucket, old_views in before:
+        for bucket, old_views in previous:
             self._leave(bucket.memory, old_views)
         self._free_unused()
 
@@ -118,7 +118,7 @@ class BucketSet:
 
     def _use(self, layout: list[list[int]]) -> None:
         """Allocate buckets for `layout`, and move gradients over from the old ones."""
-        before = list(zip(self.buckets, self._bucket_views, strict=True))
+        previous = list(zip(self.buckets, self._bucket_views, strict=True))
         # The old memory is freed below, once gradients have moved, so for a moment old and new buckets both exist.
         self.buckets = [self._allocate(indices, is_last=indices is layout[-1]) for indices in layout]
         for bucket in self.buckets[-1:]:
@@ -131,7 +131,7 @@ class BucketSet:
         self.views, self._addresses = [torch.empty(0)] * len(self._parameters), [0] * len(self._parameters)
         self._bucket_views = [self._open(bucket) for bucket in self.buckets]
         self._all = AllBucketViews(self._bucket_views, self.views, self._addresses, _LISTS)
-        for bucket, old_views in before:
+        for bucket, old_views in previous:
             self._move_gradients(bucket)
             self._leave(bucket.memory, old_views)
         self._free_unused()
@@ -150,11 +150,11 @@ class BucketSet:
 
     def _open(self, bucket: Bucket) -> BucketViews:
         """Create the bucket views that users see."""
-        made = BucketViews(bucket.flat, [self._parameters[index] for index in bucket.indices])
-        bucket.views = made.views
-        for index, view, address in zip(bucket.indices, made.views, made.addresses, strict=True):
+        opened = BucketViews(bucket.flat, [self._parameters[index] for index in bucket.indices])
+        bucket.views = opened.views
+        for index, view, address in zip(bucket.indices, opened.views, opened.addresses, strict=True):
             self.views[index], self._addresses[index] = view, address
-        return made
+        return opened
 
     def _leave(self, memory: Tensor, views: BucketViews) -> None:
         """Leave a bucket's memory to users who still reference it, until the last reference is gone."""
@@ -238,7 +238,7 @@ class BucketSet:
         for bucket in self.buckets:
             pairs = [(index, self._parameters[index].dtype) for index in bucket.indices]
             for dtype in {dtype for _, dtype in pairs} - {bucket.flat.dtype}:
-                indices = [index for index, own in pairs if own is dtype]
+                indices = [index for index, original in pairs if original is dtype]
                 views = [self.views[index] for index in indices]
                 copies = [torch.empty_like(view, dtype=dtype) for view in views]
                 copy_each(copies, views)  # a single kernel on a GPU

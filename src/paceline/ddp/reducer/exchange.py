@@ -291,7 +291,7 @@ class Exchange:
             for show in self.extensions.show:
                 show(backward, shown)
             self.averages.publish(shown)
-            self.averages.remember({index: found for index in out_of_bucket if (found := shown[index]) is not None})
+            self.averages.remember({index: mean for index in out_of_bucket if (mean := shown[index]) is not None})
         else:
             self.averages.publish(averages, absent)
         if not self.ledger.status.joined:  # a rank without data sends zeros, which do not count as arrivals

@@ -94,9 +94,9 @@ class SliceBuffers:
     def end_step(self) -> None:
         """Restore the buffers that the first slice produced."""
         if self._own:
-            now = self._looks()
-            for name, (before, *look) in self._own.items():
-                if name not in now or now[name][0] is not before or [*now[name][1:]] != look:
+            current = self._looks()
+            for name, (buffer, *look) in self._own.items():
+                if name not in current or current[name][0] is not buffer or [*current[name][1:]] != look:
                     cause = "its name in _ddp_params_and_buffers_to_ignore"
                     raise UsageError(
                         f"a forward has changed buffer {name!r}, which would differ between ranks without a broadcast; "

@@ -157,17 +157,17 @@ class ComputeCheck:
         elif checker == self._channel.rank:
             [expected] = yield from self._repeat(sent, buffers, 1)
         self._is_awaited = True
-        own = 0
+        own_digest = 0
         if is_owner and first == last:  # the step's own computation synchronizes, so repeat the slice before it
-            [own] = yield from self._repeat(sent, buffers, 1)
+            [own_digest] = yield from self._repeat(sent, buffers, 1)
         for number in filled[:-1]:
             begin(number, filled)
             self._reducer.sync_enabled = False
             # The owner also computes an unpickled copy, because pickling does not preserve views and pinned memory.
             yield _unpacked(sent) if is_owner and number == first else batches.seeded(number)
             if is_owner and number == first:
-                own = self._digest(self._slices.statistics.parts_of(number))
-        yield from self._compare(sent, buffers, (owner, own), (checker, expected))
+                own_digest = self._digest(self._slices.statistics.parts_of(number))
+        yield from self._compare(sent, buffers, (owner, own_digest), (checker, expected))
         begin(last, filled)
         yield batches.seeded(last)
 
@@ -194,7 +194,7 @@ class ComputeCheck:
     def _digest(self, statistics: Sequence[Tensor]) -> int:
         """Return a 63-bit digest of all gradients and of the changes to BatchNorm's statistics."""
         gradients = [parameter.grad for parameter in self._reducer.trained.parameters]
-        numbers = [*map(digest_of, gradients), *(int(quick_digest(each)) for each in statistics)]
+        numbers = [*map(digest_of, gradients), *(int(quick_digest(tensor)) for tensor in statistics)]
         return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 1
 
     def _gather(self, digests: Sequence[int] | None) -> list[list[int]] | None:
@@ -213,16 +213,16 @@ class ComputeCheck:
         return [row[1:] for row in rows] if all(row[0] for row in rows) else None
 
     def _compare(
-        self, sent: bytes, buffers: SavedBuffers, own: tuple[int, int], expected: tuple[int, int]
+        self, sent: bytes, buffers: SavedBuffers, actual: tuple[int, int], expected: tuple[int, int]
     ) -> Iterator[Any]:
-        """Compare the digests of the owner (`own`) and the checker (`expected`), each given as its rank and digest.
+        """Compare the digests of the owner (`actual`) and the checker (`expected`), each given as its rank and digest.
 
         The digest is 0 on all other ranks.
         """
-        rows = self._gather([own[1], expected[1]])
+        rows = self._gather([actual[1], expected[1]])
         if rows is None:
             return
-        earlier = [(own[0], rows[own[0]][0]), (expected[0], rows[expected[0]][1])]
+        earlier = [(actual[0], rows[actual[0]][0]), (expected[0], rows[expected[0]][1])]
         if earlier[0][1] == earlier[1][1]:
             return
         self._slices.drop()  # the optimizer step is skipped
@@ -230,7 +230,7 @@ class ComputeCheck:
         digests = yield from self._repeat(sent, buffers, REPEATS)
         if (rows := self._gather(digests)) is None:
             # A rank has left the check, so there are no further exchanges.
-            wrong = tuple(self._channel.members[rank] for rank in sorted({own[0], expected[0]}))
+            wrong = tuple(self._channel.members[rank] for rank in sorted({actual[0], expected[0]}))
             raise self._error(
                 f"in step {self._ledger.steps_of_job + 1}, {named_ranks(wrong)} computed different gradients for one "
                 "slice, but an exception interrupted the repetitions that would show which is wrong; the step was "

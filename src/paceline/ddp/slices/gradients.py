@@ -147,11 +147,11 @@ class VirtualRanks(Extension):
         return [(0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
     def _check_unchanged(self) -> None:
-        left, self._left = self._left, None
-        if left is None or left == (present := self._present()):
+        expected, self._left = self._left, None
+        if expected is None or expected == (present := self._present()):
             return
         names = self._reducer.trained.names
-        name = next(name for name, before, now in zip(names, left, present, strict=True) if before != now)
+        name = next(name for name, old, new in zip(names, expected, present, strict=True) if old != new)
         raise UsageError(
             f"rank {self._reducer.channel.rank}: the gradient of {name!r} was changed after a slice's backward, by "
             f"another backward or by the program; with virtual_ranks={self.count} the result would depend on the "
@@ -180,16 +180,16 @@ class VirtualRanks(Extension):
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
         for _, sums in reversed(self._sums):
-            found = [place for place, index in enumerate(bucket.indices) if index in sums]
-            earlier = [sums.pop(bucket.indices[place]) for place in found]
-            present = {bucket.indices[place] for place in found}
+            places = [place for place, index in enumerate(bucket.indices) if index in sums]
+            earlier = [sums.pop(bucket.indices[place]) for place in places]
+            present = {bucket.indices[place] for place in places}
             backward.absent = [index for index in backward.absent if index not in present]
-            if len(found) == len(bucket.views):
+            if len(places) == len(bucket.views):
                 add_each(bucket.views, earlier)
                 continue
-            for place, gradient in zip(found, earlier, strict=True):
+            for place, gradient in zip(places, earlier, strict=True):
                 bucket.views[place].add_(gradient)
-            for place in set(range(len(bucket.views))) - set(found):
+            for place in set(range(len(bucket.views))) - set(places):
                 bucket.views[place].add_(0.0)  # as on a rank without a gradient: turns -0.0 into 0.0
         if len(self._filled) < self.slices:  # empty slices count as zeros, as on a rank with only empty slices
             bucket.flat.add_(0.0)
@@ -266,14 +266,14 @@ class VirtualRanks(Extension):
 
     def _take(self) -> dict[int, Tensor]:
         """Remove the slice's gradients from the parameters, and return them in the dtype of their buckets."""
-        trained, taken = self._reducer.trained, {}
+        trained, gradients = self._reducer.trained, {}
         for index, parameter in enumerate(trained.parameters):
             if (gradient := parameter.grad) is None:
                 continue
             self._check_dense(trained.names[index], gradient)
-            taken[index] = gradient.to(self._reducer.buckets.views[index].dtype)
+            gradients[index] = gradient.to(self._reducer.buckets.views[index].dtype)
             parameter.grad = None
-        return taken
+        return gradients
 
     def _check_dense(self, name: str, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -296,10 +296,10 @@ class VirtualRanks(Extension):
 
 def _sum(left: dict[int, Tensor], right: dict[int, Tensor]) -> dict[int, Tensor]:
     """Return the sum of two sets of gradients, using the memory of `left`; a missing gradient counts as zero."""
-    both = left.keys() & right.keys()
-    if both:
-        add_each([left[index] for index in both], [right[index] for index in both])
-    for one in (left, right):
-        for index in one.keys() - both:
-            left[index] = one[index].add_(0.0)  # as on a rank without a gradient: turns -0.0 into 0.0
+    common = left.keys() & right.keys()
+    if common:
+        add_each([left[index] for index in common], [right[index] for index in common])
+    for part in (left, right):
+        for index in part.keys() - common:
+            left[index] = part[index].add_(0.0)  # as on a rank without a gradient: turns -0.0 into 0.0
     return left

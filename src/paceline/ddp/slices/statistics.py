@@ -87,9 +87,9 @@ class SliceStatistics:
 
     def _find_layers(self) -> None:
         named = self._watch.module.named_modules()
-        found = [_Layer(name, layer) for name, layer in _with_statistics(named, self._channel.rank)]  # or refuses one
+        layers = [_Layer(name, layer) for name, layer in _with_statistics(named, self._channel.rank)]  # or refuses one
         self.close()
-        self._layers, self._changes = found, self._watch.changes
+        self._layers, self._changes = layers, self._watch.changes
         for layer in self._layers:
             self._hooks.append(layer.module.register_forward_pre_hook(_Hook(self._before, layer)))
             # Called even if the forward raises, so that the buffers are restored.
@@ -147,8 +147,8 @@ class SliceStatistics:
         if layer.shown is None:
             return
         added = torch.cat(layer.statistics)
-        count, before = layer.parts.get(self._slice, (0, None))
-        layer.parts[self._slice] = (count + 1, added if before is None else before.mul_(layer.decay).add_(added))
+        count, previous = layer.parts.get(self._slice, (0, None))
+        layer.parts[self._slice] = (count + 1, added if previous is None else previous.mul_(layer.decay).add_(added))
         layer.module.running_mean, layer.module.running_var = layer.shown
         layer.shown = None
 
@@ -200,8 +200,8 @@ class SliceStatistics:
             for statistic, value in zip(layer.statistics, values.chunk(2), strict=True):
                 statistic.copy_(value)
             if (tracked := layer.module.num_batches_tracked) is not None:
-                own = 0 if are_rank_0s else self._channel.rank * self._slices
-                counted = counts[own : own + self._slices]  # already counted by the layer itself
+                offset = 0 if are_rank_0s else self._channel.rank * self._slices
+                counted = counts[offset : offset + self._slices]  # already counted by the layer itself
                 tracked += sum(forwards[index] for forwards in counts) if is_whole else 0
                 tracked -= sum(max(0, forwards[index]) for forwards in counted)
             layer.parts.clear()

@@ -68,15 +68,15 @@ class Channel:
     sums_in_tree = False
     """Whether sums are computed by :func:`paceline.comm.arithmetic.reduce_into` on every rank."""
 
-    def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, own_group: Any) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        self.group = own
+        self.group = own_group
         """The group that runs the collectives. It is not registered with torch, so call its methods instead of
         functions of ``torch.distributed``, which look up the group's backend when they report an error."""
         self.members = dist.get_process_group_ranks(group)
         """World ranks of the group's members in group order, for messages."""
-        self.name: str = own.group_name
+        self.name: str = own_group.group_name
         self.host: Channel = self
         """The channel for tensors in host memory; a separate channel if gradients are on GPUs."""
         self.parent_group = group
@@ -253,8 +253,8 @@ def _join_all(channels: WeakSet[Channel]) -> None:
 class DeviceChannel(Channel):
     """A channel for tensors on one type of device; :attr:`host` handles tensors in host memory."""
 
-    def __init__(self, group: dist.ProcessGroup, own: Any, device: torch.device) -> None:
-        super().__init__(group, own)
+    def __init__(self, group: dist.ProcessGroup, own_group: Any, device: torch.device) -> None:
+        super().__init__(group, own_group)
         self._kind = device.type
 
     def _carrier_of(self, device: torch.device | str) -> Channel:

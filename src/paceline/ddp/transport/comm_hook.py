@@ -57,11 +57,11 @@ class GradBucket(TorchGradBucket):
             number: index of the bucket in launch order, from 0.
             last: whether this is the last bucket.
         """
-        made = cls.__new__(cls)
-        made._bucket, made._buffer, made._number, made._last = bucket, bucket.flat, number, last
-        made._parameters = [parameters[index] for index in bucket.indices]
-        made._when_waited = []
-        return made
+        result = cls.__new__(cls)
+        result._bucket, result._buffer, result._number, result._last = bucket, bucket.flat, number, last
+        result._parameters = [parameters[index] for index in bucket.indices]
+        result._when_waited = []
+        return result
 
     _bucket: Bucket
     _buffer: Tensor
@@ -282,8 +282,8 @@ class _Answer:
         """
         if is_sharded(value) or value.layout is not torch.strided:
             return False
-        flat, seen = self._flat, self._shown.buffer().dtype
-        chosen = value.dtype is seen and seen.is_floating_point and flat.is_floating_point()
+        flat, shown_dtype = self._flat, self._shown.buffer().dtype
+        chosen = value.dtype is shown_dtype and shown_dtype.is_floating_point and flat.is_floating_point()
         return (value.shape, value.device) == (flat.shape, flat.device) and (value.dtype is flat.dtype or chosen)
 
     def _value(self) -> Any:
@@ -308,10 +308,10 @@ class _Answer:
         """
         if self._timeout is None or self._future.done():
             return
-        done = threading.Event()
-        self._future.add_done_callback(lambda _: done.set())
+        completed = threading.Event()
+        self._future.add_done_callback(lambda _: completed.set())
         seconds = self._timeout.total_seconds()
-        if not done.wait(seconds):
+        if not completed.wait(seconds):
             raise HookError(
                 f"{self._where}, returned a future that was not completed within {seconds:g} s; complete it with "
                 "set_result, or return the future of a collective"

@@ -50,8 +50,8 @@ def register(wrapper: DistributedDataParallel) -> None:
 def find_wrappers(parameters: Collection[int]) -> list[Averaging]:
     """Return this process's wrappers whose module contains any of the `parameters`, which are given by ``id``."""
     living = [wrapper for reference in _wrappers().valuerefs() if (wrapper := reference()) is not None]
-    found = [Averaging(each.process_group, each._replica.watch, weakref.ref(each)) for each in living]
-    return [each for each in found if not each.names.keys().isdisjoint(parameters)]
+    wrappers = [Averaging(entry.process_group, entry._replica.watch, weakref.ref(entry)) for entry in living]
+    return [entry for entry in wrappers if not entry.names.keys().isdisjoint(parameters)]
 
 
 @cache

@@ -189,13 +189,13 @@ class Shadow(Leaving):
 
 def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Communicates]:
     """Return the layers of `module` whose collectives are announced to ranks of `group` without data."""
-    own = set(dist.get_process_group_ranks(group))
+    own_ranks = set(dist.get_process_group_ranks(group))
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Communicates)}
     for name, layer in layers.items():
-        if strangers := sorted(set(layer.ranks()) - own):
+        if strangers := sorted(set(layer.ranks()) - own_ranks):
             raise UsageError(
                 f"{type(layer).__name__} {name!r} communicates with ranks {strangers}, which do not average with "
-                f"ranks {sorted(own)} and so would not learn when data runs out inside join(); give the layer a "
+                f"ranks {sorted(own_ranks)} and so would not learn when data runs out inside join(); give the layer a "
                 "process_group that contains only ranks of the wrapper's group"
             )
     return list(layers.values())

@@ -96,12 +96,12 @@ class SyncControl(Joinable):
         """
         # Otherwise local gradients would be added to averages that are not complete yet.
         self._engine.read_late()
-        before = self.do_sync
+        previous = self.do_sync
         self.disable_grad_sync()
         try:
             yield
         finally:
-            self._engine.sync_enabled = before
+            self._engine.sync_enabled = previous
 
     def sync_gradients(self) -> None:
         """Average the gradients in ``p.grad`` now, without a backward pass.
