@@ -188,9 +188,9 @@ def in_turn(member: Member) -> Member:
     if member.backward is not None and member.backward.phase is Phase.LAUNCHING:
         return member
     task = current_task()
-    for peer in _in_order():
-        if (backward := peer.backward) is not None and backward.phase is Phase.WAITING and backward.task_number == task:
-            return peer
+    for item in _in_order():
+        if (backward := item.backward) is not None and backward.phase is Phase.WAITING and backward.task_number == task:
+            return item
     return member
 
 

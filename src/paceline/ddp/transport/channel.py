@@ -155,11 +155,11 @@ class Channel:
         table[self.rank] = row
         return table, (self.host if row.is_cpu else self).all_reduce(table)
 
-    def gather_numbers(self, numbers: Sequence[int], what: str) -> Pausing[list[list[int]]]:
-        """Gather every rank's `numbers` in rank order. All ranks pass equally many; `what` names them in errors."""
+    def gather_numbers(self, numbers: Sequence[int], label: str) -> Pausing[list[list[int]]]:
+        """Gather every rank's `numbers` in rank order. All ranks pass equally many; `label` names them in errors."""
         table, launched = self.gather_rows(torch.tensor(numbers, dtype=torch.int64))
         yield True
-        self.meet(launched, what)
+        self.meet(launched, label)
         rows: list[list[int]] = table.tolist()
         return rows
 
@@ -178,20 +178,20 @@ class Channel:
         """Count a collective launched directly on :attr:`group`; :meth:`wait` must be called for it."""
         self._outstanding.count += 1
 
-    def wait(self, launched: Launched, what: str, number: int | None = None) -> None:
+    def wait(self, launched: Launched, label: str, number: int | None = None) -> None:
         try:
             launched.wait()
         except PacelineError:
             raise
         except RuntimeError as error:
-            what = what if number is None else f"{what} {number}"
-            raise failed(what, self.members, self.members[self.rank], error) from error
+            label = label if number is None else f"{label} {number}"
+            raise failed(label, self.members, self.members[self.rank], error) from error
         self._outstanding.count -= 1
 
-    def meet(self, launched: Launched, what: str) -> None:
+    def meet(self, launched: Launched, label: str) -> None:
         """Wait for a collective that is not part of the wait at the end of a backward pass."""
         with self.meeting():
-            self.wait(launched, what)
+            self.wait(launched, label)
 
     def meeting(self) -> AbstractContextManager[None]:
         """Return a context manager that records its block as a collective span."""
@@ -209,14 +209,14 @@ class Channel:
                 self.host.progress()
                 time.sleep(0.001)
 
-    def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
-        """Call the collective `function`. A failure raises an error that names `what`."""
+    def run(self, label: str, function: Any, *arguments: Any, **options: Any) -> None:
+        """Call the collective `function`. A failure raises an error that names `label`."""
         try:
             function(*arguments, **options)
         except PacelineError:
             raise
         except RuntimeError as error:
-            raise failed(what, self.members, self.members[self.rank], error) from error
+            raise failed(label, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
         """Close the channel's connections. NCCL connections close after all ranks have called this."""

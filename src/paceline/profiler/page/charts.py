@@ -129,7 +129,7 @@ def _sums(report: Report, parts: Sequence[str]) -> Rows:
     if not present:
         return [[None] * len(report.ranks)] * len(report.steps)
     return [
-        [None if None in ones else sum(one for one in ones if one is not None) for ones in zip(*rows, strict=True)]
+        [None if None in ones else sum(sec for sec in ones if sec is not None) for ones in zip(*rows, strict=True)]
         for rows in zip(*present, strict=True)
     ]
 
