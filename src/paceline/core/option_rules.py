@@ -36,7 +36,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def share(name: str, value: Any) -> float:
-    """Check a number from 0 to 1."""
+    """Check that a number is between 0 and 1."""
     if not 0 <= _number(name, value) <= 1:
         raise UsageError(f"{name} must be from 0 to 1, not {value}")
     return float(value)

@@ -157,7 +157,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _track(self, moments: Moments) -> None:
-        """Update the running statistics with the unbiased variance, like BatchNorm; without values, only the count."""
+        """Update the running statistics with the unbiased variance. Without values, update only the count."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         factor: float | Tensor = self.momentum or 0.0

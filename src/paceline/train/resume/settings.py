@@ -12,7 +12,7 @@ from paceline.train.config import TrainConfig
 _DECISIVE = ("accumulate", "clip_norm", "precision")
 """The length is not included, because a run may be made longer, unless its schedule depends on the length."""
 _FIXED = ("batch_size", "scheduler")
-"""Settings that cannot change, because the data position depends on the batch size and schedulers restore their own."""
+"""Settings that must stay the same: the data position depends on them, or schedulers restore them."""
 
 
 class Settings:
