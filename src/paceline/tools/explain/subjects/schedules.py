@@ -47,8 +47,10 @@ HINTS = {
 """What to watch while a schedule is animated."""
 State = list[list[Cell]]
 """Contents of all ranks, ``[rank][row]``."""
+SUMS = ("reduce", "all-reduce", "reduce-scatter")
+"""Collectives whose cells are sums; the cells of the others are copies, and show whose."""
 SPELLED_OUT = 6
-"""With more ranks, a table's cell shows how many contributions it contains, not whose."""
+"""With more ranks, a table's cell shows how many contributions a sum contains, not whose."""
 
 
 def scene(schedule: Schedule) -> Scene:
@@ -111,8 +113,7 @@ def _cells(schedule: Schedule, rank: int, held: Sequence[Terms], needed: Sequenc
         pairs = ((row * size + rank, rank * size + row) for row in range(size))
         chunks = (swapped if held[swapped] == (swapped // size,) else source for swapped, source in pairs)
     for chunk in chunks:
-        is_sum = schedule.result in ("reduce", "all-reduce", "reduce-scatter")
-        label = "" if is_sum else f"{chunk_name(schedule, chunk % size)}{held[chunk][0]}"
+        label = "" if schedule.result in SUMS else f"{chunk_name(schedule, chunk % size)}{held[chunk][0]}"
         yield Cell(held[chunk], label, chunk in arrived) if needed[chunk] else Cell()
 
 
@@ -137,7 +138,7 @@ def frames(schedule: Schedule, grid: Grid) -> list[Frame]:
 
 def table(schedule: Schedule, title: str, caption: str, shown: Iterable[int]) -> Table:
     """Show each rank's rows after the steps `shown`; step 0 is the start."""
-    numbers = "whose" if schedule.size <= SPELLED_OUT else "how many"
+    numbers = "whose" if schedule.size <= SPELLED_OUT or schedule.result not in SUMS else "how many"
     caption += f" A cell shows {numbers} parts it contains; bold: just arrived; –: not needed for the result."
     texts = ["after", *(name or "tensor" for name in grid_of(schedule).rows), "receives"]
     columns = ["after", "rank", *texts[1:]]
