@@ -85,11 +85,14 @@ def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
 def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
     """Return the collective `op` of `group`. Reduce-scatter and all-gather need a second tensor for a rank's part."""
     part = torch.zeros(tensor.numel() // dist.get_world_size())
+    # Since torch 2.13 the old names give a deprecation warning.
+    reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     calls: dict[str, tuple[Tensor, Callable[[], object], Tensor]] = {
         "all_reduce": (tensor, lambda: dist.all_reduce(tensor, group=group), tensor),
         "broadcast": (tensor, lambda: dist.broadcast(tensor, 0, group=group), tensor),
         "reduce": (tensor, lambda: dist.reduce(tensor, 0, group=group), tensor),
-        "reduce_scatter": (tensor, lambda: dist.reduce_scatter_tensor(part, tensor, group=group), part),
-        "all_gather": (part, lambda: dist.all_gather_into_tensor(tensor, part, group=group), tensor),
+        "reduce_scatter": (tensor, lambda: reduce_scatter(part, tensor, group=group), part),
+        "all_gather": (part, lambda: all_gather(tensor, part, group=group), tensor),
     }
     return Variant(name, None, *calls[op])
