@@ -1,8 +1,8 @@
-"""The time that saving takes from the loop: a save that waits, and one in the background, of a model with AdamW.
+"""Slowdown of a training loop from blocking and background saves of a model with AdamW.
 
-Both save the same states in turns, between steps that compute for `--step` seconds on one thread. The cost of a save is
-the difference between turns with it and turns without, and so includes the time that the writer's thread takes from the
-training thread. ::
+Blocking saves, background saves and no saves take turns. In each turn, the loop saves, then computes for `--step`
+seconds on one thread. The cost of a save is the extra time of a turn compared with a turn without a save. It includes
+the time that the background thread takes from the training thread. ::
 
     python benchmarks/async_save.py --parameters 100_000_000 --rounds 5
 """
@@ -44,14 +44,14 @@ def compute(seconds: float, size: int = 256) -> int:
 
 
 def multiply(count: int, size: int = 256) -> None:
-    """Compute `count` of :func:`compute`'s products."""
+    """Compute `count` matrix products, as in :func:`compute`."""
     matrix = torch.rand(size, size)
     for _ in range(count):
         matrix @ matrix
 
 
 def turn(checkpointer: Checkpointer | None, step: int, count: int) -> tuple[float, float]:
-    """Save, compute, and wait for the save; return how long save() held the loop, and all up to the wait."""
+    """Save, compute, and wait for the save. Return the seconds in save(), and the seconds until the wait."""
     start = time.perf_counter()
     if checkpointer is not None:
         checkpointer.save(step)
@@ -67,9 +67,9 @@ def main() -> None:
     """Print medians as JSON."""
     parser = parser_of(__doc__, 5)
     parser.add_argument("--parameters", type=int, default=100_000_000)
-    parser.add_argument("--step", type=float, default=10.0, help="seconds of computing after a save")
+    parser.add_argument("--step", type=float, default=10.0, help="seconds of computation after a save")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--folder", default=None, help="on the disk to write to")
+    parser.add_argument("--folder", default=None, help="folder on the disk to write to")
     parser.add_argument("--keep", action="store_true", help="keep the results in a file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -89,7 +89,7 @@ def main() -> None:
         for round in range(options.rounds + 1):
             for name, checkpointer in checkpointers.items():
                 seconds = turn(checkpointer, round, count)
-                if round:  # the first one touches new memory
+                if round:  # skip the first round, which touches new memory
                     found[name].append(seconds)
         for checkpointer in checkpointers.values():
             if checkpointer is not None:

@@ -1,7 +1,7 @@
-"""All-reduce through shared memory beside Gloo, Open MPI (if installed) and the memory's own speed, in one run.
+"""All-reduce through shared memory, compared with Gloo, Open MPI (if installed) and the speed of the memory.
 
-``make bench-mpi`` installs Open MPI and mpi4py and runs this with them. The limit is one rank's share of the work on
-memory alone: to read its part of everybody's tensors and to write the result to everybody's.
+``make bench-mpi`` installs Open MPI and mpi4py and runs this with them. The limit is the time for a rank's share of the
+memory accesses: reading its part of every rank's tensor, and writing the result to every rank's tensor.
 Run by ``make bench``, or: paceline run --nproc 2 benchmarks/collectives.py --help
 """
 
@@ -32,11 +32,11 @@ MPI_SCRIPT = Path(__file__).with_name("mpi_all_reduce.py")
 
 
 def memory_limit(shared: list[Tensor], rank: int) -> Callable[[], None]:
-    """Return the least work of any such all-reduce: read one share of every tensor, write it to every tensor."""
+    """Return the minimum work of such an all-reduce: read one share of every tensor, and write it to every tensor."""
     count = shared[0].numel()
     share = slice(rank * count // len(shared), (rank + 1) * count // len(shared))
     parts = [tensor[share] for tensor in shared]
-    piece_count = 131072  # half a megabyte, which stays in the cache
+    piece_count = 131072  # half a megabyte, which fits into the cache
 
     def run() -> None:
         for start in range(0, parts[0].numel(), piece_count):
@@ -50,14 +50,14 @@ def memory_limit(shared: list[Tensor], rank: int) -> Callable[[], None]:
 
 
 def mpi_seconds(size: int, ranks: int, repeat: int) -> float:
-    """Measure the seconds per call of Open MPI's in-place all-reduce; the other ranks are asleep meanwhile."""
+    """Measure the seconds per call of Open MPI's in-place all-reduce, while the other ranks sleep."""
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), sys.executable, str(MPI_SCRIPT)]
     done = subprocess.run([*command, str(size), str(repeat)], capture_output=True, text=True, check=True, timeout=120)
     return float(done.stdout.split()[-1])
 
 
 def measure(size: int, rounds: int, gloo: Any, with_mpi: bool) -> dict[str, list[float]]:
-    """Measure the seconds per call of each variant in each round; `gloo` is a group beside the world's own."""
+    """Measure the seconds per call of each variant in each round; `gloo` is an additional Gloo group."""
     world = paceline.init()
     group = dist.distributed_c10d._get_default_group()
     assert isinstance(group, PacelineProcessGroup)
@@ -74,7 +74,7 @@ def measure(size: int, rounds: int, gloo: Any, with_mpi: bool) -> dict[str, list
     repeat = max(5, min(200, 20_000_000 // size))
 
     def turn(operands: list[Tensor], run: Callable[[], Any]) -> float:
-        for tensor in operands:  # each has been written just before, as gradients have
+        for tensor in operands:  # write each tensor just before use, as backward does
             tensor.fill_(1)
         return slowest_timed(run, repeat)
 

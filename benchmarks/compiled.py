@@ -1,10 +1,10 @@
-"""Training steps of a compiled model: torch DDP, with graphs cut by DDPOptimizer, and Paceline, inside and around.
+"""Training steps of a compiled model: torch DDP with DDPOptimizer, and Paceline inside and around the compiled module.
 
-"bare" is the compiled module without a wrapper, in one graph, followed by a barrier. The other columns show how well
-communication overlaps: the share of gradient bytes launched before the last tenth of backward's computation, and the
-time that a step waits at the end of backward. The last launch counts as the end of computation, so a slow copy into
-buckets makes the share too high, as uncut graphs show. "paceline, uncut" does not cut graphs (``optimize_ddp`` is off),
-so all gradients arrive at once.
+"bare" is the compiled module without a wrapper, as a single graph, followed by a barrier. Two columns show how well
+communication overlaps: the share of gradient bytes launched before the last tenth of backward, and the time that a step
+waits at the end of backward. The last launch counts as the end of the computation, so a slow copy into buckets makes
+the share too high; this happens without graph splitting. "paceline, uncut" does not split graphs (``optimize_ddp`` is
+off), so all gradients arrive at once.
 Run by: paceline run --nproc 2 benchmarks/compiled.py --help
 """
 
@@ -32,29 +32,29 @@ from paceline.core.telemetry.spans import Recorder
 from workloads import WORKLOADS, Workload
 
 EARLY = 0.1
-"""A launch is early while this share of backward's computation, or more, lies ahead."""
+"""A launch counts as early if at least this share of backward is still to come."""
 
 
 @dataclass
 class Launches:
-    """When how many bytes were launched in one backward, in seconds since it began."""
+    """Launches in one backward pass: seconds since its start, and number of bytes."""
 
     began: float = 0.0
     moments: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, moment: float, nbytes: int) -> None:
-        """Note a launch of `nbytes` at `moment` of ``time.perf_counter``."""
+        """Record a launch of `nbytes` at `moment`, a value of ``time.perf_counter``."""
         self.moments.append((moment - self.began, nbytes))
 
     def early(self) -> float:
-        """Return the share of bytes launched early; the last launch is where computation ends."""
+        """Return the share of bytes launched early. The last launch counts as the end of the computation."""
         end = max(moment for moment, _ in self.moments)
         early = sum(nbytes for moment, nbytes in self.moments if moment <= (1 - EARLY) * end)
         return early / sum(nbytes for _, nbytes in self.moments)
 
 
 class Variant:
-    """One way to wrap and compile the model."""
+    """The model, wrapped and compiled in one of the ways to compare."""
 
     def __init__(self, workload: Workload, wrap: Callable[[nn.Module], Any], *, cut: bool = True) -> None:
         torch.manual_seed(0)
@@ -84,7 +84,7 @@ def launches_of(variant: Variant, recorder: Recorder | None, steps: int) -> floa
     if not hasattr(model, "no_sync"):
         return None
     launches = Launches()
-    if recorder is None:  # torch DDP reports its launches to a hook
+    if recorder is None:  # torch DDP calls a hook to launch a reduction
 
         def note_and_reduce(bucket: Any) -> Any:
             launches.add(time.perf_counter(), bucket.buffer().nbytes)
@@ -111,7 +111,7 @@ def launches_of(variant: Variant, recorder: Recorder | None, steps: int) -> floa
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--workload", default="gpt-17M", choices=list(WORKLOADS))
-    parser.add_argument("--backend", default="inductor", help="torch.compile's backend")
+    parser.add_argument("--backend", default="inductor", help="backend of torch.compile")
     parser.add_argument("--bucket-cap-mb", type=float, default=None, help="bucket capacity of every wrapper")
     parser.add_argument("--repeat", type=int, default=4, help="steps in a variant's turn")
     return parser.parse_args()
@@ -121,7 +121,7 @@ def main() -> None:
     options = parse()
     world = paceline.init("paceline")
     workload, gloo = WORKLOADS[options.workload], dist.new_group(backend="gloo")
-    # Isolated, or a variant would take the graph that another has made of the same code.
+    # Isolate recompiles; otherwise, a variant would use graphs that another variant compiled from the same code.
     compile_: Any = partial(torch.compile, backend=options.backend, isolate_recompiles=True)
     wrapper_options: dict[str, Any] = {} if options.bucket_cap_mb is None else {"bucket_cap_mb": options.bucket_cap_mb}
     theirs: Any = partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True, **wrapper_options)

@@ -1,13 +1,13 @@
-"""Steps with ``check_compute_every=k`` and without, in turns: the cost of computing some slices twice.
+"""Cost of ``check_compute_every=k``, which computes some slices twice: steps with and without it, in turns.
 
     paceline run --nproc 2 benchmarks/compute_check.py
 
 Uses the small GPT and the small MLP of ``same_bits.py``, with its eight slices per step. A turn has as many steps as
 the largest k, so each k has the same number of checks in each turn. A check computes one more slice on the slowest
-rank, sends a batch, and digests gradients on two ranks. The first step, in which every rank repeats a slice three
-times, runs before the turns.
+rank, sends a batch, and hashes gradients on two ranks. In the first step, every rank repeats a slice three times; this
+step runs before the turns.
 
-Times are medians of turns on the slowest rank, and ratios are medians of the ratios within a round.
+Times are medians over turns on the slowest rank. Ratios are computed within each round; the median is reported.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def measure(world: World, name: str, rounds: int, intervals: Sequence[int]) -> d
 
 
 def main() -> None:
-    """Measure every workload, and keep the table."""
+    """Measure every workload, and save the table."""
     parser = parser_of(__doc__, 5)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--every", nargs="+", type=int, default=EVERY, metavar="K")

@@ -1,4 +1,4 @@
-"""Models of many kinds for ``memory_estimate.py``."""
+"""Various kinds of models for ``memory_estimate.py``."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Encoder(nn.Module):
 
 
 class UNet(nn.Module):
-    """Convolutions down and up again, with connections across: ``norm`` makes norms of a number of channels."""
+    """A U-Net: convolutions down and up again with skip connections. ``norm`` returns a norm for n channels."""
 
     def __init__(self, widths: tuple[int, ...], norm: Callable[[int], nn.Module], has_upsampling: bool) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class UNet(nn.Module):
 
 
 class Waves(nn.Module):
-    """Gated convolutions over sound with doubling dilation, as in WaveNet."""
+    """Gated convolutions with doubling dilation over sound, as in WaveNet."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ CASES = {
     "autoencoder": Case(autoencoder, 32, (3, 64, 64)),
     "vit": Case(vit, 4, (3, 96, 96)),
 }
-"""The ten models for the choice of constants."""
+"""The ten models that were used to choose the constants."""
 
 HELD_OUT = {
     "mlp_norm": Case(mlp_norm, 256, (1024,), optimizer="sgd+momentum"),
@@ -370,5 +370,5 @@ HELD_OUT = {
     "lstm_small": Case(lstm_small, 32, length=64, optimizer="adam"),
     "gpt_wide": Case(gpt_wide, 2, length=128, optimizer="sgd+momentum"),
 }
-"""Other layers and optimizers. Six of them served to choose the gaps of convolutions: both U-Nets, ``separable``,
-``bottlenecks``, ``mobile`` and ``waves``. ``lstm_small`` served for LSTMs, and ``gpt_wide`` for other gaps."""
+"""Models with other layers and optimizers. A few were used to choose allowances: both U-Nets, ``separable``,
+``bottlenecks``, ``mobile`` and ``waves`` for convolutions, ``lstm_small`` for LSTMs, and ``gpt_wide`` for the rest."""

@@ -1,4 +1,4 @@
-"""A training with one known fault, or with its remedy, which ``profiler_advice.py`` profiles.
+"""A training script with one known fault, or with the fault fixed, for ``profiler_advice.py``.
 
 python -m paceline profile --nproc 2 benchmarks/faulty_training.py lengths 150            # the fault
 python -m paceline profile --nproc 2 benchmarks/faulty_training.py lengths 150 --remedied
@@ -37,13 +37,13 @@ FAULTS = (
 
 
 class Pairs(Dataset[Any]):
-    """Pairs of an input and its target; with the fault ``lengths`` inputs are sequences of unequal length."""
+    """Pairs of an input and its target. With the fault ``lengths``, inputs are sequences of unequal length."""
 
     def __init__(self, fault: str, size: int, width: int, *, remedied: bool) -> None:
         self.width = width
         self.works = (0.00025 if remedied else 0.0005) if fault == "busy-loader" else 0.0
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.empty(size).log_normal_(4.1, 0.8, generator=generator).clamp(8, 512)  # a few are very long
+        tokens = torch.empty(size).log_normal_(4.1, 0.8, generator=generator).clamp(8, 512)  # a few are huge
         self.lengths = tokens.int().tolist() if fault == "lengths" else []
         self.wait = 0.001 if fault == "slow-loader" else 0.0
         self.size = size
@@ -53,8 +53,8 @@ class Pairs(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if self.wait:
-            time.sleep(self.wait)  # a disk, or a network
-        if self.works:  # a transform
+            time.sleep(self.wait)  # simulates a slow disk or network
+        if self.works:  # simulates a transform
             end = time.thread_time() + self.works
             while time.thread_time() < end:
                 pass
@@ -64,7 +64,7 @@ class Pairs(Dataset[Any]):
 
 
 class Sequences(nn.Module):
-    """A small model of token sequences, whose cost is that of their padded tokens."""
+    """A small model for token sequences. Its cost is proportional to the number of tokens, including padding."""
 
     def __init__(self) -> None:
         super().__init__()

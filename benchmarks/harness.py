@@ -1,6 +1,6 @@
-"""What benchmarks share: arguments, turns, ratios, clocks, the table on rank 0, and the dated file of results.
+"""Code that benchmarks share: arguments, turns, ratios, clocks, the table on rank 0, and the dated results file.
 
-Variants take turns in one run, and ratios are medians over the rounds: bare times say little on a shared machine.
+Variants take turns in one run, and ratios are medians over rounds, because times alone mean little on a shared machine.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ CLOCKS: dict[str, Callable[[], int]] = {
     "thread": time.thread_time_ns,
     "process": time.process_time_ns,
 }
-"""Wall time, and CPU time of the calling thread and of the process. The thread's is the steadiest on shared cores."""
+"""Wall time, and CPU time of the calling thread and of the process. Thread time is the steadiest on shared cores."""
 Clocks = dict[str, float]
 """Seconds by clock."""
 
 
 def parser_of(doc: str, rounds: int | None = 11) -> argparse.ArgumentParser:
-    """Return a parser with a benchmark's docstring, and `--rounds` unless it is None."""
+    """Return a parser with the help text `doc`. Unless `rounds` is None, it has the option ``--rounds``."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds is not None:
-        parser.add_argument("--rounds", type=int, default=rounds, help="rounds that count; variants take turns in each")
+        parser.add_argument("--rounds", type=int, default=rounds, help="measured rounds; variants take turns in each")
     return parser
 
 
 def report(table: Table, name: str, results: Any, ranks: int | None = None) -> None:
-    """On rank 0, print the table and keep the results."""
+    """On rank 0, print the table and save the results."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         Console(width=120).print(table)
         print("kept in", save(name, results, ranks))
@@ -76,19 +76,19 @@ def now() -> list[int]:
 
 
 def between(began: Sequence[int], ended: Sequence[int]) -> list[int]:
-    """Return the nanoseconds between two looks."""
+    """Return the nanoseconds between two readings of the clocks."""
     return [end - begin for begin, end in zip(began, ended, strict=True)]
 
 
 def medians(nanoseconds: Sequence[Sequence[int]]) -> Clocks:
-    """Return the median seconds of several stretches, by clock."""
+    """Return the median of several durations in seconds, by clock."""
     columns = zip(*nanoseconds, strict=True)
     return {name: 1e-9 * statistics.median(column) for name, column in zip(CLOCKS, columns, strict=True)}
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Keep the garbage collector out of the block, as its pauses would fall into one variant or another."""
+    """Disable garbage collection in the block, because pauses would affect the variants unequally."""
     gc.disable()
     yield
     gc.enable()

@@ -1,4 +1,4 @@
-"""The host time that a wrapper adds to a bare backward: hooks, bookkeeping and launches, measured with tiny tensors.
+"""Host time that a wrapper adds to a bare backward pass: hooks, bookkeeping and launches, measured with tiny tensors.
 
     layout     parameters   buckets
     small              16         3
@@ -6,17 +6,17 @@
     large             290        15   the number of parameters of SmolLM2-360M
     dense             161        29   the number of parameters of ResNet-50
 
-Compares with torch's reducer in its two faster settings, ``gradient_as_bucket_view`` and ``batched_grad_copy``, with
-one rank and with two, in one run and in turns. A turn is the median of many backwards, and "added" is a turn minus the
-bare turn of the same round. There are three clocks: wall time, CPU time of the thread that runs backward, and CPU time
-of the process, which includes Gloo's threads. On shared cores, the thread's time is the steadiest. On GPUs it is the
-relevant one, because the reduction itself runs elsewhere.
+Compares with torch's reducer in its two faster settings, ``gradient_as_bucket_view`` and ``batched_grad_copy``. All
+variants take turns in one run, on one rank and on two. A turn is the median of many backward passes, and "added" is a
+turn minus the bare turn of the same round. There are three clocks: wall time, CPU time of the thread that runs
+backward, and CPU time of the process, which includes Gloo's threads. On shared cores, thread time is the steadiest. On
+GPUs, it is the relevant time, because the reduction itself runs elsewhere.
 
-With one rank, the backend is empty, so only the reducer's time remains. Paceline does not use a reducer on one rank;
-"paceline reducer" forces one. With two ranks, "paceline on gloo" leaves the reduction to Gloo's threads, like torch
-DDP; "paceline" reduces in shared memory, in the thread of backward.
+On one rank, the backend does nothing, so only the reducer's time remains. By default, Paceline uses no reducer on one
+rank; "paceline reducer" forces one. On two ranks, "paceline on gloo" leaves the reduction to Gloo's threads, like torch
+DDP, and "paceline" reduces in shared memory, in the thread that runs backward.
 
---by-stage shows the time of each function in a steady backward of Paceline, for a layout or for your model.
+--by-stage shows the time of each function in a backward pass with Paceline, for a layout or for your model.
 
 Run by: paceline run --nproc 2 benchmarks/host_overhead.py --help
 Decision 0051 has the results.
@@ -61,14 +61,14 @@ VIEWS, BATCHED = "torch views", "torch batched"
 
 @dataclass(frozen=True)
 class Layout:
-    """Numbers of parameters and buckets of a model."""
+    """The number of parameters and of buckets of a model."""
 
     parameters: int
     buckets: int
 
     @property
     def bucket_cap_mb(self) -> float:
-        """The capacity that results in this number of buckets."""
+        """The bucket capacity that results in this number of buckets."""
         return -(-self.parameters // self.buckets) * ELEMENTS * 4 / 2**20
 
 
@@ -76,7 +76,7 @@ LAYOUTS = {"small": Layout(16, 3), "medium": Layout(160, 8), "large": Layout(290
 
 
 class Chain(nn.Module):
-    """Tiny parameters, each used once after the other, so that gradients arrive one after the other."""
+    """Tiny parameters that are used one after another, so that gradients also arrive one after another."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Chain(nn.Module):
 
 
 def wrappers(layout: Layout, world: int, gloo: dist.ProcessGroup, alone: dist.ProcessGroup) -> dict[str, nn.Module]:
-    """Return the models to compare, by name; `gloo` has all ranks, `alone` this one."""
+    """Return the models to compare, by name. The group `gloo` has all ranks, `alone` only this rank."""
     cap = layout.bucket_cap_mb
     theirs = partial(nn.parallel.DistributedDataParallel, process_group=gloo if world > 1 else alone, bucket_cap_mb=cap)
     ours = partial(paceline.DistributedDataParallel, bucket_cap_mb=cap)
@@ -110,7 +110,7 @@ def wrappers(layout: Layout, world: int, gloo: dist.ProcessGroup, alone: dist.Pr
 
 
 def turn(model: nn.Module, repeat: int) -> dict[str, Clocks]:
-    """Return the median seconds of backward alone, and of forward and backward, of `repeat` steps."""
+    """Run `repeat` steps. Return the median seconds of backward alone, and of forward and backward."""
     x = torch.ones(ELEMENTS)
     whole: list[list[int]] = []
     backward: list[list[int]] = []
@@ -130,7 +130,7 @@ def turn(model: nn.Module, repeat: int) -> dict[str, Clocks]:
 
 
 def compare(models: dict[str, nn.Module], rounds: int, repeat: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the median milliseconds that each model adds by each clock, and torch's ratios."""
+    """Return the median milliseconds that each model adds according to each clock, and ratios to torch DDP."""
     turns = {name: partial(turn, model, repeat) for name, model in models.items()}
     measured = take_turns(turns, rounds)
     results: dict[str, dict[str, dict[str, float]]] = {}
@@ -155,7 +155,7 @@ def compare(models: dict[str, nn.Module], rounds: int, repeat: int) -> dict[str,
 
 
 def print_stages(options: argparse.Namespace, gloo: dist.ProcessGroup, alone: dist.ProcessGroup, out: Console) -> None:
-    """Print where our wrappers spend their time, for each layout or for the user's model."""
+    """Print where Paceline's wrapper spends its time, for each layout or for the user's model."""
     makes: dict[str, tuple[Callable[[], nn.Module], Tensor, float]] = {}
     if options.model:
         module, batch = model_of(options.model)
@@ -180,13 +180,13 @@ def print_stages(options: argparse.Namespace, gloo: dist.ProcessGroup, alone: di
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
-    parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2], help="world sizes; 1, and that of the job")
-    parser.add_argument("--repeat", type=int, default=40, help="backwards in a turn")
-    parser.add_argument("--quick", action="store_true", help="few rounds, no file")
-    parser.add_argument("--by-stage", action="store_true", help="where our own backward spends its time; no file")
-    parser.add_argument("--rows", type=int, default=25, help="with --by-stage: functions to name")
+    parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2], help="world sizes: 1, or the size of the job")
+    parser.add_argument("--repeat", type=int, default=40, help="backward passes per turn")
+    parser.add_argument("--quick", action="store_true", help="run few rounds, and write no file")
+    parser.add_argument("--by-stage", action="store_true", help="show Paceline's time by function; write no file")
+    parser.add_argument("--rows", type=int, default=25, help="with --by-stage: number of functions to show")
     parser.add_argument(
-        "--model", metavar="FILE.py:NAME", help="with --by-stage: a function that returns a module and a batch for it"
+        "--model", metavar="FILE.py:NAME", help="with --by-stage: a function that returns a module and its batch"
     )
     options = parser.parse_args()
     if options.model and not (options.by_stage and exists(options.model)):

@@ -1,7 +1,7 @@
 """Peak memory of a training job: the bare module, torch DDP and Paceline, each in separate processes, in one run.
 
-Memory is the proportional set size of a rank. It divides shared memory among the ranks that map it, so the sum over
-ranks is the job's memory. It is sampled while steps run. Paceline may take one bucket more than torch DDP with
+The memory of a rank is its proportional set size, sampled while steps run. Shared memory is divided among the ranks
+that map it, so the sum over ranks is the job's memory. Paceline may take one bucket more than torch DDP with
 ``gradient_as_bucket_view=True``. Run by: python benchmarks/memory.py --help
 """
 
@@ -36,7 +36,7 @@ WRAPS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
 
 
 def proportional_bytes() -> int:
-    """Read this process's proportional set size."""
+    """Return the proportional set size of this process."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return 1024 * int(line.split()[1])
@@ -62,7 +62,7 @@ class Peak:
 
 
 def train(name: str, variant: str, steps: int, result: Path) -> None:
-    """Train in this rank; rank 0 leaves the largest peak of all ranks in `result`."""
+    """Train on this rank. Rank 0 writes the largest peak of all ranks to the file `result`."""
     wrap, backend = WRAPS[variant]
     world = paceline.init(backend)
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def train(name: str, variant: str, steps: int, result: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     x, y = WORKLOADS[name].batch()
     for step in range(steps):
-        if step == 2:  # buckets have been rebuilt, and the optimizer has its state
+        if step == 2:  # by now, buckets have been rebuilt and the optimizer has its state
             peak = Peak().__enter__()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()

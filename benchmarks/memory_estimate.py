@@ -1,9 +1,10 @@
 """Predictions of ``paceline estimate-memory`` compared with the peak memory of training, on one rank and on two.
 
-Each model trains in separate ranks of ``paceline run``. The measured value is the peak of resident memory (VmHWM) minus
-the resident memory after imports, including those of the optimizer. Buckets mapped from other ranks are left out, so
-the sum over ranks is the job's memory. The constants of the estimate were chosen with ten of the models; the others are
-held out. Run by: python benchmarks/memory_estimate.py --help
+Each model trains in new ranks of ``paceline run``. The measured value is the peak of resident memory (VmHWM) minus the
+resident memory after all imports. Buckets that are mapped from other ranks do not count, so the sum over ranks is the
+job's memory. The constants of the estimate were chosen with ten of the models; the others are held out.
+
+Run by: python benchmarks/memory_estimate.py --help
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ MARGIN = 0.2
 
 
 def read_bytes(file: str, *names: str) -> list[int]:
-    """Read values of this process from a file in /proc."""
+    """Read values in bytes from a file of this process in /proc."""
     pairs = (line.partition(":")[::2] for line in Path(f"/proc/self/{file}").read_text().splitlines())
     found = {name: value for name, value in pairs if name in names}
     return [1024 * int(found[name].split()[0]) for name in names]
 
 
 def loss_of(output: Tensor, x: Tensor) -> Tensor:
-    """Return the loss that the command takes for such an output."""
+    """Return a loss that suits the shape of the output."""
     if output.shape == x.shape:
         return F.mse_loss(output, x)
     logits = output.flatten(0, -2)
@@ -51,11 +52,11 @@ def loss_of(output: Tensor, x: Tensor) -> Tensor:
 
 
 def train(name: str, steps: int, result: Path) -> None:
-    """Train in this rank; rank 0 leaves the largest peaks of all ranks in `result`."""
+    """Train on this rank. Rank 0 writes the largest peaks of all ranks to the file `result`."""
     case = {**CASES, **HELD_OUT}[name]
     trial = parse_optimizer(case.optimizer)
     (before,) = read_bytes("status", "VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present value
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to the current value
     world = paceline.init()
     torch.manual_seed(0)
     model = paceline.DistributedDataParallel(case.build())
@@ -67,7 +68,7 @@ def train(name: str, steps: int, result: Path) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    dist.barrier()  # all ranks still map the shared memory, which is divided among them
+    dist.barrier()  # wait, so that all ranks still map the shared memory, which is divided among them
     peak, shared = read_bytes("status", "VmHWM", "RssShmem")
     (share,) = read_bytes("smaps_rollup", "Pss_Shmem")
     peaks = torch.tensor([peak - before - shared + share, peak - before], dtype=torch.float64)
@@ -78,7 +79,7 @@ def train(name: str, steps: int, result: Path) -> None:
 
 
 def measure(name: str, ranks: int, steps: int) -> tuple[int, int]:
-    """Return the peak of a rank without, and with, the memory that it maps from others."""
+    """Return the peak of a rank without the memory mapped from other ranks, and with it."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "peaks"
         command = [sys.executable, "-m", "paceline", "run", "--nproc", str(ranks), __file__]
@@ -97,7 +98,7 @@ def predict(name: str) -> dict[int, dict[str, Any]]:
 
 
 def compare(name: str, steps: int, table: Table) -> dict[str, Any]:
-    """Compare one model, in a row for each number of ranks."""
+    """Measure one model, and return a row for each number of ranks."""
     result: dict[str, Any] = {}
     for ranks, row in predict(name).items():
         own, resident = measure(name, ranks, steps)
@@ -122,7 +123,7 @@ def compare(name: str, steps: int, table: Table) -> dict[str, Any]:
 
 
 def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the extremes of the ratios, and how many are good."""
+    """Return the smallest and the largest ratio, and the number of good estimates."""
     ratios = [row["ratio"] for rows in results.values() for row in rows.values()]
     good = sum(abs(ratio - 1) <= MARGIN for ratio in ratios)
     return {"lowest_ratio": min(ratios), "highest_ratio": max(ratios), "good": good, "of": len(ratios)}

@@ -1,4 +1,4 @@
-"""Times Open MPI's all-reduce: ``mpirun -n 2 python mpi_all_reduce.py BYTES REPEAT``; rank 0 prints seconds a call."""
+"""Times Open MPI's all-reduce: ``mpirun -n 2 python mpi_all_reduce.py BYTES REPEAT``; prints seconds per call."""
 
 from __future__ import annotations
 

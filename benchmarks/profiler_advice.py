@@ -1,8 +1,8 @@
 """Predicted and measured savings of the profiler's advice: ``python benchmarks/profiler_advice.py``.
 
-Each fault of ``faulty_training.py`` is profiled in turns with its remedy, because other load on the machine varies. The
-last case has no fault: two ranks do equal work, with and without other programs on their cores, and no advice may
-promise more than the noise.
+Each fault of ``faulty_training.py`` is profiled in alternation with its remedy, because other load on the machine
+varies. The last case has no fault: two ranks do equal work, with and without other programs on their cores. There,
+advice must not promise more than the noise.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ ADVICE = {
     "slow-half": ("straggler", "own-code"),
     "evaluation": ("own-code",),
 }
-"""The expected advice for each fault; either one if two name the same cause."""
+"""The expected advice for each fault. If two kinds of advice address the same cause, either is accepted."""
 RANK = {"hand-save": 0, "slow-rank": 1, "slow-rank-torch": 1, "slow-half": 1, "evaluation": 0}
-"""The rank that has the fault."""
+"""The rank with the fault."""
 BUSY = "while True: pass"
 
 
 def profile(folder: Path, *arguments: Any) -> dict[str, Any]:
-    """Profile the script; returns its summary."""
+    """Profile the script, and return the summary."""
     command = [sys.executable, "-m", "paceline", "profile", "--nproc", "2", "--out", str(folder), str(SCRIPT)]
     subprocess.run([*command, *map(str, arguments)], check=True, capture_output=True, timeout=600)
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -49,7 +49,7 @@ def profile(folder: Path, *arguments: Any) -> dict[str, Any]:
 
 
 def seconds(summary: dict[str, Any]) -> float:
-    """Return the mean seconds per sample of all ranks together."""
+    """Return the seconds per sample of the whole job."""
     ranks = summary["parts_ms_per_step"].values()
     step = sum(sum(parts.values()) for parts in ranks) / len(ranks) / 1e3
     return float(step / summary["samples_per_step"])
@@ -67,20 +67,20 @@ def others(busy: int) -> Iterator[None]:
 
 
 def is_right(summary: dict[str, Any], fault: str) -> bool:
-    """Return whether the first advice is the expected one for `fault`, and names the right rank."""
+    """Return whether the first advice is expected for `fault` and names the right rank."""
     kinds = [one["kind"] for one in summary["advice"]]
     named = RANK.get(fault)
     return bool(kinds) and kinds[0] in ADVICE[fault] and (named is None or f"Rank {named} " in summary["headline"])
 
 
 def advised_workers(summary: dict[str, Any]) -> list[Any]:
-    """Return the option for the number of loader workers that the advice recommends."""
+    """Return the option that sets the number of loader workers to the recommended value."""
     found = [re.search(r"num_workers=(\d+)", one["text"]) for one in summary["advice"]]
     return [option for match in found if match for option in ("--workers", match[1])]
 
 
 def trials(folder: Path, fault: str, steps: int, rounds: int) -> dict[str, Any]:
-    """Return the predicted and the measured saving for `fault`, as the median of `rounds`."""
+    """Return the predicted and the measured saving for `fault`, as medians over `rounds`."""
     predicted, measured, kinds, right = [], [], [], []
     for _ in range(rounds):
         before = profile(folder / fault, fault, steps)
@@ -101,7 +101,7 @@ def trials(folder: Path, fault: str, steps: int, rounds: int) -> dict[str, Any]:
 
 
 def loaded_runs(folder: Path, fault: str, steps: int, runs: int) -> dict[str, Any]:
-    """Return the verdicts on `fault` while two other programs run: the fault, or the load that hides it."""
+    """Profile `fault` while two other programs run. Right advice names the fault, or the load that hides it."""
     kinds, right = [], []
     with others(2):
         for _ in range(runs):
@@ -127,8 +127,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--faults", nargs="*", default=list(ADVICE), choices=ADVICE)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--rounds", type=int, default=3, help="times that each fault and its remedy are profiled")
-    parser.add_argument("--loaded", type=int, default=3, help="profiles of each fault beside two other programs")
+    parser.add_argument("--rounds", type=int, default=3, help="how often to profile each fault and its remedy")
+    parser.add_argument("--loaded", type=int, default=3, help="profiles of each fault while two other programs run")
     parser.add_argument("--even", type=int, default=10, help="profiles of an even job, with and without other programs")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

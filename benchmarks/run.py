@@ -1,4 +1,4 @@
-"""Runs every benchmark with two ranks, one after the other. Each script's docstring describes its comparison."""
+"""Runs every benchmark with two ranks, one after the other. See the scripts' docstrings for details."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps with virtual ranks beside ordinary ones, in turns: the price of the same bits on any number of ranks.
+"""Cost of virtual ranks, which make results bit-identical on any number of ranks: steps with and without, in turns.
 
     paceline run --nproc 2 benchmarks/same_bits.py
     paceline run --nproc 2 benchmarks/same_bits.py --backend gloo
@@ -7,10 +7,11 @@ For a small GPT and a small MLP, with one global batch:
 
 - ``equal``: N virtual ranks against an ordinary step, both with one slice on each rank. Only the tree of sums differs.
 - ``accumulated``: V virtual ranks against ordinary accumulation of the same micro-batches.
-- ``whole``: V virtual ranks against an ordinary step, whose rank computes its share at once. Here small slices cost.
+- ``whole``: V virtual ranks against an ordinary step that computes a rank's whole share at once. This shows the cost of
+  small slices.
 - ``half``: the same with half as many slices.
 
-Times are medians of turns, and ratios are medians of the ratios within a round. Every step includes AdamW.
+Times are medians over turns. Ratios are computed within each round; the median is reported. Steps include AdamW.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ VOCABULARY, LENGTH = 1000, 64
 
 
 def gpt() -> tuple[nn.Module, TensorDataset]:
-    """Build a GPT of 2 million parameters, and 64 sequences for it."""
+    """Return a GPT with 2 million parameters, and 64 sequences."""
     tokens = torch.randint(VOCABULARY, (64, LENGTH + 1))
     return SmallGPT(VOCABULARY, 192, 4, LENGTH), TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
 def small_mlp() -> tuple[nn.Module, TensorDataset]:
-    """Build an MLP of 0.3 million parameters, and 512 samples for it."""
+    """Return an MLP with 0.3 million parameters, and 512 samples."""
     return mlp(256, 4), TensorDataset(torch.randn(512, 256), torch.randint(10, (512, 1)))
 
 
@@ -52,7 +53,7 @@ WORKLOADS: dict[str, tuple[Callable[[], tuple[nn.Module, TensorDataset]], int]] 
     "gpt": (gpt, 32),
     "mlp": (small_mlp, 128),
 }
-"""A model with its data, and the samples of a global batch."""
+"""A model, its data, and the number of samples in a global batch."""
 
 
 def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
@@ -62,16 +63,16 @@ def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor,
 
 
 class Variant:
-    """One way to train `net`; a turn is some steps.
+    """A variant of training `net`.
 
     Args:
-        net: copied.
-        data: its samples.
-        batch: samples of a step, all ranks.
-        virtual_ranks: None for an ordinary wrapper.
-        every: micro-batches of an ordinary step.
-        check: steps from one compute check to the next; None for no check.
-        steps: steps of a turn.
+        net: the model, which is copied.
+        data: the samples.
+        batch: samples per step, over all ranks.
+        virtual_ranks: number of virtual ranks; None for an ordinary wrapper.
+        every: micro-batches per step, without virtual ranks.
+        check: number of steps between compute checks; None for no check.
+        steps: number of steps in a turn.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Variant:
                     break
 
     def turn(self) -> float:
-        """Return the seconds of a step on the slowest rank."""
+        """Run a turn, and return the seconds per step on the slowest rank."""
         return slowest_timed(self.run, 1) / self.steps
 
 
@@ -154,7 +155,7 @@ def shown(world: World, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure every workload, and keep the table."""
+    """Measure every workload, and save the table."""
     parser = parser_of(__doc__, 15)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--backend")

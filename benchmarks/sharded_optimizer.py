@@ -1,7 +1,7 @@
-"""Whole training steps with a sharded optimizer, Paceline's and torch's, and with unsharded ones, in turns in one run.
+"""Whole training steps with sharded and unsharded optimizers, for Paceline and torch, in turns in one run.
 
---memory measures the peak memory of a rank instead, for each variant in separate processes, and the bytes of optimizer
-state on a rank. --config CONFIG.json adds a language model in float32; SmolLM2-360M takes 5 to 8 GiB per rank.
+Instead of times, --memory measures a rank's peak memory and optimizer state, with each variant in separate processes.
+--config CONFIG.json adds a language model in float32; SmolLM2-360M takes 5 to 8 GiB per rank.
 Run by: paceline run --nproc 2 benchmarks/sharded_optimizer.py --help; with --memory, without paceline run.
 """
 
@@ -80,11 +80,11 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def measure_memory(workload: str, variant: str, steps: int, result: Path) -> None:
-    """Train in this rank; rank 0 leaves the largest peak and the largest state of all ranks in `result`."""
+    """Train on this rank. Rank 0 writes the largest peak and the largest state of all ranks to the file `result`."""
     world = paceline.init("paceline" if variant.startswith("paceline") else "gloo")
     optimizer, step = training_of(workload, variant, dist.group.WORLD)
     for number in range(steps):
-        if number == 2:  # buckets have been rebuilt, and the optimizer has its state
+        if number == 2:  # by now, buckets have been rebuilt and the optimizer has its state
             peak = Peak().__enter__()
         step()
     peak.__exit__()
@@ -122,7 +122,7 @@ def compare_times(workloads: list[str], rounds: int, seconds: float) -> None:
     results = {}
     for workload in workloads:
         steps = {name: training_of(workload, name, gloo)[1] for name in VARIANTS}
-        for step in steps.values():  # the first ones make the optimizer's state, and rebuild buckets
+        for step in steps.values():  # the first steps create the optimizer's state and rebuild buckets
             step(), step()
         calls = torch.tensor(max(1, round(seconds / slowest_timed(steps["torch DDP"], 2))))
         dist.broadcast(calls, 0)
@@ -146,12 +146,12 @@ def compare_times(workloads: list[str], rounds: int, seconds: float) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--workloads", nargs="*", default=["mlp-10M", "mlp-100M"], help=", ".join(WORKLOADS))
-    parser.add_argument("--config", type=Path, help="config.json of a language model to train, too")
-    parser.add_argument("--tokens", type=int, default=64, help="with --config, in a rank's batch")
+    parser.add_argument("--config", type=Path, help="config.json of an additional language model")
+    parser.add_argument("--tokens", type=int, default=64, help="with --config: tokens in a rank's batch")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of a variant's turn in a round")
-    parser.add_argument("--memory", action="store_true", help="measure memory, not time")
-    parser.add_argument("--nproc", type=int, default=2, help="with --memory")
-    parser.add_argument("--steps", type=int, default=8, help="with --memory; the first two are not measured")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
+    parser.add_argument("--nproc", type=int, default=2, help="with --memory: number of ranks")
+    parser.add_argument("--steps", type=int, default=8, help="with --memory: number of steps, 2 of them for warm-up")
     parser.add_argument("--train", nargs=3, metavar=("WORKLOAD", "VARIANT", "RESULT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     config: list[str] = []

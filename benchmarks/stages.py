@@ -1,7 +1,7 @@
-"""Time of each function in a steady backward of a wrapper, from Python's profiler.
+"""Time that a wrapper spends in each function during a backward pass, from Python's profiler.
 
-The profiler makes calls more expensive, so the shares are scaled to the CPU time of the thread that the wrapper adds to
-a bare backward.
+The profiler makes calls more expensive. The times are therefore scaled so that their sum is the thread CPU time that
+the wrapper adds to a bare backward pass.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Stage(NamedTuple):
 
     where: str
     calls: float
-    """Calls in a backward."""
+    """Calls per backward pass."""
     seconds: float
-    """Exclusive seconds in a backward."""
+    """Seconds per backward pass, without called functions."""
 
 
 def model_of(path: str) -> tuple[nn.Module, Tensor]:
@@ -65,13 +65,13 @@ def _median(model: nn.Module, batch: Tensor, count: int) -> float:
 
 
 def stages(model: nn.Module, bare: nn.Module, batch: Tensor, count: int) -> list[Stage]:
-    """Return the stages of a steady backward of `model`, the most expensive first. All ranks of its group call it.
+    """Return the stages of a backward pass of `model`, the most expensive first. All ranks of its group must call this.
 
     Args:
         model: a wrapper.
-        bare: the wrapped module, or an equal one.
+        bare: the wrapped module, or a copy of it.
         batch: a batch for both.
-        count: number of backwards to measure.
+        count: number of backward passes to measure.
     """
     _backwards(model, batch, WARM, lambda run: run())
     gc.collect()
@@ -89,7 +89,7 @@ def stages(model: nn.Module, bare: nn.Module, batch: Tensor, count: int) -> list
             place = f"{file.rpartition(_PACKAGE)[2]} {name}"
             calls[place] += times
             shares[place] += exclusive
-        elif file == "~":  # a C function, which counts toward its caller
+        elif file == "~":  # a C function, whose time is added to its caller
             for (caller, _, caller_name), (_, _, inside, _) in callers.items():
                 if _PACKAGE in caller:
                     shares[f"{caller.rpartition(_PACKAGE)[2]} {caller_name}"] += inside
@@ -99,7 +99,7 @@ def stages(model: nn.Module, bare: nn.Module, batch: Tensor, count: int) -> list
 
 
 def table_of(title: str, found: list[Stage], rows: int) -> Table:
-    """Return a table of the most expensive stages, and of the rest."""
+    """Return a table of the most expensive stages, with the rest in one row."""
     table = Table("µs", "share", "calls", "function", title=title, title_justify="left")
     total = sum(stage.seconds for stage in found) or 1.0
     for stage in found[:rows]:

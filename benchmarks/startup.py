@@ -1,8 +1,8 @@
-"""The cost of a process group before it does anything: seconds to start and memory per rank, beyond Gloo's.
+"""Startup cost of a process group, compared with Gloo: seconds to start, and memory per rank.
 
-Fresh ranks make a group of each kind in turn, on one store, after everything is imported: time from the call until a
-first small all-reduce is back on every rank, and the memory that this adds to the rank (private pages, and pages that
-ranks share). Then the same after one all-reduce of 25 MB, which takes the buffers into use.
+New ranks import everything, then create a group of each kind in turn. Measures the time until a first small all-reduce
+has returned on every rank, and the memory that this adds to a rank (private pages and shared pages). Then measures the
+memory again after an all-reduce of 25 MB, which uses the buffers.
 
     python benchmarks/startup.py [--ranks 2] [--rounds 5]
 """
@@ -30,7 +30,7 @@ LARGE = 25 * 2**20 // 4
 
 
 def memory() -> tuple[float, float]:
-    """Return the MB of this process's private pages, and of those shared with others in memory files."""
+    """Return the MB of private pages and of shared memory in this process."""
     private = shared = 0
     with open("/proc/self/smaps_rollup") as lines:
         for line in lines:
@@ -43,7 +43,7 @@ def memory() -> tuple[float, float]:
 
 
 def rank_main(rank: int, size: int, port: int, backend: str, pipe: Connection) -> None:
-    """Start as a fresh rank, measure, report."""
+    """Run a new rank: create a group, and send the measurements to the parent."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -77,7 +77,7 @@ def rank_main(rank: int, size: int, port: int, backend: str, pipe: Connection) -
 
 
 def measure(context: Any, size: int, backend: str) -> dict[str, float]:
-    """Measure the slowest rank's time and the mean memory of one fresh world."""
+    """Start new ranks. Return the time of the slowest rank, and the mean memory."""
     store = loopback_store()
     pipes, processes = [], []
     for rank in range(size):

@@ -1,8 +1,8 @@
-"""The time that `checkpointer.step()` and the gate before the optimizer add to a training step.
+"""Time that `checkpointer.step()` and the gate before the optimizer add to a training step.
 
-Two models of each size train side by side in one job, one with a Checkpointer that marks its steps and one without, a
-step of each in turns. "added" is the difference of their medians: by wall, which has the wait at the gate, and by CPU
-time of the thread, which is steadier where cores are shared.
+Two models of each size train in the same job, one with a Checkpointer and one without. Their steps alternate. "added"
+is the difference of the medians, in wall time, which includes waiting at the gate, and in CPU time of the thread, which
+is steadier on shared cores.
 
 Run by: paceline run --nproc 2 benchmarks/step_boundary.py --help
 """
@@ -39,7 +39,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 class Side:
-    """A model that trains, with a Checkpointer in `folder` or without."""
+    """A model in training, with a Checkpointer if `folder` is given."""
 
     def __init__(self, name: str, folder: str | None) -> None:
         make, shape = MODELS[name]
@@ -58,7 +58,7 @@ class Side:
             self.checkpointer.step()
 
     def step(self) -> list[int]:
-        """Train for a step; returns how long it took, by clock."""
+        """Train for one step, and return its duration by clock."""
         began = now()
         self.model(self.inputs).square().mean().backward()
         self.optimizer.step()
@@ -72,7 +72,7 @@ class Side:
 def main() -> None:
     """Measure every size, and print the table on rank 0."""
     parser = parser_of(__doc__, None)
-    parser.add_argument("--steps", type=int, default=200, help="Of each side. Default 200.")
+    parser.add_argument("--steps", type=int, default=200, help="Steps of each model. Default 200.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -1,8 +1,8 @@
-"""Whole training steps: the bare module, torch DDP and Paceline side by side, on the same process group.
+"""Whole training steps with the bare module, torch DDP and Paceline, in turns.
 
-Bare is the module without a wrapper, followed by a barrier: what a step costs without any synchronization, in the
-faster of the two modes of zero_grad. The reference adds to it one copy of all gradients and one reduction of them,
-each timed by itself in the same rounds: the least that a wrapper can cost.
+"bare" is the module without a wrapper, followed by a barrier, in the faster mode of zero_grad. It is the cost of a step
+without synchronizing gradients. The reference is the minimum cost with a wrapper: a bare step, plus one copy and one
+reduction of all gradients, which are timed separately in the same rounds.
 Run by ``make bench``, or: paceline run --nproc 2 benchmarks/step_time.py --help
 """
 
@@ -26,7 +26,7 @@ from paceline.ddp.options.buckets import CAPACITY
 from workloads import WORKLOADS, Workload
 
 FIXED = ("bare", "bare, zeroed", "copy", "reduction", "torch", "paceline")
-"""Variants that every run times."""
+"""Variants that are always timed."""
 
 
 def step_of(
@@ -51,13 +51,13 @@ def step_of(
 
 
 def shapes_of(workload: Workload) -> list[torch.Size]:
-    """Return the shapes of the model's parameters, without the model."""
+    """Return the shapes of the model's parameters, without allocating the model."""
     with torch.device("meta"):
         return [parameter.shape for parameter in workload.build().parameters()]
 
 
 def copy_of_gradients(workload: Workload) -> Callable[[], None]:
-    """Return a function that copies as many gradients of the same shapes into one flat tensor."""
+    """Return a function that copies gradients of the model's shapes into one flat tensor."""
     gradients = [torch.ones(shape) for shape in shapes_of(workload)]
     counts = [gradient.numel() for gradient in gradients]
     parts = torch.zeros(sum(counts)).split(counts)
@@ -66,7 +66,7 @@ def copy_of_gradients(workload: Workload) -> Callable[[], None]:
 
 
 def reduction_of_gradients(workload: Workload) -> Callable[[], None]:
-    """Return a function that reduces as many gradients in place, in buckets of Paceline's capacity."""
+    """Return a function that reduces the same number of elements in place, in buckets of Paceline's capacity."""
     group = dist.distributed_c10d._get_default_group()
     assert isinstance(group, PacelineProcessGroup)
     flat = group.allocate(sum(shape.numel() for shape in shapes_of(workload)), torch.float32)
@@ -80,12 +80,12 @@ def reduction_of_gradients(workload: Workload) -> Callable[[], None]:
 
 
 def torch_ddp(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Wrap with torch's wrapper in its fastest setting."""
+    """Wrap with torch DDP in its fastest setting."""
     return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, process_group=group)
 
 
 def variants_of(workload: Workload, extra: Sequence[str], capacities: Sequence[float]) -> dict[str, Callable[[], None]]:
-    """Return the functions to be timed, by name."""
+    """Return the functions to time, by name."""
     gloo = dist.new_group(backend="gloo")
     ours = paceline.DistributedDataParallel
     more: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -105,7 +105,7 @@ def variants_of(workload: Workload, extra: Sequence[str], capacities: Sequence[f
 
 
 def summary(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Return ratios, each the median over the rounds."""
+    """Return the ratios, each as a median over the rounds."""
     bare = min(("bare", "bare, zeroed"), key=lambda name: statistics.median(seconds[name]))
     rounds = zip(seconds[bare], seconds["copy"], seconds["reduction"], strict=True)
     reference = [sum(parts) for parts in rounds]
@@ -126,11 +126,11 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--seconds", type=float, default=0.3, help="length of a variant's turn in a round")
     extra = ("torch on paceline", "paceline on gloo")
-    parser.add_argument("--also", nargs="+", default=[], choices=extra, help="further variants")
+    parser.add_argument("--also", nargs="+", default=[], choices=extra, help="additional variants")
     parser.add_argument(
-        "--bucket-cap-mb", type=float, nargs="+", default=[], help="also Paceline with these capacities"
+        "--bucket-cap-mb", type=float, nargs="+", default=[], help="also time Paceline with these bucket capacities"
     )
-    parser.add_argument("--save-as", default="step-time", help="name of the results' file, after the date")
+    parser.add_argument("--save-as", default="step-time", help="name of the results file, after the date")
     options = parser.parse_args()
     world = paceline.init("paceline")
     columns = ("bare ms", "torch DDP / bare", "Paceline / bare", "reference / Paceline", "torch DDP / Paceline")
@@ -147,7 +147,7 @@ def main() -> None:
         world.print(name, results[name], flush=True)
         shown = ("torch / bare", "paceline / bare", "reference / paceline", "torch / paceline")
         table.add_row(name, f"{next(iter(result.values())):.1f}", *(f"{result[column]:.2f}" for column in shown))
-        del variants  # or the next model finds no room
+        del variants  # otherwise, there is not enough memory for the next model
         gc.collect()
     report(table, options.save_as, results)
     world.close()

@@ -1,4 +1,4 @@
-"""The stragglers that `find_stragglers` finds in tables of compute times, their spans, and its false alarms.
+"""How many stragglers `find_stragglers` finds in tables of compute times, with which spans, and its false alarms.
 
 python benchmarks/straggler_detection.py --workers 2
 """
@@ -19,7 +19,7 @@ from straggler_tables import NOISES, OTHER_NOISES, OTHER_PLANS, PLANS
 
 
 def planned(noise: str, plan: str, seed: int) -> dict[str, Any]:
-    """Return how many slow ranks of tables of a kind were named, with their span, and how many others."""
+    """Return for one kind of tables how many slow ranks were found, how many with their span, and how many falsely."""
     row: dict[str, Any] = {"noise": noise, "plan": plan, "tables": 0, "slow": 0, "found": 0, "with_span": 0, "false": 0}
     factors = (1.0,) if plan.startswith("even") else (1.2, 1.5, 2.0)
     steps, ranks = 300, 8

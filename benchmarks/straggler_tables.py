@@ -1,7 +1,7 @@
-"""Tables of compute times of many kinds, with and without slow ranks, for ``straggler_detection.py``.
+"""Various tables of compute times, with and without slow ranks, for ``straggler_detection.py``.
 
-A table combines noise, a plan of slow ranks, and steps that take all ranks longer. The rule of `find_stragglers` was
-developed with the kinds in `NOISES` and `PLANS`; `OTHER_NOISES` and `OTHER_PLANS` were only used to measure it.
+A table combines noise, a plan of slow ranks, and steps that are slow on all ranks. `find_stragglers` was developed with
+the kinds in `NOISES` and `PLANS`; `OTHER_NOISES` and `OTHER_PLANS` are only for evaluation.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Noise = Callable[[Generator, int, int, float], Array]
-"""Returns factors of times of shape (steps, ranks) with a median near 1; a scale of 0.1 means 10 %."""
+"""Returns time factors of shape (steps, ranks) with a median near 1. A scale of 0.1 means 10 %."""
 
 
 @dataclass
 class Plan:
-    """The slow ranks: factors of times, and the first and last slow step of each."""
+    """Time factors, and the first and last slow step of each slow rank."""
 
     factors: Array
     slow: dict[int, tuple[int, int]] = field(default_factory=dict)
     begins: dict[int, int] = field(default_factory=dict)
-    """Steps from the first slow one until a rank counts as slow, for ranks that slow down gradually."""
+    """For each rank that slows down gradually, the number of steps until it counts as slow."""
 
     def slow_down(self, rank: int, first: int, end: int, factor: float) -> None:
         """Make `rank` slower from step `first` up to, but not including, `end`."""
@@ -41,7 +41,7 @@ class Plan:
 
 
 Planner = Callable[[Generator, int, int, float], Plan]
-"""Returns a plan for (steps, ranks) and the factor of slow steps."""
+"""Returns a plan, given the numbers of steps and ranks and the factor of slow steps."""
 
 
 def gaussian(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
@@ -57,7 +57,7 @@ def heavy_tails(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
 
 
 def lasting(draw: Generator, steps: int, ranks: int, scale: float, kept: float = 0.6) -> Array:
-    """Return noise that carries over in part from each step to the next."""
+    """Return autocorrelated noise: part of it carries over to the next step."""
     noise = draw.standard_normal((steps, ranks))
     for step in range(1, steps):
         noise[step] = kept * noise[step - 1] + (1 - kept**2) ** 0.5 * noise[step]
@@ -65,7 +65,7 @@ def lasting(draw: Generator, steps: int, ranks: int, scale: float, kept: float =
 
 
 def shocks(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
-    """Return noise of ranks in steps of varying length, with a common pause every few steps."""
+    """Return noise of steps that vary in length, with a pause of all ranks every few steps."""
     common = np.exp(0.3 * draw.standard_normal((steps, 1)))
     common[:: int(draw.integers(7, 60))] *= 3
     return log_normal(draw, steps, ranks, scale) * common
@@ -85,7 +85,7 @@ def missing(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
 
 
 def spikes(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
-    """Return noise with a few steps that wait for late data on one rank."""
+    """Return noise with occasional steps in which a rank waits for late data."""
     return gaussian(draw, steps, ranks, scale) + (draw.random((steps, ranks)) < 0.03) * draw.uniform(
         0.5, 4, (steps, ranks)
     )
@@ -105,7 +105,7 @@ def uneven(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
 
 
 def pauses(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
-    """Return noise with pauses of each rank in different steps, and saves on rank 0."""
+    """Return noise with periodic pauses of each rank in different steps, and periodic saves on rank 0."""
     noise = gaussian(draw, steps, ranks, scale)
     every = int(draw.integers(10, 50))
     for rank in range(ranks):
@@ -115,13 +115,13 @@ def pauses(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
 
 
 def swing(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
-    """Return noise of ranks whose steps slowly get longer and shorter together."""
+    """Return noise whose scale slowly rises and falls on all ranks together."""
     period = draw.uniform(0.1, 1.5) * steps
     return gaussian(draw, steps, ranks, scale) * (1.5 + np.sin(np.arange(steps) / period * 6.28))[:, None]
 
 
 def long_lasting(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
-    """Return noise, part of it constant for tens of steps."""
+    """Return noise with a component that persists for tens of steps."""
     slow = lasting(draw, steps, ranks, scale / 4, 0.9)
     return log_normal(draw, steps, ranks, scale) * slow
 

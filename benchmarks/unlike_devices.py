@@ -1,17 +1,17 @@
-"""Steps of ranks with one slower rank, with equal slices and with slices by speed, in turns.
+"""Training steps with one slow rank: equal slices and slices in proportion to speed, in turns.
 
     paceline run --nproc 2 benchmarks/unlike_devices.py
     paceline run --nproc 4 benchmarks/unlike_devices.py --kinds sleep
 
-The last rank is slower by 1.5, 2 and 3 times. There are two kinds of devices:
+The last rank is 1.5, 2 or 3 times slower. There are two kinds of devices:
 
-- ``work``: the slow rank runs forward and backward on proportionally more samples than it has. This is load on its
-  core, so every rank must have a separate core.
-- ``sleep``: every rank sleeps 2 ms per sample, the slow one longer, in addition to a small model. This models a slow
-  device without using the cores of other ranks, so it also works with more ranks than cores.
+- ``work``: the slow rank runs forward and backward on extra samples. This keeps its core busy, so every rank needs a
+  separate core.
+- ``sleep``: in addition to training a small model, every rank sleeps 2 ms per sample, and the slow rank longer. This
+  simulates a slow device without using a core, so it also works with more ranks than cores.
 
-The harmonic ideal is B / Σ v for B samples and speeds of v samples per second, computed from each rank's time per
-sample without waiting, in the run with equal slices. Times are medians of steps.
+The harmonic ideal is B / Σ v for B samples and speeds of v samples per second. A speed is computed from a rank's time
+per sample, without waiting, in the run with equal slices. Times are medians over steps.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from paceline.data.split.speeds import shares_by_speed
 FACTORS = (1.5, 2.0, 3.0)
 SLEEP_S, TURN = 0.002, 12
 KINDS: dict[str, tuple[int, int]] = {"work": (512, 384), "sleep": (64, 48)}
-"""Width of the model, and samples for each rank."""
+"""Width of the model, and number of samples per rank."""
 
 
 class Device:
-    """A device that is `factor` times as slow as the others."""
+    """A device that is slower than the others by `factor`."""
 
     def __init__(self, kind: str, factor: float, net: nn.Module) -> None:
         self.kind, self.factor, self.net = kind, factor, copy.deepcopy(net)
 
     def lose_time(self, x: Tensor) -> None:
-        """Spend the time that this device needs for the samples `x` beyond forward and backward."""
+        """Spend the extra time that a slow device would need for the samples `x`."""
         if self.kind == "sleep":
             time.sleep(SLEEP_S * self.factor * len(x))
         elif more := round((self.factor - 1) * len(x)):
@@ -58,7 +58,7 @@ class Device:
 
 
 class Variant:
-    """A training with equal slices or slices by `speed`; each turn is some steps."""
+    """A training run with equal slices, or with slices in proportion to `speed`."""
 
     def __init__(self, kind: str, device: Device, steps: int, speed: Any, wrap: Callable[[nn.Module], Any]) -> None:
         width, batch = KINDS[kind][0], KINDS[kind][1] * dist.get_world_size()
@@ -70,16 +70,16 @@ class Variant:
         self.batches: Any = iter(())
         self.samples: list[int] = []
         self.own_seconds: list[float] = []
-        """Seconds of each step without waiting for the other ranks, for each of this rank's samples."""
+        """Seconds per sample of each step, without the time spent waiting for other ranks."""
         self.run(steps)
 
     def run(self, steps: int) -> list[float]:
-        """Train, and return the seconds of each step."""
+        """Train for this number of steps, and return the seconds of each."""
         is_ours = isinstance(self.model, paceline.DistributedDataParallel)
         taken: list[float] = []
         dist.barrier()
         while len(taken) < steps:
-            for (x,) in self.loader:  # left in the middle, it goes on there
+            for (x,) in self.loader:  # if left early, the loader continues there next time
                 began, waited = time.perf_counter(), self.model.exposed_seconds if is_ours else 0.0
                 self.device.lose_time(x)
                 if is_ours:
@@ -98,19 +98,19 @@ class Variant:
         return taken
 
     def turn(self) -> float:
-        """Return the median seconds of a step."""
+        """Run a turn, and return the median seconds of a step."""
         return median(self.run(TURN))
 
 
 def slices(variant: Variant) -> list[int]:
-    """Return the samples of each rank's latest slices."""
+    """Return the typical number of samples in each rank's latest slices."""
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, int(median(variant.samples[-TURN:])))
     return counts
 
 
 def measure(world: World, kind: str, factor: float, rounds: int, gloo: Any) -> dict[str, Any]:
-    """Measure all variants with a last rank that is `factor` times as slow."""
+    """Measure all variants with a last rank that is slower by `factor`."""
     width, batch = KINDS[kind][0], KINDS[kind][1] * world.size
     torch.manual_seed(0)
     net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.ReLU())))
@@ -143,7 +143,7 @@ def measure(world: World, kind: str, factor: float, rounds: int, gloo: Any) -> d
 
 
 def main() -> None:
-    """Measure every kind and factor, and keep the table."""
+    """Measure every kind and factor, and save the table."""
     parser = parser_of(__doc__, 5)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()

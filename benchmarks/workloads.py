@@ -1,4 +1,4 @@
-"""The models that benchmarks train, from 200 tiny layers to 100 million parameters, with a batch for each."""
+"""The models and batches of the benchmarks, from 200 tiny layers to 100 million parameters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, a rank's batch, and the loss of one on the other."""
+    """A model and a rank's batch."""
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
     heavy: bool
-    """Whether communication weighs heavily against computation."""
+    """Whether communication takes long compared with computation."""
 
 
 class Block(nn.Module):
-    """A transformer block with causal attention, before-norm."""
+    """A pre-norm transformer block with causal attention."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def cnn() -> nn.Module:
 
 
 def tiny_layers() -> nn.Module:
-    """Build 200 layers of 16 × 16: hooks and bookkeeping dominate."""
+    """Build 200 layers of 16 × 16, so that hooks and bookkeeping dominate."""
     return nn.Sequential(*[nn.Linear(16, 16) for _ in range(200)])
 
 
@@ -90,7 +90,7 @@ def normed_layers() -> nn.Module:
 
 
 class ThousandParameters(nn.Module):
-    """1,000 parameters of 1 KB, which show a wrapper's cost for each parameter."""
+    """1,000 parameters of 1 KB, to show a wrapper's cost per parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Hugging Face Accelerate with Paceline's wrapper around the model; the rest is Accelerate's.
+"""Hugging Face Accelerate with Paceline's wrapper around the model. Accelerate does everything else.
 
 paceline run --nproc 2 examples/accelerate_loop.py                          two ranks on this machine
 torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py        the same
 
-``accelerator.prepare(net)`` would wrap in torch's DDP. ``prepare_model(net, evaluation_mode=True)`` does all but that:
-device, mixed precision, and the place in ``save_state``. Accelerate can use Paceline's wrapper like torch's, because it
-is a subclass of that. Call ``paceline.init()`` first: Accelerate uses the existing process group, which on CPUs is
-Paceline's own.
+``accelerator.prepare(net)`` would wrap the model in torch DDP. ``prepare_model(net, evaluation_mode=True)`` does the
+same without wrapping: it moves the model to the device, sets up mixed precision, and registers the model for
+``save_state``. Accelerate accepts Paceline's wrapper in place of torch DDP, because it is a subclass. Call
+``paceline.init()`` first, because Accelerate uses the existing process group. On CPUs, this is Paceline's own group.
 
 Tested with accelerate 1.15 on two ranks on CPUs, also with mixed_precision="bf16". Tests on GPUs: docs/gpu-status.md.
 """
@@ -29,7 +29,7 @@ def main() -> None:
         y = (x.norm(dim=1) < 0.8).long()
         net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
 
-    net = accelerator.prepare_model(net, evaluation_mode=True)  # all that prepare does, without torch's wrapper
+    net = accelerator.prepare_model(net, evaluation_mode=True)  # like prepare, but without torch DDP
     model = paceline.DistributedDataParallel(net)
     optimizer, loader = accelerator.prepare(
         torch.optim.AdamW(model.parameters(), lr=0.01),

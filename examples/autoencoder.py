@@ -1,9 +1,9 @@
 """The autoencoder of Lightning's README with Paceline's Trainer, on the digits that come with scikit-learn.
 
 python examples/autoencoder.py                              one process
-paceline run --nproc 2 examples/autoencoder.py              two ranks, with the loss of one
+paceline run --nproc 2 examples/autoencoder.py              two ranks, same loss
 
-docs/trainer.md has both side by side. Tests on GPUs: docs/gpu-status.md.
+docs/trainer.md shows this script next to Lightning's. Tests on GPUs: docs/gpu-status.md.
 """
 
 import torch

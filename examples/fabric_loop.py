@@ -2,12 +2,12 @@
 
 paceline run --nproc 2 examples/fabric_loop.py                          two ranks on this machine
 torchrun --standalone --nproc-per-node 2 examples/fabric_loop.py        the same
-srun -K -N 2 python examples/fabric_loop.py                             a rank on each of two nodes of Slurm
+srun -K -N 2 python examples/fabric_loop.py                             one rank on each of two Slurm nodes
 
-``DDPStrategy.setup_module`` is where Fabric wraps a model. The rest of the strategy works with Paceline's wrapper,
-because it is a subclass of torch's. Call ``paceline.init()`` first: Fabric uses the existing process group, which on
-CPUs is Paceline's own, and reads the place of each rank from torchrun's variables, which ``init()`` sets if srun or
-mpirun started the ranks.
+Fabric wraps a model in ``DDPStrategy.setup_module``. The rest of the strategy works with Paceline's wrapper, because it
+is a subclass of torch DDP. Call ``paceline.init()`` first, because Fabric uses the existing process group. On CPUs,
+this is Paceline's own group. Fabric reads the rank and world size from torchrun's variables. If srun or mpirun started
+the ranks, ``init()`` sets these variables.
 
 Tested with lightning-fabric 2.6 on CPUs (docs/clusters.md). Not tested: precision="bf16-mixed". Tests on GPUs:
 docs/gpu-status.md.
@@ -28,10 +28,10 @@ import paceline
 
 
 class PacelineStrategy(DDPStrategy):
-    """The strategy "ddp", with Paceline's wrapper; keyword arguments are the wrapper's."""
+    """The "ddp" strategy with Paceline's wrapper. Keyword arguments are passed to the wrapper."""
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Wrap `module`, which is on its device already."""
+        """Wrap `module`, which is already on its device."""
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         return paceline.DistributedDataParallel(module, device_ids=device_ids, **self._ddp_kwargs)
 
@@ -42,10 +42,10 @@ def main() -> None:
     several = world.size > 1
     fabric = Fabric(
         accelerator="cpu" if world.device.type == "cpu" else "cuda",
-        devices=world.local_size,  # of this node; every node has as many ranks
+        devices=world.local_size,  # on each node
         num_nodes=world.size // world.local_size,
         strategy=PacelineStrategy(),
-        plugins=TorchElasticEnvironment() if several else LightningEnvironment(),  # or Fabric asks Slurm and MPI itself
+        plugins=TorchElasticEnvironment() if several else LightningEnvironment(),  # overrides Fabric's detection
     )
     fabric.launch()
     with paceline.set_seed(0):
@@ -67,7 +67,7 @@ def main() -> None:
 
     with torch.no_grad():
         accuracy = (model.module(x.to(fabric.device)).argmax(1).cpu() == y).float().mean().item()
-    world.print(f"accuracy {accuracy:.3f} on {fabric.world_size} ranks")  # fabric.print would on every node
+    world.print(f"accuracy {accuracy:.3f} on {fabric.world_size} ranks")  # fabric.print would print on every node
     world.close()
 
 

@@ -1,10 +1,11 @@
-"""GLUE's MRPC with Paceline's Trainer: what Hugging Face's run_glue.py --task_name mrpc does, with its defaults.
+"""GLUE's MRPC with Paceline's Trainer: the same training as Hugging Face's run_glue.py --task_name mrpc by default.
 
 paceline run --nproc 2 examples/glue_mrpc.py                            BERT and the data from the Hugging Face hub
-paceline run --nproc 2 examples/glue_mrpc.py --model DIR --data DIR     from folders, without network
+paceline run --nproc 2 examples/glue_mrpc.py --model DIR --data DIR     from folders, without a network
 
-DIR has a model that save_pretrained() wrote with its tokenizer, and MRPC's train.tsv and dev.tsv. docs/trainer.md has
-both side by side. Not tested: BERT's own weights, which are only on the hub. Tests on GPUs: docs/gpu-status.md.
+DIR is a folder with a model and tokenizer saved by save_pretrained(), or with train.tsv and dev.tsv of MRPC.
+docs/trainer.md shows this script next to run_glue.py. Not tested: BERT's pretrained weights, which are only on the hub.
+Tests on GPUs: docs/gpu-status.md.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def load(folder: str | None) -> Any:
 
 
 def sums(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
-    """Sum the loss of a batch, and count what F1 is made of."""
+    """Return the sums of a batch for loss, accuracy and F1."""
     labels = batch.pop("labels")
     logits = module(**batch).logits
     answers = logits.argmax(1)
@@ -52,15 +53,15 @@ def scores(means: dict[str, float]) -> dict[str, float]:
 def main() -> None:
     """Train, and print loss, accuracy and F1 on the held-out pairs."""
     parser = argparse.ArgumentParser(description="GLUE's MRPC with Paceline's Trainer.")
-    parser.add_argument("--model", default="bert-base-cased", help="name on the hub, or folder")
+    parser.add_argument("--model", default="bert-base-cased", help="model name on the hub, or folder")
     parser.add_argument("--data", help="folder with train.tsv and dev.tsv (default: glue/mrpc of the hub)")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=32, help="pairs of a step on all ranks (default: 32)")
+    parser.add_argument("--batch-size", type=int, default=32, help="pairs per step over all ranks (default: 32)")
     parser.add_argument("--lr", type=float, default=5e-5)
     options = parser.parse_args()
     with paceline.init() as world:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
-        with world.main_first():  # so that one rank downloads from the hub and the others use its cache
+        with world.main_first():  # one rank downloads from the hub, and the others use its cache
             data = load(options.data)
         data = data.map(
             lambda rows: tokenizer(rows["sentence1"], rows["sentence2"], truncation=True, max_length=128),

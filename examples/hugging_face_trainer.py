@@ -4,10 +4,10 @@ paceline run --nproc 2 examples/hugging_face_trainer.py                     two 
 torchrun --standalone --nproc-per-node 2 examples/hugging_face_trainer.py   the same
 
 If ``_wrap_model`` returns a wrapped model, the Trainer does not wrap it again. There is no public method for this.
-Call ``paceline.init()`` first: the Trainer uses the existing process group, which on CPUs is Paceline's own.
+Call ``paceline.init()`` first, because the Trainer uses the existing process group. On CPUs, this is Paceline's own.
 
-A small BERT with random weights learns whether most numbers of a sequence are large, without downloading anything. Its
-final weights are bit-identical to those from the Trainer with torch's wrapper.
+A small BERT with random weights learns whether most numbers in a sequence are large. It needs no download. The final
+weights are bit-identical to training with torch DDP.
 
 Tested with transformers 5.23 on two ranks on CPUs, also with bf16=True. Not tested: FSDP and DeepSpeed, which have
 their own wrappers. Tests on GPUs: docs/gpu-status.md.
@@ -25,17 +25,17 @@ import paceline
 
 
 class PacelineTrainer(Trainer):
-    """The Trainer, with Paceline's wrapper around the model that it trains."""
+    """The Trainer with Paceline's wrapper around the model."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if not training or isinstance(model, paceline.DistributedDataParallel) or self.accelerator.num_processes == 1:
             return super()._wrap_model(model, training, dataloader)
-        prepared = self.accelerator.prepare_model(model, evaluation_mode=True)  # mixed precision, but no wrapper
+        prepared = self.accelerator.prepare_model(model, evaluation_mode=True)  # mixed precision without torch DDP
         return paceline.DistributedDataParallel(prepared)
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """Sequences of 16 numbers, and whether more than half of them are large."""
+    """Sequences of 16 numbers, labeled by whether more than half of the numbers are large."""
 
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -52,13 +52,13 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
-    """Return the share of right predictions, in the form that the Trainer expects."""
+    """Return the accuracy in the form that the Trainer expects."""
     return {"accuracy": float((prediction.predictions.argmax(1) == prediction.label_ids).mean())}
 
 
 def main() -> None:
-    """Train for one epoch and print the accuracy on other sequences."""
-    world = paceline.init()  # before TrainingArguments, which takes the process group that is there
+    """Train for one epoch, and print the accuracy on held-out sequences."""
+    world = paceline.init()  # before TrainingArguments, which uses an existing process group
     with paceline.set_seed(0):
         config = BertConfig(
             vocab_size=64,

@@ -4,7 +4,7 @@ paceline run --nproc 2 examples/image_folder.py                    scikit-learn'
 paceline run --nproc 2 examples/image_folder.py path/to/images     one subfolder for each class, images of any size
 tensorboard --logdir runs/images
 
-Needs Pillow, and TensorBoard and scikit-learn: pip install 'paceline[digits,tensorboard]' pillow
+Requires Pillow, TensorBoard and scikit-learn: pip install 'paceline[digits,tensorboard]' pillow
 """
 
 import sys
@@ -23,11 +23,11 @@ from paceline.data import DataLoader
 from paceline.train import Evaluation, evaluate
 
 SIDE = 16
-"""Pixels of an image after resizing."""
+"""Width and height in pixels to which images are resized."""
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Grayscale images of a folder; with `augments`, each is shifted and rotated at random."""
+    """Grayscale images in a folder. With `augments`, images are randomly shifted and rotated."""
 
     def __init__(self, files: list[Path], classes: list[str], augments: bool) -> None:
         self.files, self.classes, self.augments = files, classes, augments
@@ -37,7 +37,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image = Image.open(self.files[index]).convert("L").resize((SIDE, SIDE))
-        if self.augments:  # the loader seeds these numbers by epoch and batch, differently on every rank
+        if self.augments:  # the loader seeds them by epoch, batch and rank
             angle, *shift = (torch.rand(3) * 2 - 1).tolist()
             image = image.rotate(15 * angle, translate=(round(shift[0]), round(shift[1])))
         pixels = torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
@@ -55,7 +55,7 @@ def write_digits(folder: Path) -> None:
 
 
 def sums(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], int]:
-    """Return the summed loss and the number of correct images of a batch."""
+    """Return the summed loss and the number of correct predictions of a batch."""
     x, y = batch
     scores = model(x)
     return {"loss": F.cross_entropy(scores, y, reduction="sum"), "accuracy": (scores.argmax(1) == y).sum()}, len(y)
@@ -67,7 +67,7 @@ def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/digits-png")
     if world.rank == 0 and len(sys.argv) == 1 and not folder.exists():
         write_digits(folder)
-    world.barrier()  # the other ranks list the folder when it is complete
+    world.barrier()  # the other ranks read the folder once it is complete
     files = sorted(folder.glob("*/*.*"))
     classes = sorted({file.parent.name for file in files})
     train = Images([file for index, file in enumerate(files) if index % 5], classes, augments=True)
@@ -95,7 +95,7 @@ def main() -> None:
         if board is not None:
             for name, value in metrics.items():
                 board.add_scalar(f"validation/{name}", value, epoch)
-        # The metrics are equal on every rank, so all ranks stop together.
+        # The metrics are the same on every rank, so all ranks stop together.
         bad_epochs = 0 if metrics["loss"] < best else bad_epochs + 1
         best = min(best, metrics["loss"])
         if bad_epochs == 3:

@@ -1,13 +1,13 @@
-"""A mixture of experts, trained data-parallel with the loss of one process: a router sends each token to its experts.
+"""A mixture of experts: a router sends each token to experts. The loss is the same on any number of ranks.
 
 python examples/mixture_of_experts.py                               one process
 paceline run --nproc 4 examples/mixture_of_experts.py --top 2       four ranks, two experts for each token
 
-The text is in eight made-up languages. The next token depends on the current token and on the language. Two things
-differ from an ordinary model. First, an expert that no token of a rank chose has no gradient on this rank; a flag
-silences the warning. Second, the load-balancing loss (Fedus et al. 2021, Switch Transformers, eq. 4-6) multiplies two
-means over the batch, so it needs the shares of the *global* batch: with its own shares, every rank would minimize a
-different loss. Tests on GPUs: docs/gpu-status.md.
+The text is in eight made-up languages. The next token depends on the current token and on the language. Two things are
+different from an ordinary model. First, an expert has no gradient on a rank if it received no token there;
+``unused_parameters="allow"`` silences the warning. Second, the load-balancing loss (Fedus et al. 2021, Switch
+Transformers, eq. 4-6) is a product of two means over the batch, so it needs each expert's share of the *global* batch.
+With the shares of its local batch, every rank would minimize a different loss. Tests on GPUs: docs/gpu-status.md.
 """
 
 import argparse
@@ -24,7 +24,7 @@ LANGUAGES, TOKENS, EXPERTS, WIDTH, LONGEST = 8, 32, 8, 32, 24
 
 
 def make_texts(count: int) -> TensorDataset:
-    """Return sequences of tokens, (count, LONGEST + 1), -1 behind the end of each, and each one's language."""
+    """Return token sequences, (count, LONGEST + 1), padded with -1, and their languages, (count,)."""
     orders = torch.stack([torch.randperm(TOKENS) for _ in range(LANGUAGES)])
     language, length = torch.randint(LANGUAGES, (count,)), torch.randint(4, LONGEST + 1, (count, 1))
     tokens = torch.randint(TOKENS, (count, 1))
@@ -50,7 +50,7 @@ class Experts(nn.Module):
         output = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             token, place = (chosen == number).nonzero(as_tuple=True)
-            if len(token):  # else its parameters are unused on this rank
+            if len(token):  # otherwise, its parameters are unused on this rank
                 output = output.index_add(0, token, weights[token, place, None] * expert(x[token]))
         return output, probabilities, chosen
 
@@ -71,7 +71,7 @@ class Model(nn.Module):
 
 
 def flat(batch: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the batch's tokens that have a next one, their languages, and the next ones, each (tokens,)."""
+    """Return the input tokens of a batch, their languages, and the target tokens, each (tokens,)."""
     texts, languages = (part.to(device) for part in batch)
     real = texts[:, 1:] >= 0
     return texts[:, :-1][real], languages[:, None].expand_as(real)[real], texts[:, 1:][real]
@@ -86,9 +86,9 @@ def main() -> None:
     options = parser.parse_args()
     world = paceline.init()
     if options.top not in (1, 2) or options.balance < 0 or options.epochs < 1:
-        raise paceline.UsageError("--top has to be 1 or 2, --balance 0 or more, and --epochs 1 or more")
+        raise paceline.UsageError("--top must be 1 or 2, --balance at least 0, and --epochs at least 1")
     with paceline.set_seed(0):
-        # In float64: where two experts are nearly equal the last bit decides, and runs on other ranks would part ways.
+        # In float64, because rounding can decide between two nearly equal experts, and runs would diverge.
         texts, net = make_texts(512), Model(options.top).double().to(world.device)
     model = paceline.DistributedDataParallel(net, unused_parameters="allow")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -99,17 +99,17 @@ def main() -> None:
             tokens, languages, targets = flat(batch, world.device)
             logits, probabilities, chosen = model(tokens, languages)
             counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).double()
-            # The share of each expert, over the tokens of all ranks. It has no gradient; the probabilities have.
+            # Each expert's share of the tokens on all ranks. Only the probabilities have a gradient.
             shares = paceline.mean_over_ranks(counts / chosen.numel(), weight=len(tokens))
             balance = EXPERTS * (shares * probabilities).sum()  # a sum over tokens, like the loss
             loss = F.cross_entropy(logits, targets, reduction="sum") + options.balance * balance
-            with model.weight(len(tokens)):  # ranks have different numbers of tokens; the mean is over all of them
+            with model.weight(len(tokens)):  # the mean over the tokens of all ranks
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             unused, steps = unused + int((counts == 0).sum()), steps + 1
         mean = paceline.mean_over_ranks(loss.item() / len(tokens), weight=len(tokens))
-        world.print(f"epoch {epoch + 1}: loss {mean:.8f}")  # of its last step
+        world.print(f"epoch {epoch + 1}: loss {mean:.8f}")  # in its last step
     tokens, languages, targets = flat(list(texts.tensors), world.device)
     with torch.no_grad():
         logits, _, chosen = model(tokens, languages)

@@ -1,12 +1,13 @@
-"""Asynchronous training with a parameter server (send and receive), compared with synchronous training. For teaching.
+"""A teaching example: asynchronous training with a parameter server, compared with synchronous training.
 
 paceline run --nproc 3 examples/parameter_server.py             rank 0 keeps the weights, the others compute gradients
 paceline run --nproc 3 examples/parameter_server.py --slow 4    the last rank takes four times as long for a gradient
 
-Asynchronous: a worker sends its gradient, receives the current weights and continues, without waiting for other
-workers. The staleness of a gradient is the number of updates by other workers since its weights were sent.
-Synchronous: all ranks, including rank 0, average their gradients in every step. Both train for the same time with the
-same optimizer. A Matplotlib picture shows the staleness and both losses. Tests on GPUs: docs/gpu-status.md.
+In asynchronous training, a worker sends its gradient, receives the current weights and continues without waiting for
+other workers. The staleness of a gradient is the number of updates by other workers since the worker received its
+weights. In synchronous training, all ranks, including rank 0, average their gradients in every step. Both train for
+the same time with the same optimizer. A Matplotlib figure shows the staleness and both losses. Tests on GPUs:
+docs/gpu-status.md.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import paceline
 
 
 class Learner:
-    """A network whose weights are one tensor, its data, its optimizer, and the weights at some moments."""
+    """A network with its weights in one tensor, its data, its optimizer, and snapshots of the weights."""
 
     def __init__(self, rank: int, options: argparse.Namespace, delay: float = 1.0) -> None:
         torch.manual_seed(0)  # the same data and weights on every rank
@@ -31,9 +32,9 @@ class Learner:
         self.y = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))(self.x).argmax(1)
         self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
         self.weights = nn.Parameter(parameters_to_vector(self.net.parameters()).detach())
-        vector_to_parameters(self.weights.data, self.net.parameters())  # which are views of it from now on
+        vector_to_parameters(self.weights.data, self.net.parameters())  # parameters become views
         self.optimizer = torch.optim.SGD([self.weights], lr=options.lr, momentum=0.9)
-        torch.manual_seed(rank)  # other batches on every rank
+        torch.manual_seed(rank)  # different batches on every rank
         self.seconds, self.delay, self.began = options.seconds, delay, time.perf_counter()
         self.updates, self.history = 0, [(0.0, self.weights.detach().clone())]
 
@@ -47,7 +48,7 @@ class Learner:
         return parameters_to_vector(gradients)
 
     def update(self, gradient: Tensor) -> None:
-        """Make a step of the optimizer, and remember the weights some fifty times."""
+        """Take an optimizer step. About fifty times in total, save a snapshot of the weights."""
         self.weights.grad = gradient
         self.optimizer.step()
         self.updates += 1
@@ -60,7 +61,7 @@ class Learner:
 
     @torch.no_grad()
     def losses(self) -> list[tuple[float, float]]:
-        """Return the seconds and the loss over all data, at every moment that is remembered."""
+        """Return the time and the loss over all data for each snapshot."""
         found = []
         for seconds, weights in self.history:
             self.weights.copy_(weights)
@@ -69,11 +70,11 @@ class Learner:
 
 
 def serve(learner: Learner, workers: int) -> list[int]:
-    """Update the weights with every gradient as it comes; return how stale each was."""
-    message = torch.empty(1 + len(learner.weights))  # the number of updates that the gradient's weights had, gradient
+    """Update the weights with each gradient as it arrives. Return the staleness of the gradients."""
+    message = torch.empty(1 + len(learner.weights))  # updates that the worker's weights include, then its gradient
     staleness: list[int] = []
     while workers:
-        worker = dist.recv(message)  # from the one that is first
+        worker = dist.recv(message)  # from any worker
         is_over = learner.elapsed() >= learner.seconds
         if is_over:
             workers -= 1
@@ -86,7 +87,7 @@ def serve(learner: Learner, workers: int) -> list[int]:
 
 
 def work(learner: Learner) -> list[int]:
-    """Send gradients to rank 0, which returns its weights, until it ends the training; return an empty list."""
+    """Send gradients to rank 0, and receive weights, until rank 0 ends training. Return an empty list."""
     version = torch.zeros(1)
     answer = torch.empty(1 + len(learner.weights))
     while version >= 0:
@@ -98,7 +99,7 @@ def work(learner: Learner) -> list[int]:
 
 
 def train_synchronously(learner: Learner, rank: int, size: int) -> None:
-    """Average the gradients of all ranks in every step, until rank 0 ends the training."""
+    """Average the gradients of all ranks in every step until rank 0 ends training."""
     while True:
         is_over = torch.tensor([float(rank == 0 and learner.elapsed() >= learner.seconds)])
         message = torch.cat([is_over, learner.gradient()])
@@ -109,7 +110,7 @@ def train_synchronously(learner: Learner, rank: int, size: int) -> None:
 
 
 def draw(staleness: list[int], curves: dict[str, list[tuple[float, float]]], out: str) -> None:
-    """Write the picture."""
+    """Draw staleness and losses, and save the figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -128,22 +129,20 @@ def draw(staleness: list[int], curves: dict[str, list[tuple[float, float]]], out
 
 
 def main() -> None:
-    """Train both ways, and print and draw the results."""
-    parser = argparse.ArgumentParser(description="An asynchronous parameter server beside synchronous training.")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each training (default: 5)")
-    parser.add_argument("--lr", type=float, default=0.1, help="of SGD with momentum 0.9 (default: 0.1)")
-    parser.add_argument(
-        "--slow", type=float, default=1.0, help="times that the last rank's gradients take (default: 1)"
-    )
-    parser.add_argument("--out", default="parameter_server.png", help="the picture (default: parameter_server.png)")
+    """Train asynchronously and synchronously, and print and plot the results."""
+    parser = argparse.ArgumentParser(description="Compare an asynchronous parameter server with synchronous training.")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each training run (default: 5)")
+    parser.add_argument("--lr", type=float, default=0.1, help="learning rate of SGD with momentum 0.9 (default: 0.1)")
+    parser.add_argument("--slow", type=float, default=1.0, help="slowdown factor of the last rank (default: 1)")
+    parser.add_argument("--out", default="parameter_server.png", help="figure file (default: parameter_server.png)")
     options = parser.parse_args()
     world = paceline.init()
     if world.size == 1:
-        raise paceline.UsageError("a server needs a worker; start it with paceline run --nproc 3")
+        raise paceline.UsageError("a parameter server needs at least one worker; run paceline run --nproc 3")
     if options.seconds <= 0 or options.slow < 1:
-        raise paceline.UsageError("--seconds has to be above 0, and --slow 1 or more")
+        raise paceline.UsageError("--seconds must be above 0, and --slow at least 1")
     if importlib.util.find_spec("matplotlib") is None:
-        raise paceline.UsageError("Matplotlib is not installed; pip install matplotlib")
+        raise paceline.UsageError("Matplotlib is not installed; run pip install matplotlib")
     delay = options.slow if world.rank == world.size - 1 else 1.0
     world.barrier()
     learner = Learner(world.rank, options, delay)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline  ##
-from paceline.data import DataLoader  ## instead of torch.utils.data's; batch_size is that of all ranks together
+from paceline.data import DataLoader  ## instead of torch.utils.data.DataLoader; batch_size is the total of all ranks
 
 
 def make() -> tuple[TensorDataset, nn.Module]:
@@ -25,8 +25,8 @@ def make() -> tuple[TensorDataset, nn.Module]:
 def main() -> None:
     """Train, and print the accuracy."""
     world = paceline.init()  ##
-    device = world.device  ## instead of one chosen by hand
-    with paceline.set_seed(0):  ## instead of torch.manual_seed(0); every rank draws the same in here
+    device = world.device  ## instead of a hard-coded device
+    with paceline.set_seed(0):  ## instead of torch.manual_seed(0); all ranks draw the same numbers here
         data, net = make()  ## indented
     model = paceline.DistributedDataParallel(net.to(device))  ## instead of net.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -35,8 +35,8 @@ def main() -> None:
     for _ in range(20):
         for inputs, labels in loader:
             inputs, labels = inputs.to(device), labels.to(device)
-            with model.weight(len(labels)):  ## the exact mean, also over slices of different size
-                F.cross_entropy(model(inputs), labels, reduction="sum").backward()  ## indented; a sum, not a mean
+            with model.weight(len(labels)):  ## exact mean, even if ranks get different numbers of samples
+                F.cross_entropy(model(inputs), labels, reduction="sum").backward()  ## indented; a sum instead of a mean
             optimizer.step()
             optimizer.zero_grad()
 

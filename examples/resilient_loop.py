@@ -1,8 +1,8 @@
-"""The script of plain_loop.py, except that training continues without a lost step if a rank is killed. Only the lines
-marked with ## differ from an ordinary PyTorch script; plain_loop.py lacks five of them, or does not mark them.
+"""Like plain_loop.py, but training continues without losing a completed step if a rank is killed. Only the lines marked
+with ## differ from an ordinary PyTorch script. Five of these are not in plain_loop.py, or not marked there.
 
-paceline run --nproc 2 examples/resilient_loop.py    two ranks: kill one of them, no completed step is lost
-python examples/resilient_loop.py                    one process: run it again, from the newest checkpoint
+paceline run --nproc 2 examples/resilient_loop.py    two ranks; if you kill one, no completed step is lost
+python examples/resilient_loop.py                    one process; run again to resume from the newest checkpoint
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline  ##
-from paceline.data import DataLoader  ## instead of torch.utils.data's; batch_size is that of all ranks together
+from paceline.data import DataLoader  ## instead of torch.utils.data.DataLoader; batch_size is the total of all ranks
 
 
 def make() -> tuple[TensorDataset, nn.Module]:
@@ -25,22 +25,22 @@ def make() -> tuple[TensorDataset, nn.Module]:
 def main() -> None:
     """Train, and print the accuracy."""
     world = paceline.init()  ##
-    device = world.device  ## instead of one chosen by hand
-    with paceline.set_seed(0):  ## instead of torch.manual_seed(0); every rank draws the same in here
+    device = world.device  ## instead of a hard-coded device
+    with paceline.set_seed(0):  ## instead of torch.manual_seed(0); all ranks draw the same numbers here
         data, net = make()  ## indented
-    checkpointer = paceline.Checkpointer("checkpoints", every=50)  ## on disk every 50 steps, if all ranks end at once
+    checkpointer = paceline.Checkpointer("checkpoints", every=50)  ## on disk every 50 steps, in case all ranks die
     model = checkpointer.register("model", paceline.DistributedDataParallel(net.to(device)))  ## net.to(device)
     optimizer = checkpointer.register("optimizer", torch.optim.AdamW(model.parameters(), lr=0.01))  ##
     loader = checkpointer.register("loader", DataLoader(data, batch_size=64, shuffle=True))  ##
 
-    for _ in range(checkpointer.restore() // len(loader) if checkpointer.steps() else 0, 20):  ## the epochs left
+    for _ in range(checkpointer.restore() // len(loader) if checkpointer.steps() else 0, 20):  ## remaining epochs
         for inputs, labels in loader:
             inputs, labels = inputs.to(device), labels.to(device)
-            with model.weight(len(labels)):  ## the exact mean, also over slices of different size
-                F.cross_entropy(model(inputs), labels, reduction="sum").backward()  ## indented; a sum, not a mean
+            with model.weight(len(labels)):  ## exact mean, even if ranks get different numbers of samples
+                F.cross_entropy(model(inputs), labels, reduction="sum").backward()  ## indented; a sum instead of a mean
             optimizer.step()
             optimizer.zero_grad()
-            checkpointer.step()  ## everything is consistent here
+            checkpointer.step()  ## ends the step: state is consistent here
 
     x, y = data.tensors
     with torch.no_grad():

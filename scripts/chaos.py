@@ -1,11 +1,11 @@
 """Kills ranks at exact moments, and compares the results with undisturbed runs: ``make chaos``.
 
-A struck run has to end with the bits of the undisturbed run: parameters, buffers, optimizer, schedule, random
+A disturbed run must end bit-identical to the undisturbed run: parameters, buffers, optimizer, schedule, random
 generators, and the log of samples. It must not repeat a completed step unless all ranks end at once, and it must not
 leave processes or unfinished checkpoints behind.
 
-With torch DDP on Gloo and more than two ranks, torch lays out its buckets again after every start, which changes the
-order of the sums. These runs compare everything except weights and optimizer.
+With more than two ranks on Gloo, torch DDP rebuilds its buckets after every start, which changes the order of sums.
+For these runs, weights and optimizer are not compared.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from paceline.core.telemetry.failpoints import VARIABLE
 TRAINING = Path(__file__).with_name("chaos_training.py")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MOMENTS = ("forward", "bucket", "rendezvous", "prepared", "gate", "optimizer", "stepped", "boundary")
-"""The moments of a sequence, in order; the first start has to complete a step."""
+"""Points in a step where a rank is killed, in order. The first start must complete a step."""
 TIMEOUT_S = 180.0
 STEPS = 20
 
 Ended = tuple[int | None, str, list[dict[str, Any] | None]]
-"""A run's exit code, None after a timeout; its stderr; and the outcome of each rank, None if it is missing."""
+"""Exit code of a run (None after a timeout), its stderr, and the outcome of each rank (None if missing)."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run: the ranks' training, the failures, and the expected outcome in addition to equal bits."""
+    """A disturbed run: the training, the failures, and what to expect besides a bit-identical result."""
 
     name: str
     nproc: int
     orders: tuple[str, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     redone: tuple[int, int] = (0, 0)
-    """Least and greatest number of completed steps that are computed again."""
+    """Minimum and maximum number of completed steps that are repeated."""
     source: str | None = "memory"
-    """Source of the last start's state; "any" if either of two copies may be complete first."""
+    """Expected source of the state in the last start; "any" if it depends on timing."""
     weights: bool = True
     """Whether weights and optimizer are compared."""
     recipe: bool = False
     """Whether to run the digits recipe instead of the plain loop."""
     fails: str = ""
-    """Expected text in the last line of a job that has to fail with exit code 1."""
+    """Expected text in the last line of output, if the job must fail with exit code 1."""
 
     @property
     def key(self) -> str:
-        """Identifies the undisturbed run to compare with."""
+        """Key of the undisturbed run to compare with."""
         return json.dumps([self.nproc, self.settings, self.recipe], sort_keys=True)
 
 
@@ -102,7 +102,7 @@ def sharded() -> Iterator[Case]:
 
 
 def features() -> Iterator[Case]:
-    """Yield runs with one feature more than the plain loop, each with two failures."""
+    """Yield runs that each add one feature to the plain loop and have two failures."""
     for feature, (first, second) in FEATURES.items():
         yield Case(f"with {feature}", 2, (first, f"{second} start=1"), {"feature": feature, "steps": 12})
     for end in ("kill", "raise"):
@@ -149,7 +149,7 @@ def cases() -> list[Case]:
 def run(
     case: Case, orders: Sequence[str], folder: Path, options: Sequence[str] = (), timeout: float = TIMEOUT_S
 ) -> Ended:
-    """Run `case` with the failures `orders` and more `options` of ``paceline run``."""
+    """Run `case` with the failures `orders` and additional `options` of ``paceline run``."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: ";".join(orders)}
     if case.recipe:
         command = [*f"train digits --nproc {case.nproc} --epochs 3 --json".split(), str(folder / "report.json")]
@@ -170,7 +170,7 @@ def run(
         process.wait()
         raise
     except subprocess.TimeoutExpired:
-        process.kill()  # the ranks end with it
+        process.kill()  # the ranks end with the launcher
         return None, process.communicate()[1], [None] * case.nproc
     return process.returncode, errors, [_outcome(case, folder, rank) for rank in range(case.nproc)]
 
@@ -193,7 +193,7 @@ def _outcome(case: Case, folder: Path, rank: int) -> dict[str, Any] | None:
 
 
 def are_equal(case: Case, ranks: list[Any], undisturbed: list[Any]) -> bool:
-    """Return whether every rank ended, with the bits of the undisturbed run."""
+    """Return whether every rank finished with results bit-identical to the undisturbed run."""
     keys = ("states", "generators", "samples") if case.weights else ("generators", "samples")
     return all(
         mine and theirs and all(mine[key] == theirs[key] for key in keys)
@@ -202,7 +202,7 @@ def are_equal(case: Case, ranks: list[Any], undisturbed: list[Any]) -> bool:
 
 
 def problems_of(case: Case, ended: Ended, undisturbed: list[Any]) -> Iterator[str]:
-    """Describe every difference from the expected outcome."""
+    """Yield a description of each difference from the expected outcome."""
     code, errors, ranks = ended
     if case.fails:
         if code != 1 or case.fails not in (errors.splitlines() or [""])[-1]:
@@ -212,7 +212,7 @@ def problems_of(case: Case, ended: Ended, undisturbed: list[Any]) -> Iterator[st
     if code != 0:
         yield f"hung for {TIMEOUT_S:.0f} s" if code is None else f"exit code {code}"
     if not are_equal(case, ranks, undisturbed):
-        yield "other bits"
+        yield "not bit-identical"
     if not case.redone[0] <= first.get("redone", -1) <= case.redone[1]:
         yield f"{first.get('redone')} steps redone"
     if case.name != "the last step" and first.get("restarts", 0) == 0:
@@ -222,7 +222,7 @@ def problems_of(case: Case, ended: Ended, undisturbed: list[Any]) -> Iterator[st
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Return the processes and unfinished checkpoints that a run has left."""
+    """Return the processes and unfinished checkpoints that a run has left behind."""
     left = [str(path) for path in folder.rglob(".writing-*")]
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -234,7 +234,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def tried(case: Case, undisturbed: dict[str, list[Any]]) -> Outcome:
-    """Run a case, after its undisturbed run if `undisturbed` does not have it yet."""
+    """Run a case. If its undisturbed run is not in `undisturbed` yet, do that run first."""
     with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as temporary:
         folder = Path(temporary)
         if case.key not in undisturbed and not case.fails:

@@ -2,7 +2,7 @@
 
     paceline run --nproc 2 chaos_training.py FOLDER '{"feature": "PowerSGD", "backend": "gloo", "steps": 12}'
 
-At its end, each rank writes FOLDER/rank-<n>.json: SHA-256 digests of its whole state, and counts of restarts.
+At the end, each rank writes SHA-256 digests of its whole state and its number of restarts to FOLDER/rank-<n>.json.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ FEATURES = {
     "an averaged model": ("gate rank=0 at=4", "stepped rank=1 at=3"),
     "a stream": ("forward rank=1 at=10", "bucket rank=0 at=1"),
 }
-"""Features, each with the two failures of its chaos case."""
+"""Features, with the two failures in the chaos case of each."""
 THAWED, DISTURBED = 6, 13
-"""The first step that trains the frozen parameters, and the step of a disturbance."""
+"""First step that trains the frozen parameters, and step of the disturbance."""
 BUCKET_MB = 0.005
-"""Small enough for several buckets."""
+"""Small enough that the model has several buckets."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +61,25 @@ class Settings:
     """Settings of a run, given as JSON."""
 
     feature: str = ""
-    """One of :data:`FEATURES`, which weights its losses; empty for a plain loop with a schedule."""
+    """One of :data:`FEATURES`, in a loop with weighted losses; if empty, a plain loop with a schedule."""
     wrapper: str = "ours"
     """"ours" or "torch"."""
     backend: str = "paceline"
     device: str = "cpu"
-    """Device of all ranks."""
+    """Device that all ranks use."""
     steps: int = 10
     every: int | None = None
     background: bool = False
     sharded: bool = False
     disturbance: str = ""
-    """What rank 1 does in step 13 of the first start: "stop" asks the launcher to end, "kernel" never returns."""
+    """What rank 1 does in step 13 of the first start: "stop" sends SIGTERM to the launcher, "kernel" hangs."""
 
 
 class Optimizer(torch.optim.AdamW):
     """AdamW with a failpoint between the updates of its first and its second parameter group."""
 
     is_training = False
-    """Whether training has begun. ShardedOptimizer tries the class earlier."""
+    """Whether training has begun. Before that, ShardedOptimizer calls the class to inspect it."""
 
     def _init_group(self, group: dict[str, Any], *arguments: Any, **options: Any) -> Any:
         if self.is_training and len(self.param_groups) > 1 and group is self.param_groups[1]:
@@ -120,19 +120,20 @@ def network() -> nn.Module:
 
 
 def wrap(net: nn.Module, settings: Settings) -> Any:
-    """Return `net` in the wrapper that the settings name, with several buckets."""
+    """Wrap `net` as in `settings`, with small buckets."""
     if settings.wrapper == "ours":
         is_static = settings.feature == "static_graph"
         return paceline.DistributedDataParallel(net, bucket_cap_mb=BUCKET_MB, static_graph=is_static)
     model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=BUCKET_MB)
     model.register_forward_pre_hook(lambda *_: strike("forward"))
-    middle = list(net.parameters())[-3]  # when its gradient is ready, the bucket of the last ones has been launched
+    # By the time this gradient is ready, the bucket of the later parameters has been launched.
+    middle = list(net.parameters())[-3]
     middle.register_post_accumulate_grad_hook(lambda _: strike("bucket"))
     return model
 
 
 class Run:
-    """A training with at most one of the features."""
+    """A training loop with at most one of the features."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder, self.settings, self.feature = folder, settings, settings.feature
@@ -189,7 +190,7 @@ class Run:
         return checkpointer
 
     def train(self) -> None:
-        """Train from the restored step to the last one."""
+        """Train from the restored step to the last step."""
         if self.checkpointer.steps():
             self.checkpointer.restore()
         Optimizer.is_training = True
@@ -214,7 +215,7 @@ class Run:
         return iter(self.loader)
 
     def _before(self, done: int) -> None:
-        """Prepare step `done` + 1."""
+        """Make the changes that are due before step `done` + 1."""
         is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if self.settings.disturbance and self.world.rank == 1 and done + 1 == DISTURBED and is_first_start:
             self._disturb()
@@ -241,7 +242,7 @@ class Run:
         time.sleep(1000)
 
     def _turn(self, inputs: Tensor, labels: Tensor) -> int:
-        """Train on a batch; returns the number of completed steps."""
+        """Train on a batch, and return the number of completed steps."""
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             precision = torch.autocast("cpu", torch.bfloat16) if self.feature == "bfloat16" else nullcontext()
             with model.weight(len(labels)) if self.feature else nullcontext(), precision:
@@ -259,7 +260,7 @@ class Run:
         return self.checkpointer.step()
 
     def report(self) -> None:
-        """Write this rank's digests and counts."""
+        """Write the digests and counts of this rank."""
         used: dict[tuple[int, int], str] = {}
         for line in (self.folder / f"used-{self.world.rank}").read_text().splitlines():
             step, turn, _, samples = line.split(" ", 3)

@@ -1,4 +1,4 @@
-"""Take the pictures of docs/index.md again: ``make gallery``. Takes two minutes and needs headless Chromium.
+"""Retake the screenshots of docs/index.md: ``make gallery``. Takes two minutes and needs headless Chromium.
 
     scripts/gallery.py               all of them, into docs/pictures/gallery
     scripts/gallery.py explain top   some of them
@@ -27,7 +27,7 @@ PICTURES = ROOT / "docs" / "pictures" / "gallery"
 COMMAND = [sys.executable, "-m", "paceline"]
 COLUMNS = 150
 LETTER, LINE, MARGIN = 8.43, 20, 16
-"""Width of a 14-pixel letter, height of a line, and margin, in pixels."""
+"""Width of a letter at font size 14, height of a line, and margin, all in pixels."""
 TIMEOUT_S = 300
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
@@ -49,7 +49,7 @@ for _ in range(100_000):
 
 
 def screenshot(page: Path, out: Path, width: int, height: int) -> None:
-    """Take a picture of the top of `page`, of `width` × `height` pixels."""
+    """Take a screenshot of the top `width` × `height` pixels of `page`."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         raise SystemExit("Chromium is not installed; on Debian, run: apt-get install chromium")
@@ -61,7 +61,7 @@ def screenshot(page: Path, out: Path, width: int, height: int) -> None:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    """Run ``paceline`` in `folder` as on a color terminal, and return its output."""
+    """Run ``paceline`` in `folder` as if on a color terminal, and return its output."""
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
     done = subprocess.run(
         [*COMMAND, *arguments], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, timeout=TIMEOUT_S
@@ -72,7 +72,7 @@ def run(folder: Path, *arguments: str) -> str:
 
 
 def terminal(shown: str, command: str, folder: Path, out: Path) -> None:
-    """Take a picture of a terminal with `command` and its output `shown`."""
+    """Take a screenshot of a terminal with `command` and its output `shown`."""
     lines = Text.from_ansi(f"$ {command}\n\n{shown.strip()}").split()
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, color_system="truecolor", force_terminal=True)
@@ -87,36 +87,36 @@ def terminal(shown: str, command: str, folder: Path, out: Path) -> None:
 
 
 def explain(folder: Path, out: Path) -> None:
-    """Take the page of a training step."""
+    """Take a screenshot of the page about a training step."""
     run(folder, "explain", "workflow", "--out", "workflow.html")
     screenshot(folder / "workflow.html", out, 1200, 740)
 
 
 def profile(folder: Path, out: Path) -> None:
-    """Take the report of a job with a slow rank."""
+    """Take a screenshot of the profile report of a job with a slow rank."""
     (folder / "train.py").write_text(SLOW_RANK)
     run(folder, "profile", "--nproc", "2", "--steps", "60", "--out", "report", "train.py")
     screenshot(folder / "report" / "report.html", out, 1200, 900)
 
 
 def compare(folder: Path, out: Path) -> None:
-    """Take the tables of a comparison."""
+    """Take a screenshot of the tables of a comparison."""
     arguments = ("compare", "--nproc", "2", "digits")
     terminal(run(folder, *arguments), f"paceline {' '.join(arguments)}", folder, out)
 
 
 def bench(folder: Path, out: Path) -> None:
-    """Take the times of collectives."""
+    """Take a screenshot of timed collectives."""
     arguments = ("bench", "collectives", "--nproc", "2", "--ops", "all_reduce", "--sizes", "4K,64K,1M")
     terminal(run(folder, *arguments), f"paceline {' '.join(arguments)}", folder, out)
 
 
 def top(folder: Path, out: Path) -> None:
-    """Take the view of a running job with a slow rank."""
+    """Take a screenshot of ``paceline top`` during a job with a slow rank."""
     (folder / "train.py").write_text(SLOW_RANK)
     job = subprocess.Popen([*COMMAND, "run", "--nproc", "2", "train.py"], cwd=folder)
     try:
-        time.sleep(15)  # for some hundred steps, because the view shows their average
+        time.sleep(15)  # several hundred steps, because the view shows moving averages
         shown = run(folder, "top", "--job", str(job.pid))
     finally:
         job.send_signal(signal.SIGINT)
@@ -134,7 +134,7 @@ TAKEN: dict[str, Callable[[Path, Path], None]] = {
 
 
 def main() -> int:
-    """Take the pictures named on the command line, or all of them."""
+    """Take the screenshots named on the command line; by default all."""
     parser = argparse.ArgumentParser(prog="gallery", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(TAKEN)}; by default all")
     parser.add_argument("--out", type=Path, default=PICTURES, help="the folder of the pictures")

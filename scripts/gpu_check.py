@@ -1,16 +1,16 @@
-"""Checks Paceline's DistributedDataParallel on the GPUs of this machine, and compares it with torch's.
+"""Checks Paceline's DistributedDataParallel on the GPUs of this machine, and compares it with torch DDP.
 
-    python scripts/gpu_check.py --json result.json       # all parts; about 15 minutes on one H100
+    python scripts/gpu_check.py --json result.json       # all parts, about 15 minutes on one H100
     python scripts/gpu_check.py --part one stand-in      # some parts, each less than ten minutes
     python scripts/gpu_check.py --part share/abort       # one check
     python scripts/gpu_check.py --list
-    python scripts/gpu_check.py --cpu                    # the same with tiny sizes on the CPU, to test the script
+    python scripts/gpu_check.py --cpu                    # tiny sizes on the CPU, to test the script
 
-Runs from the source tree; only the package's dependencies have to be installed. Weights are random, and no network is
-needed. Each check runs in separate processes with a time limit. With a single rank, buckets are forced on. The report
-at the end shows all results; send it to us with the JSON.
+Run it from the source tree, with Paceline's dependencies installed. It uses random weights and needs no network. Each
+check runs in separate processes and has a time limit. Buckets are used even on a single rank. The report at the end
+shows all results; send it to us with the JSON.
 
-Exit code: 0 if no check failed, 1 if one failed, 2 without a GPU or for a wrong command, 130 after Ctrl-C.
+Exit code: 0 if all checks passed, 1 if a check failed, 2 without a GPU or after a usage error, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for the shared comparisons and trainings
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for code that is shared with the tests
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
@@ -44,7 +44,7 @@ def run_all(checks: Sequence[Check], setting: children.Setting, results: list[Re
         start = time.monotonic()
         left = PART_SECONDS - used[check.part]
         if left < 20:
-            reason = f"the ten minutes for {check.part!r} are over; run --part {check.path}"
+            reason = f"the ten minutes for {check.part!r} are used up; run --part {check.path}"
             rows, log = [not_run(check.name, reason)], ""
         else:
             rows, log = children.run(check, setting, min(check.seconds, left - children.KILL_AFTER_S))

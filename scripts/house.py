@@ -31,13 +31,13 @@ BUDGET = Path(__file__).with_name("budget.json")
 FOLDER_ENTRIES, TOP_ENTRIES, FILE_LINES, FUNCTION_LINES = 12, 16, 300, 60
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 ACCEPTED_BASES = frozenset({"Exchange", "TorchMembers", "SyncControl", "Delegating", "Verbatim"})
-"""Bases of a single class that are older than this rule; do not add to the list."""
+"""Base classes with a single subclass from before this rule. Do not add to the list."""
 PUBLIC_MODULES = ("", ".checkpoint", ".compression", ".data", ".ddp", ".nn", ".optim", ".testing", ".train")
 
 
 @cache
 def code_lines(path: Path) -> int:
-    """Return the lines of a file that are not blank, comment or docstring."""
+    """Return the number of lines of code in a file."""
     source = path.read_text("utf-8")
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -49,12 +49,12 @@ def code_lines(path: Path) -> int:
 
 
 def folder_lines(folder: Path) -> int:
-    """Return the lines of code below `folder`."""
+    """Return the number of lines of code below `folder`."""
     return sum(code_lines(path) for path in folder.rglob("*.py"))
 
 
 def public_names() -> dict[str, Any]:
-    """Return the objects in ``__all__`` of the public modules, except modules."""
+    """Return the objects in ``__all__`` of the public modules, leaving out modules."""
     modules = [import_module(f"paceline{suffix}") for suffix in PUBLIC_MODULES]
     names = {name: getattr(module, name) for module in modules for name in module.__all__}
     return {name: value for name, value in names.items() if not inspect.ismodule(value)}
@@ -82,13 +82,13 @@ def options() -> int:
 
 
 def environment_variables() -> int:
-    """Return the number of environment variables that the source names."""
+    """Return the number of environment variables that appear in the source."""
     text = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
     return len(set(re.findall(r"PACELINE_[A-Z_]*[A-Z]", text)))
 
 
 def measured() -> dict[str, int]:
-    """Return the current value of each number in the budget."""
+    """Return the current value of each number that has a budget."""
     src = ROOT / "src"
     numbers = {path.name: folder_lines(path) for path in sorted(SOURCE.iterdir()) if any(path.rglob("*.py"))}
     tools = numbers.pop("tools")
@@ -109,7 +109,7 @@ def measured() -> dict[str, int]:
 
 
 def over_budget(numbers: dict[str, int], budget: dict[str, int]) -> Iterator[str]:
-    """Name what exceeds its budget, has none, or no longer exists."""
+    """Yield a fault for each number that exceeds its budget, has no budget, or no longer exists."""
     for name in sorted(numbers.keys() | budget.keys()):
         if name not in budget:
             yield f"budget.json has no number for {name!r}, which has {numbers[name]:,}; add one and give the reason"
@@ -123,9 +123,9 @@ def over_budget(numbers: dict[str, int], budget: dict[str, int]) -> Iterator[str
 
 
 def full_folders() -> Iterator[str]:
-    """Name folders with too many entries."""
+    """Yield a fault for each folder with too many entries."""
     for folder in (SOURCE, *(path for path in SOURCE.rglob("*") if path.is_dir())):
-        # git leaves empty folders behind after source files have moved.
+        # Ignore empty folders, which git leaves behind when files are moved.
         entries = [
             path
             for path in folder.iterdir()
@@ -139,7 +139,7 @@ def full_folders() -> Iterator[str]:
 
 
 def faults_of(path: Path) -> Iterator[str]:
-    """Name a file that is too long, and its functions that are too long."""
+    """Yield a fault if a file is too long, and for each of its functions that is too long."""
     if (lines := code_lines(path)) > FILE_LINES:
         yield f"{path}: {lines} lines of code, at most {FILE_LINES}; give its second noun a file"
     tree = ast.parse(path.read_text("utf-8"))
@@ -151,7 +151,7 @@ def faults_of(path: Path) -> Iterator[str]:
 
 
 def single_use_bases() -> Iterator[str]:
-    """Name classes that are only the base of one other class, except protocols and abstract classes."""
+    """Yield a fault for each class that is only the base of one other class, unless it is a protocol or abstract."""
     defined: Counter[str] = Counter()
     subclasses: Counter[str] = Counter()
     used = set(ACCEPTED_BASES)
@@ -165,7 +165,7 @@ def single_use_bases() -> Iterator[str]:
                     used.add(node.name)
             elif isinstance(node, ast.Call):
                 used.add(ast.unparse(node.func).split(".")[-1])
-                # A class passed as an argument is also used: Typer(cls=Commands).
+                # A class that is passed as an argument counts as used: Typer(cls=Commands).
                 used.update(keyword.value.id for keyword in node.keywords if isinstance(keyword.value, ast.Name))
     for name in sorted(defined.keys() - used):
         if subclasses[name] == 1 and defined[name] == 1:
@@ -173,7 +173,7 @@ def single_use_bases() -> Iterator[str]:
 
 
 def main() -> int:
-    """Print every fault; returns 1 if there is one."""
+    """Print all faults. Return 1 if there are any."""
     sys.path.insert(0, str(ROOT / "src"))
     numbers, budget = measured(), json.loads(BUDGET.read_text("utf-8"))
     if "--table" in sys.argv:

@@ -22,7 +22,7 @@ PARTS = {"source": ROOT / "src", "docs": ROOT / "docs", "README": ROOT / "README
 PHRASES = re.compile(
     "|".join(
         (
-            # a clause in place of a noun, a condition or a participle
+            # a clause that should be a noun, a condition or a participle
             r"\bwhat(?:ever)? (?:is|was|are|it|they|a|the|this|has|can|came|each|others|users|one|no|ranks|must)\b",
             r"\b[Ww]here (?:it|an?|the|this|that|no|some|they|users|ranks|all|one|nobody|there|you|each|others|its)\b",
             r"\b[Tt]hose (?:that|of|which|who|whose|in|from|with|on)\b",
@@ -44,14 +44,14 @@ PHRASES = re.compile(
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
-    """Yield the strings that are whole statements."""
+    """Yield strings that are statements by themselves, such as docstrings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value
 
 
 def python_texts(source: str) -> Iterator[tuple[int, str]]:
-    """Yield docstrings, messages of raised errors and comments, each with its line."""
+    """Yield the docstrings, error messages and comments of a file with their line numbers."""
     tree = ast.parse(source)
     for docstring in docstrings(tree):
         yield docstring.lineno, str(docstring.value)
@@ -66,7 +66,7 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
 
 
 def markdown_texts(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines of prose and tables, without code and link targets."""
+    """Yield the lines of text and tables, without code blocks and link targets."""
     prose = re.sub(r"<!--.*?-->|```.*?```", lambda block: "\n" * block.group().count("\n"), source, flags=re.DOTALL)
     for number, line in enumerate(prose.splitlines(), 1):
         if line.strip() and not line.startswith(("    ", "|--", "|:-")):
@@ -74,7 +74,7 @@ def markdown_texts(source: str) -> Iterator[tuple[int, str]]:
 
 
 def texts(part: Path) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a file or folder, each with its place."""
+    """Yield the texts of a file or folder with their locations."""
     for path in [part] if part.is_file() else sorted(part.rglob("*")):
         if path.suffix in (".py", ".md"):
             read = python_texts if path.suffix == ".py" else markdown_texts

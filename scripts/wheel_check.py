@@ -3,7 +3,7 @@
 1. The sdist contains every file of the repository.
 2. The wheel is built from the sdist alone, and its metadata contain the README. It is installed with the versions of
    constraints.txt into an environment without access to the source tree.
-3. A newcomer's first commands run in an empty folder: version, env, explain, and a short training.
+3. The first commands of a new user run in an empty folder: version, env, explain, and a short training.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def run(folder: Path, *command: str) -> str:
-    """Run `command` in `folder`, and return its stdout, which is printed only after a failure."""
+    """Run `command` in `folder`, and return its stdout. Print the output only if the command fails."""
     print("  " + " ".join(command), flush=True)
     done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode != 0:
@@ -56,7 +56,7 @@ def tracked(*folders: str) -> list[str]:
 
 
 def copy_sources(place: Path) -> Path:
-    """Copy only tracked files, because leftovers of an earlier build would get into the sdist."""
+    """Copy only tracked files, so that files from an earlier build do not end up in the sdist."""
     for name in tracked():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, place / name)
@@ -90,7 +90,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def install(wheel: Path, place: Path) -> Path:
-    """Install the wheel into a new environment, and return its folder of commands."""
+    """Install the wheel into a new environment, and return the environment's folder of commands."""
     venv.create(place, with_pip=True)
     commands = place / "bin"
     options = ("--quiet", "--no-compile", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt"))
@@ -99,7 +99,7 @@ def install(wheel: Path, place: Path) -> Path:
 
 
 def use(commands: Path, place: Path) -> None:
-    """Run a newcomer's first commands in an empty folder."""
+    """Run the first commands of a new user in an empty folder."""
     empty = place / "empty"
     empty.mkdir()
     imported = run(empty, str(commands / "python"), "-c", IMPORTED).strip()

@@ -1,4 +1,4 @@
-"""Build the docs site into ``build/site``: ``make docs``. Any warning, such as a link that leads nowhere, fails it."""
+"""Build the docs site into ``build/site``: ``make docs``. Fails on any warning, such as a broken link."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(tree: Path, page: str, text: str, suffix: str = ".md") -> None:
 
 
 def titled(entries: dict[str, str]) -> list[str]:
-    """Return entries of the sidebar with their short titles."""
+    """Return sidebar entries with short titles."""
     return [f"{title} <{page}>" for page, title in entries.items()]
 
 
@@ -47,7 +47,7 @@ def stage_reference(tree: Path) -> None:
 
 
 def stage_notebooks(tree: Path, links: Links) -> str:
-    """Write a page for each notebook; returns their part of the sidebar."""
+    """Write a page for each notebook, and return the sidebar entries of the pages."""
     folder = tree / "notebooks"
     folder.mkdir()
     for notebook in NOTEBOOKS:
@@ -59,7 +59,7 @@ def stage_notebooks(tree: Path, links: Links) -> str:
 
 
 def stage(tree: Path) -> None:
-    """Write the source tree of the site into the folder `tree`, and delete its earlier contents."""
+    """Write the source tree of the site into the folder `tree`, replacing its contents."""
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
     places = pages()
@@ -84,11 +84,11 @@ def stage(tree: Path) -> None:
 
 
 def stage_sources(tree: Path, links: Links) -> None:
-    """Write the pages of linked files, and of the files in linked folders."""
+    """Write pages for linked files, and for the files in linked folders."""
     written: set[str] = set()
     while left := sorted(links.sources - written):
         for path in left:
-            text = source_page(path, ROOT / path)  # only the list of a folder has links
+            text = source_page(path, ROOT / path)  # only pages of folders have links
             page = f"source/{path}"
             write(tree, page, links.rewrite(text, path, page) if (ROOT / path).is_dir() else text)
             written.add(path)

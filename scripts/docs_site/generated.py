@@ -11,7 +11,7 @@ from types import ModuleType
 
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
 OTHERS = "Module, DistributedDataParallel, BaseException, ImportError, Dataset, object"
-"""Bases outside Paceline, whose members are documented elsewhere."""
+"""Base classes outside Paceline, whose members are documented elsewhere."""
 MEMBERS = f"   :members:\n   :inherited-members: {OTHERS}\n"
 
 ORPHAN = "---\norphan: true\n---\n"
@@ -19,7 +19,7 @@ ORPHAN = "---\norphan: true\n---\n"
 
 
 def toctree(caption: str, entries: Iterable[str], hidden: bool = True) -> str:
-    """Return a part of the sidebar, in MyST's Markdown."""
+    """Return a section of the sidebar in MyST Markdown."""
     options = f":caption: {caption}\n" + (":hidden:\n" if hidden else "")
     return "```{toctree}\n" + options + "\n" + "".join(f"{entry}\n" for entry in entries) + "```\n"
 
@@ -38,7 +38,7 @@ def public_names(module: ModuleType) -> list[str]:
 def public_modules(package: ModuleType) -> list[ModuleType]:
     """Return the package and its public modules."""
     values = [getattr(package, name) for name in package.__all__]
-    testing = import_module("paceline.testing")  # which `import paceline` does not load
+    testing = import_module("paceline.testing")  # `import paceline` does not load it
     return [package, *filter(inspect.ismodule, values), testing]
 
 
@@ -64,7 +64,7 @@ def summary(value: object) -> str:
 
 
 def reference_page(module: ModuleType, names: Mapping[str, str]) -> str:
-    """Return the page of `module` in reStructuredText, like the docstrings."""
+    """Return the page of `module`. Like the docstrings, it is in reStructuredText."""
     path = module.__name__
     lines = [path, "=" * len(path), "", ".. highlight:: python", "", f".. automodule:: {path}", "   :no-members:", ""]
     if names:
@@ -84,13 +84,13 @@ def reference_page(module: ModuleType, names: Mapping[str, str]) -> str:
 
 
 def decisions_page(folder: Path) -> str:
-    """Return the index of decisions with their part of the sidebar."""
+    """Return the index of decisions and its sidebar entries."""
     pages = sorted(folder.glob("[0-9]*.md"))
     return (folder / "README.md").read_text("utf-8") + "\n" + toctree("Decisions", [page.stem for page in pages])
 
 
 def measured_by(name: str, scripts: Iterable[Path]) -> str:
-    """Return a link to the benchmark whose name begins the result's name; empty without one."""
+    """Return a link to the benchmark that wrote a result, found by its name; empty if there is none."""
     fitting = [script for script in scripts if name.replace("-", "_").startswith(script.stem)]
     return f"[{script.name}](../benchmarks/{script.name})" if (script := max(fitting, default=None, key=str)) else ""
 
@@ -120,7 +120,7 @@ def benchmarks_page(results: Path) -> str:
 
 
 def source_page(path: str, file: Path) -> str:
-    """Return a page with the text of a linked file, or the list of a linked folder."""
+    """Return a page with the text of a linked file, or a list of the files in a linked folder."""
     if file.is_dir():
         names = sorted(child.name for child in file.iterdir() if child.suffix == ".py")
         return f"{ORPHAN}# {path}\n\n" + "".join(f"- [{name}]({file.name}/{name})\n" for name in names)

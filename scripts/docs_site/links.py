@@ -22,11 +22,11 @@ class Links:
         self.root = root
         # Path in the repository → page.
         self.pages = pages
-        # Linked files and folders without a page; each gets one.
+        # Linked files and folders without a page; a page is generated for each.
         self.sources: set[str] = set()
 
     def rewrite(self, text: str, path: str, page: str) -> str:
-        """Return the Markdown `text` of the file `path` with the links of `page`.
+        """Return the Markdown `text` of the file `path`, with links rewritten for `page`.
 
         A link to a file outside the repository stays, so that Sphinx reports it.
         """
@@ -39,7 +39,7 @@ class Links:
         return LINK_OR_CODE.sub(rewritten, text)
 
     def target(self, target: str, path: str, page: str) -> str:
-        """Return the link on `page` that replaces a link to `target` in the file `path`."""
+        """Return the link to put on `page` in place of a link to `target` in the file `path`."""
         linked = os.path.normpath(PurePosixPath(path).parent / target)
         file = self.root / linked
         if not file.exists():

@@ -11,11 +11,11 @@ from typing import Any
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 PICTURES = {"image/png": "png", "image/svg+xml": "svg"}
-FENCE = "~" * 8  # longer than any in a cell
+FENCE = "~" * 8  # longer than any fence in a cell
 
 
 def text_of(value: str | list[str]) -> str:
-    """Return a text of a notebook, given as a string or a list of lines."""
+    """Return a text from a notebook file, which stores it as a string or a list of lines."""
     return value if isinstance(value, str) else "".join(value)
 
 
@@ -24,7 +24,7 @@ def block(text: str, language: str, classes: str) -> str:
 
 
 def printed(output: dict[str, Any]) -> str:
-    """Return the text of an output without colors."""
+    """Return the text of an output without color codes."""
     if output["output_type"] == "error":
         text = "\n".join(output["traceback"])
     elif output["output_type"] == "stream":
@@ -35,7 +35,7 @@ def printed(output: dict[str, Any]) -> str:
 
 
 def picture(output: dict[str, Any], folder: Path, name: str) -> str | None:
-    """Write the picture of an output into `folder`; returns the file name, or None without a picture."""
+    """Write the picture of an output into `folder`. Return its file name, or None if the output has no picture."""
     for kind, suffix in PICTURES.items():
         if kind in output.get("data", {}):
             content = text_of(output["data"][kind])
@@ -46,7 +46,7 @@ def picture(output: dict[str, Any], folder: Path, name: str) -> str | None:
 
 
 def write_page(notebook: Path, folder: Path, rewrite: Callable[[str], str]) -> None:
-    """Write the page and pictures of `notebook` into `folder`, with links changed by `rewrite`."""
+    """Write the page and pictures of `notebook` into `folder`. `rewrite` converts the links of a text."""
     parts: list[str] = []
     for number, cell in enumerate(json.loads(notebook.read_text("utf-8"))["cells"]):
         source = text_of(cell["source"])

@@ -56,7 +56,7 @@ ABOUT = {
     "comm": "Shared memory",
     "changelog": "Changelog",
 }
-"""The last part of the sidebar; some of its pages are generated."""
+"""The last section of the sidebar. Some of its pages are generated."""
 
 ELSEWHERE = {
     "README.md": "readme",
@@ -69,15 +69,15 @@ ELSEWHERE = {
 """Pages outside ``docs/``."""
 
 FOLDERS = {"docs/decisions": "decisions/index", "benchmarks/results": "benchmarks", "notebooks": "notebooks/index"}
-"""Linked folders, with the page that lists the contents of each."""
+"""Linked folders, and the page that lists the contents of each."""
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def pages() -> dict[str, str]:
-    """Return the site's page, without suffix, for each path in the repository."""
-    files = [path for path in sorted((ROOT / "docs").glob("**/*.md")) if path.name != "README.md"]  # a folder's index
+    """Return a dict from paths in the repository to pages of the site, without suffix."""
+    files = [path for path in sorted((ROOT / "docs").glob("**/*.md")) if path.name != "README.md"]  # index of a folder
     docs = [path.relative_to(ROOT).as_posix() for path in files]
     pages_of_docs = {path: path.removeprefix("docs/").removesuffix(".md") for path in docs}
     ran = {path.relative_to(ROOT).as_posix(): f"notebooks/{path.stem}" for path in NOTEBOOKS}

@@ -1,4 +1,4 @@
-"""Virtual ranks: the same bits on any number of ranks, and the compute check."""
+"""Virtual ranks, which give bit-identical results on any number of ranks, and the compute check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.errors import UsageError, WrongComputation
 from paceline.optim import ShardedOptimizer
 
 SLICES, BATCH, SAMPLES = 4, 16, 42
-"""The last batch of an epoch has 10 samples, so its slices are uneven."""
+"""With these sizes, the last batch of an epoch has 10 samples, so its slices are uneven."""
 
 
 class Net(nn.Module):
@@ -85,7 +85,7 @@ CASES = (
 
 
 class Training:
-    """A loop over slices; with a `group` of one rank, it runs as if the job had one rank."""
+    """A training loop over slices. With a `group` of one rank, it trains as if the job had one rank."""
 
     def __init__(self, place: Place, case: Case, group: Any = None) -> None:
         torch.manual_seed(3)
@@ -101,7 +101,7 @@ class Training:
         self.loader = DataLoader(TensorDataset(data), batch_sampler=sampler)
         self.scaler = GradScaler(place.device.type, enabled=case.dtype is torch.float16)
         self.number, self.repeats = 1, 0
-        """The current step, counted from 1, and the number of repeated slices."""
+        """Current step, starting at 1, and number of slices that were computed again."""
 
     def run(self) -> str:
         """Train, and return the SHA-256 of weights and buffers."""
@@ -142,12 +142,12 @@ def deterministic() -> Iterator[None]:
 
 @cache
 def alone(place: Place) -> Any:
-    """Return a process group of this rank alone; every rank creates all of these groups."""
+    """Return a process group of only this rank. Every rank takes part in creating all of these groups."""
     return [dist.new_group([rank]) for rank in range(place.size)][place.rank]
 
 
 def same_bits(place: Place) -> Iterator[Row]:
-    """These ranks end with the bits of one rank, and one rank always ends with the same bits."""
+    """Training on these ranks is bit-identical to training on one rank, and training on one rank is repeatable."""
     group = alone(place)
     for case in CASES:
         with deterministic():
@@ -164,7 +164,7 @@ def compared(bits: str, expected: str) -> str:
 
 
 def checked(place: Place) -> Iterator[Row]:
-    """A compute check in every step reports only a flipped bit, with its rank, and changes no bits."""
+    """A compute check in every step reports a flipped bit and its rank, has no false alarms and changes no result."""
     for make, name in ((mlp, "MLP"), (cnn, "CNN"), (llama, "Llama")):
         value, right = "", False
         with deterministic():
@@ -176,7 +176,7 @@ def checked(place: Place) -> Iterator[Row]:
             except (UsageError, WrongComputation) as error:
                 value = str(error)
         yield holds(f"{name}, check_compute_every=1, 12 steps: no error, the same bits", value, right)
-        if place.size == 1 or right:  # otherwise ranks may be in different steps
+        if place.size == 1 or right:  # otherwise, ranks may be in different steps
             yield flipped(place, make, name)
     value = "no error: they are deterministic here"
     try:
@@ -188,7 +188,7 @@ def checked(place: Place) -> Iterator[Row]:
 
 
 def flipped(place: Place, make: Callable[[Place], tuple[nn.Module, Tensor]], name: str) -> Row:
-    """Return the error after a flipped bit in step 3, on the rank whose slice that step checks."""
+    """Flip a bit in step 3 on the rank that this step checks, and return the line about the error."""
     bad, message, ranks = 2 % place.size, "no error", tuple[int, ...]()
     training = Training(place, Case(name, make, every=1))
     left = [1]

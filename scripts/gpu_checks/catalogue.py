@@ -12,7 +12,7 @@ from gpu_checks.timing import mlp, resnet50, smollm2
 
 
 class Ranks(Enum):
-    """Number of ranks and their GPUs."""
+    """The number of ranks, and how they use GPUs."""
 
     ONE = "one rank"
     SHARED = "two ranks on one GPU, over Gloo"
@@ -33,9 +33,9 @@ class Check:
     seconds: int = 90
     """Time limit."""
     gib: float = 2.0
-    """Free memory that each GPU needs."""
+    """Memory that must be free on each GPU."""
     joined: bool = True
-    """Whether ``paceline.init()`` is called first."""
+    """Whether ``paceline.init()`` is called before the check."""
 
     @property
     def path(self) -> str:
@@ -44,33 +44,33 @@ class Check:
 
 
 PARTS = {
-    "one": "one rank as it is",
+    "one": "one rank",
     "stand-in": "one rank, with a late collective on a separate stream instead of NCCL",
     "share": "two ranks that share the GPU, over Gloo",
     "syncs": "waits of the host, and kernels of a step",
-    "speed": "speed and host time beside torch's DDP",
+    "speed": "speed and host time compared with torch's DDP",
     "memory": "peak memory in bf16",
     "graphs": "CUDA graphs and torch.compile",
-    "endurance": "200 aborted backwards; wrappers created and discarded",
+    "endurance": "200 aborted backward passes; wrappers created and discarded",
     "failures": "jobs of two ranks that share the GPU: a rank is killed or hangs, or the job gets SIGTERM",
     "hosts": "two ranks that share the GPU, over NCCL, which treats them as two hosts",
-    "several": "the same with a GPU for each rank, over NCCL, and overlap",
+    "several": "the same checks with a GPU for each rank, over NCCL, and overlap",
 }
-"""The parts in their order; each takes less than ten minutes."""
+"""The parts, in execution order. Each takes less than ten minutes."""
 
 NUMBERS = "do not train with this build here; send us the JSON"
-BITS = "do not rely on the same bits with this build here; send us the JSON"
+BITS = "do not rely on bit-identical results with this build here; send us the JSON"
 STREAM = "memory is read or freed too early: do not train with this build; send us the JSON"
 SLOW = "correct but slower than expected; send us the JSON"
 WAITS = "correct but slow: the host waits at the named lines; send us the JSON"
 HANG = "send us the JSON, which has the stacks if it hung"
 GRAPH = "do not capture this kind of step; send us the JSON"
-RESTART = "restart jobs from checkpoints by hand; send us the JSON"
+RESTART = "restart jobs from checkpoints yourself; send us the JSON"
 LEAK = "resources leak: restart long runs from checkpoints, and send us the JSON"
 
 
 def _anywhere(part: str, ranks: Ranks) -> list[Check]:
-    """Return the checks that run on one rank and on several."""
+    """Return the checks for any number of ranks."""
     return [
         Check(part, "equality", one_rank.equality, NUMBERS, ranks),
         Check(part, "check-finite", one_rank.finite, NUMBERS, ranks),
@@ -83,7 +83,7 @@ def _anywhere(part: str, ranks: Ranks) -> list[Check]:
 
 
 def _over_nccl(part: str, ranks: Ranks) -> list[Check]:
-    """Return the checks of NCCL on one rank and on several."""
+    """Return the checks of NCCL for any number of ranks."""
     return [
         Check(part, "own-group", one_rank.own_group, NUMBERS, ranks),
     ]
@@ -97,7 +97,7 @@ def _endurance(part: str, ranks: Ranks) -> list[Check]:
 
 
 def _among(part: str, ranks: Ranks) -> list[Check]:
-    """Return the checks of several ranks."""
+    """Return the checks that need several ranks."""
     checks = [
         Check(part, "one-process", several_ranks.one_process, NUMBERS, ranks),
         Check(part, "sparse", several_ranks.sparse, NUMBERS, ranks),
@@ -116,7 +116,7 @@ def _among(part: str, ranks: Ranks) -> list[Check]:
         *_endurance(part, ranks),
         *_over_nccl(part, ranks),
     ]
-    if ranks is Ranks.HOSTS:  # NCCL uses sockets here, and the ranks' kernels take turns: times mean little
+    if ranks is Ranks.HOSTS:  # times mean little, because NCCL uses sockets and the ranks share a GPU
         return checks
     return [
         *checks,
@@ -162,8 +162,8 @@ CHECKS: Sequence[Check] = (
 
 
 def chosen(parts: Sequence[str]) -> list[Check]:
-    """Return the checks named by `parts`, which are parts or single checks; an empty sequence means all."""
+    """Return the checks that `parts` names, as whole parts or single checks. If it is empty, return all checks."""
     names = {*PARTS, *(check.path for check in CHECKS)}
     if unknown := [part for part in parts if part not in names]:
-        raise ValueError(f"there is no {', '.join(unknown)}; --list shows all names")
+        raise ValueError(f"no part or check is named {', '.join(unknown)}; --list shows all names")
     return [check for check in CHECKS if not parts or check.part in parts or check.path in parts]

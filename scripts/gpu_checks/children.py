@@ -27,9 +27,9 @@ from gpu_checks.rows import NotRun, Place, Row, Verdict, not_run
 from paceline.launch.loopback import LOOPBACK, loopback_store
 
 GRACE_S = 5.0
-"""Time for the other ranks after one ended before the end of the check."""
+"""How long the other ranks may continue after a rank has ended early."""
 KILL_AFTER_S = 5.0
-"""At its time limit a rank writes its stacks and exits; if it does not, it is killed after this time."""
+"""At the time limit, a rank writes its stacks and exits. If it does not, it is killed after this time."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Setting:
     gpus: int
     rounds: int
     catalogue: str = "gpu_checks.catalogue"
-    """The module with ``CHECKS``."""
+    """Name of the module that defines ``CHECKS``."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class RankProcess:
     log: Path
     rows: list[Row] = field(default_factory=list)
     is_complete: bool = False
-    """Whether it reached the end of the check."""
+    """Whether the rank has reached the end of the check."""
 
     def kill(self) -> None:
         """End the rank and its child processes."""
@@ -67,7 +67,7 @@ class RankProcess:
 
 def serve(rank: int, size: int, port: int, path: str, setting: Setting, log: str, seconds: float, pipe: Any) -> None:
     """Run one rank of the check `path`: send its rows, followed by None."""
-    os.setsid()  # a separate process group, so that its children can be ended with it
+    os.setsid()  # in a separate process group, so that it can be killed together with its children
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -91,7 +91,7 @@ def serve(rank: int, size: int, port: int, path: str, setting: Setting, log: str
         pipe.send(None)
         return
     sys.stderr.flush()
-    os._exit(3)  # leaving the world could wait for other ranks
+    os._exit(3)  # a normal exit could wait for other ranks
 
 
 def _be_rank(rank: int, size: int, port: int, check: Check, setting: Setting, pipe: Any) -> None:
@@ -100,7 +100,8 @@ def _be_rank(rank: int, size: int, port: int, check: Check, setting: Setting, pi
     if size > 1:
         numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
         if check.ranks is Ranks.HOSTS:
-            # NCCL refuses two ranks of one host on one GPU, but accepts two hosts, which it connects by sockets.
+            # NCCL does not allow two ranks of the same host on one GPU, so pretend that they are on different hosts,
+            # which it connects with sockets.
             numbers |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank, "NCCL_HOSTID": rank}
         os.environ.update({name: str(number) for name, number in numbers.items()})
         os.environ.update(MASTER_ADDR=LOOPBACK, TORCHELASTIC_USE_AGENT_STORE="True")
@@ -152,7 +153,7 @@ def sizes(check: Check, setting: Setting) -> int:
 
 
 def run(check: Check, setting: Setting, seconds: float) -> tuple[list[Row], str]:
-    """Run a check for at most `seconds`; returns its rows, and the last lines of the output of failed ranks."""
+    """Run a check for at most `seconds`. Return its rows and, after a failure, the last lines of the ranks' output."""
     size = sizes(check, setting)
     if size == 0:
         return [not_run(check.name, "this machine has one GPU, and each rank needs one")], ""
@@ -172,10 +173,10 @@ def run(check: Check, setting: Setting, seconds: float) -> tuple[list[Row], str]
 def started(check: Check, size: int, setting: Setting, folder: str, seconds: float) -> Iterator[list[RankProcess]]:
     """Start the ranks of a check, and end them when the block ends."""
     context = multiprocessing.get_context("forkserver")
-    # The server has loaded torch but not initialized CUDA, so ranks can be forked from it.
+    # Ranks can be forked from the server, because it loads torch without initializing CUDA.
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "gpu_checks.children"])
     ranks: list[RankProcess] = []
-    store = loopback_store()  # so that rank 0 does not have to find a free port
+    store = loopback_store()  # otherwise, rank 0 would need a free port
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -193,7 +194,7 @@ def started(check: Check, size: int, setting: Setting, folder: str, seconds: flo
 
 
 def listen(ranks: list[RankProcess], deadline: float) -> None:
-    """Receive rows until every rank has ended or the time is over."""
+    """Receive rows until every rank has ended or the time is up."""
     talking = {rank.connection: rank for rank in ranks}
     while talking and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(talking), left):
@@ -213,7 +214,7 @@ def listen(ranks: list[RankProcess], deadline: float) -> None:
 
 
 def merged(check: Check, ranks: list[RankProcess], took: float) -> list[Row]:
-    """Return the rows of the check, and a row for each rank that died or ended without a reason."""
+    """Return the rows of the check, and one for each rank that died or ended without giving a reason."""
     rows = merge([rank.rows for rank in ranks], check.name)
     has_said_why = any(row.what == check.name for row in rows)
     for at, rank in enumerate(ranks):
@@ -227,9 +228,9 @@ def merged(check: Check, ranks: list[RankProcess], took: float) -> list[Row]:
 
 
 def merge(answers: list[list[Row]], name: str) -> list[Row]:
-    """Return the rows of rank 0, replaced or completed by rows of other ranks that failed or that rank 0 lacks.
+    """Return the rows of rank 0. A row that failed on another rank, or that rank 0 lacks, is taken from that rank.
 
-    A row with the check's `name` gives the reason why a rank ended early; all different ones are kept.
+    A row named after the check gives the reason why a rank ended early. All distinct reasons are kept.
     """
     rows: list[Row] = []
     ends = [(rank, row) for rank, others in enumerate(answers) for row in others if row.what == name]
@@ -246,7 +247,7 @@ def merge(answers: list[list[Row]], name: str) -> list[Row]:
 
 
 def death(code: int | None) -> str:
-    """Return for example "died of SIGSEGV"."""
+    """Describe the exit code, for example as "died of SIGSEGV"."""
     if code is None:
         return "did not end"
     with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Resource leaks of aborted backwards and of discarded wrappers."""
+"""Resource leaks of aborted backward passes and of discarded wrappers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ WIDTH = 256
 
 @dataclass(frozen=True)
 class Held:
-    """Resources of this process."""
+    """Resources that this process holds."""
 
     tensors: float
     """MiB in use according to PyTorch's allocator."""
     outside: float
-    """MiB of the GPU in use outside PyTorch's allocator, for example by NCCL."""
+    """MiB of GPU memory in use outside of PyTorch's allocator, for example by NCCL."""
     files: int
     threads: int
 
     @classmethod
     def now(cls, place: Place) -> Held:
-        """Count after garbage collection, when the GPU is idle."""
+        """Measure after the GPU is idle and garbage has been collected."""
         place.synchronize()
         gc.collect()
         files, threads = (len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task"))
@@ -44,7 +44,7 @@ class Held:
 
 
 def leaks(what: str, earlier: Held, later: Held, *, outside: float) -> Row:
-    """Return whether resources grew; `outside` is the limit in MiB, since other processes may use the GPU as well."""
+    """Return the line about leaked resources. Other processes may use the GPU, so `outside` MiB are tolerated."""
     growth = Held(*(b - a for a, b in zip(astuple(earlier), astuple(later), strict=True)))
     value = f"tensors {growth.tensors:+.1f} MiB, outside {growth.outside:+.0f} MiB"
     value += f", files {growth.files:+d}, threads {growth.threads:+d}"
@@ -58,7 +58,7 @@ def model_of(place: Place) -> nn.Module:
 
 
 def aborts(place: Place) -> Iterator[Row]:
-    """200 backwards that fail on every rank leak no resources, and the next backward is correct."""
+    """200 backward passes that fail on every rank leak no resources, and the next one is correct."""
     module = model_of(place)
     model = with_buckets(module, bucket_cap_mb=0.3)
     count = place.steps(200, 10)

@@ -1,4 +1,4 @@
-"""Jobs of ``paceline run`` with two ranks on one GPU: a rank is killed or hangs, or the launcher gets SIGTERM."""
+"""Failures of ``paceline run`` jobs with two ranks on one GPU: a rank is killed or hangs, or the job gets SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from gpu_checks.rows import Place, Row, holds, measured
 
 JOB_SECONDS = 75.0
 STEPS = 24
-"""Rank 1 fails in step 13; a checkpoint is written every 5 steps."""
+"""Number of steps. Rank 1 fails in step 13, and a checkpoint is written every 5 steps."""
 
 
 class Job:
-    """A training of ``make chaos`` that has ended."""
+    """A training from ``make chaos``, which runs in the constructor."""
 
     def __init__(self, place: Place, folder: Path, order: str = "", disturbance: str = "", *options: str) -> None:
         settings = {"backend": "gloo", "device": str(place.device), "steps": STEPS, "every": 5}
@@ -45,7 +45,7 @@ class Job:
         return (self.errors.splitlines() or [""])[-1]
 
     def equals(self, other: Job) -> bool:
-        """Return whether all ranks of both jobs ended with the same bits and the same samples."""
+        """Return whether both jobs ended bit-identical on all ranks and used the same samples."""
         return chaos.are_equal(self._case, self.ranks, other.ranks)
 
 
@@ -60,7 +60,7 @@ def folders() -> Iterator[list[Path]]:
 
 
 def nothing_left(job: Job) -> Row:
-    """Return whether the job's processes are gone a few seconds after its end."""
+    """Check that a few seconds after the job, its processes are gone and its checkpoints are complete."""
     deadline = time.monotonic() + 5
     while (left := chaos.leftovers(job.folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -74,7 +74,7 @@ def show(jobs: Sequence[Job], ok: bool) -> None:
 
 
 def continues(place: Place, what: str, order: str = "", disturbance: str = "", *options: str) -> Iterator[Row]:
-    """A job restarts after rank 1 failed in mid-step, and ends with the bits of an undisturbed job."""
+    """A job restarts after rank 1 fails in the middle of a step, and ends bit-identical to an undisturbed job."""
     with folders() as (first, second):
         undisturbed = Job(place, first)
         struck = Job(place, second, order, disturbance, *options)
@@ -101,7 +101,7 @@ def stuck_kernel(place: Place) -> Iterator[Row]:
 
 
 def stopped(place: Place) -> Iterator[Row]:
-    """After SIGTERM to the launcher, the job saves its step and ends; the next run ends with the same bits."""
+    """After SIGTERM to the launcher, the job saves a checkpoint and ends. The resumed job ends bit-identical."""
     with folders() as (first, second):
         undisturbed, struck = Job(place, first), Job(place, second, "", "stop")
         ok = struck.code == 143 and bool(re.search(r"after step \d+ was saved", struck.errors))

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps, and torch.compile. A step that cannot be captured has to be refused by name."""
+"""CUDA graphs of whole steps, and torch.compile. A step that cannot be captured must raise a UsageError."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def batches(place: Place) -> list[Tensor]:
 
 
 def trained(place: Place, wrap: Wrap, *, norm: bool = False, captures: bool = False) -> nn.Module:
-    """Train: warm-up steps on a side stream, and the other steps by replaying a captured one if it `captures`."""
+    """Train on a side stream for the warm-up steps, then by replaying a captured step if `captures`."""
     module = net(place, norm)
     stream = torch.cuda.Stream(place.device) if place.on_gpu else None
     if stream is not None:
@@ -80,7 +80,7 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def eager(model: Any, place: Place) -> None:
-    """Train with all batches and no capture."""
+    """Train on all batches without capturing."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for x in batches(place):
         optimizer.zero_grad()
@@ -89,14 +89,14 @@ def eager(model: Any, place: Place) -> None:
 
 
 def capture_of(name: str, wrap: Wrap, norm: bool = False) -> Callable[[Place], Iterator[Row]]:
-    """Return the check that a step with `wrap` can be captured or is refused by name."""
+    """Return a check that a step with `wrap` can be captured or raises a UsageError."""
 
     def check(place: Place) -> Iterator[Row]:
         what = f"a whole step captured, {name}"
         try:
             module = trained(place, wrap, norm=norm, captures=True)
         except UsageError as error:
-            yield holds(what, f"refused by name: {error}", place.on_gpu)
+            yield holds(what, f"UsageError: {error}", place.on_gpu)
             return
         apart = between(module, trained(place, wrap, norm=norm))
         row = holds(f"{what}: weights differ by", f"{apart:.1e}", apart < 1e-5)
@@ -124,7 +124,7 @@ peer = capture_of("torch DDP, for comparison", TorchDDP)
 
 
 def callables(place: Place) -> Iterator[Row]:
-    """A module graphed by ``make_graphed_callables`` before it is wrapped trains like an eager one."""
+    """A module that goes through ``make_graphed_callables`` and is then wrapped trains like an eager module."""
     module: Any = net(place)
     inner = module.layers
     if place.on_gpu:

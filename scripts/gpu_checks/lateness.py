@@ -1,7 +1,7 @@
-"""Delays a device's work, so that code with a missing wait computes wrong numbers.
+"""Delays a device's work, so that code that fails to wait computes wrong numbers.
 
-On a GPU, autograd hands over a gradient as soon as its kernels are launched. Code that reads it on another stream
-without waiting is correct by chance on an idle GPU, and wrong behind a kernel that sleeps.
+On a GPU, autograd returns a gradient as soon as its kernels are launched. Code that reads the gradient on another
+stream without waiting may happen to work on an idle GPU, but not after a sleeping kernel.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor, nn
 import paceline
 
 CYCLES = 20_000_000
-"""Clock cycles of a sleeping kernel, about 10 ms."""
+"""Clock cycles that a kernel sleeps, about 10 ms."""
 SECONDS_ON_CPU = 0.002
 
 
 class Lateness(Enum):
-    """The delayed work of a backward."""
+    """Which work in backward is delayed."""
 
     NONE = "nothing"
     GRADIENTS = "gradients"
-    """Their kernels are launched but have not run, so code that does not wait for them reads too early."""
+    """Kernels of gradients are launched but have not run, so code that does not wait for them reads too early."""
     OTHER_STREAMS = "other streams"
-    """Their work starts when the training's stream is far ahead, so memory freed too early is overwritten."""
+    """Other streams start when the training stream is far ahead, so memory that is freed too early is overwritten."""
 
 
 def pause(device: torch.device) -> None:
@@ -40,13 +40,13 @@ def pause(device: torch.device) -> None:
 
 
 def delay_other_streams(device: torch.device) -> None:
-    """Put a pause into every stream of PyTorch's pool, to begin when the current stream reaches this point."""
+    """Make every other stream in PyTorch's pool sleep once the current stream reaches this point."""
     if device.type != "cuda":
         return
     current = torch.cuda.current_stream(device)
     here = current.record_event()
     for priority in (0, -1):
-        for _ in range(32):  # PyTorch has 32 streams per priority, and hands them out in turn
+        for _ in range(32):  # PyTorch returns its 32 streams per priority in turn
             stream = torch.cuda.Stream(device, priority=priority)
             if stream != current:
                 with torch.cuda.stream(stream):
@@ -55,14 +55,14 @@ def delay_other_streams(device: torch.device) -> None:
 
 
 def poison(device: torch.device, dtype: torch.dtype) -> None:
-    """Fill memory that has just been freed with NaN, so that a late reader gets NaN."""
+    """Fill memory that has just been freed with NaN, so that a late read returns NaN."""
     numels = (4160, 8320, 4096, 2080)  # sizes of the buckets of :class:`Slow`, and of their parts
     kept = [torch.full((numel,), torch.nan, device=device, dtype=dtype) for numel in numels for _ in range(2)]
     del kept
 
 
 class Late(torch.autograd.Function):
-    """The identity, whose backward overwrites freed memory and delays other work."""
+    """The identity function. Its backward overwrites freed memory and delays other work."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, lateness: Lateness) -> Tensor:
@@ -97,7 +97,7 @@ class Slow(nn.Module):
 
 
 class Fault(Enum):
-    """A wait to omit on purpose, to show that a check detects it."""
+    """A wait that is omitted on purpose, to show that the checks detect it."""
 
     NONE = "no wait is missing"
     LAUNCH = "the stand-in does not wait for the gradients"
@@ -105,10 +105,10 @@ class Fault(Enum):
 
 
 class StandIn:
-    """Replaces a wrapper's all-reduce of buckets on one rank by one that behaves like NCCL between several ranks.
+    """Replaces the all-reduce of buckets on a single rank by an operation that behaves like NCCL on two ranks.
 
-    The all-reduce runs late on a separate stream, after the work of the launching stream, and doubles the bucket: the
-    sum of two equal ranks. On the CPU, a thread does the same. The control block is not affected.
+    It runs late on a separate stream, after the work of the launching stream, and doubles the bucket, as if a second
+    rank had equal gradients. On the CPU, a thread does the same. The control block is not affected.
     """
 
     def __init__(self, model: paceline.DistributedDataParallel, fault: Fault = Fault.NONE) -> None:
@@ -121,7 +121,7 @@ class StandIn:
         self._channel.all_reduce = self.all_reduce  # type: ignore[method-assign]
 
     def all_reduce(self, tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-        """Double a bucket late; pass any other tensor to the channel."""
+        """Double a bucket after a delay; pass any other tensor to the channel."""
         if not any(tensor is bucket.memory for bucket in self._storage.buckets):
             return self._all_reduce(tensor, *arguments, **options)
         self.launched += 1
@@ -131,14 +131,14 @@ class StandIn:
 
 
 class _OnStream:
-    """A doubling that runs late on a separate stream."""
+    """Doubles a tensor after a delay, on a separate stream."""
 
     def __init__(self, tensor: Tensor, stream: torch.cuda.Stream, fault: Fault) -> None:
         self._fault, self._event = fault, torch.cuda.Event()
         if fault is not Fault.LAUNCH:
             stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
-            if fault is not Fault.LAUNCH:  # otherwise it runs before the late gradients
+            if fault is not Fault.LAUNCH:  # without the sleep, it runs before the late gradients
                 torch.cuda._sleep(CYCLES)
             tensor.mul_(2)
             self._event.record(stream)
@@ -148,13 +148,13 @@ class _OnStream:
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Make the current stream wait, but not the host."""
+        """Make the current stream wait without blocking the host."""
         if self._fault is not Fault.READ:
             self._event.wait(torch.cuda.current_stream())
 
 
 class _InThread:
-    """A late doubling by a thread."""
+    """Doubles a tensor after a delay, in a thread."""
 
     def __init__(self, tensor: Tensor, fault: Fault) -> None:
         self._tensor, self._fault = tensor, fault
@@ -164,7 +164,7 @@ class _InThread:
     @torch.no_grad()
     def _run(self) -> None:
         if self._fault is not Fault.LAUNCH:
-            time.sleep(SECONDS_ON_CPU if self._fault is Fault.NONE else 0.1)  # longer than a busy machine may lose
+            time.sleep(SECONDS_ON_CPU if self._fault is Fault.NONE else 0.1)  # longer than delays on a busy machine
         self._tensor.mul_(2)
 
     def is_completed(self) -> bool:

@@ -1,4 +1,4 @@
-"""A Llama, a ResNet and an MLP in plain PyTorch. Each forward returns the loss."""
+"""A Llama, a ResNet and an MLP in plain PyTorch. Their ``forward`` returns the loss."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Llama(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A residual block of three convolutions, the second with stride (He et al., "Deep Residual Learning", 2015)."""
+    """A residual block of three convolutions, with stride in the second (He et al., "Deep Residual Learning", 2015)."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()

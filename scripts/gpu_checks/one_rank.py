@@ -1,4 +1,4 @@
-"""Numbers, the process group, checkpoints, and the start and end of a world; most of it on any number of ranks."""
+"""Numerical results, the process group, checkpoints, and starting and leaving a world. Most need only one rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from paceline.errors import NonFiniteGradient
 
 
 def equality(place: Place) -> Iterator[Row]:
-    """Losses and weights over several steps equal torch DDP's."""
+    """Losses and weights over several steps are as with torch DDP."""
     shape, batch = (SMALL, (4, 128)) if place.on_gpu else (TINY, (2, 8))
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
         ends = []
@@ -60,7 +60,7 @@ def equality(place: Place) -> Iterator[Row]:
 
 
 def own_group(place: Place) -> Iterator[Row]:
-    """The process group "paceline" passes tensors on the GPU to NCCL."""
+    """The "paceline" process group uses NCCL for tensors on the GPU."""
     group = dist.new_group(backend="paceline")
     for device in {torch.device("cpu"), place.device}:
         tensor = torch.full((1000,), float(place.rank + 1), device=device)
@@ -82,7 +82,7 @@ def own_group(place: Place) -> Iterator[Row]:
 
 
 def finite(place: Place) -> Iterator[Row]:
-    """A NaN on one rank is an error on every rank, and the next step is correct."""
+    """A NaN on one rank raises an error on every rank, and the next step is correct."""
     last = place.size - 1
     linear = nn.Linear(4, 4).to(place.device)
     model = with_buckets(linear, check_finite=True)
@@ -90,7 +90,7 @@ def finite(place: Place) -> Iterator[Row]:
     message = "no error"
     try:
         model(x * (float("nan") if place.rank == last else 1.0)).sum().backward()
-        list(model.parameters())  # on a GPU the error may be raised as late as here
+        list(model.parameters())  # on a GPU, the error may not be raised until here
     except NonFiniteGradient as error:
         message = str(error)
     named = f"rank {last}" in message
@@ -132,19 +132,19 @@ def checkpoint(place: Place) -> Iterator[Row]:
 
 
 def shared_folder(place: Place) -> str:
-    """Create a folder for all ranks, which share a host."""
+    """Create a folder that all ranks use; they run on the same host."""
     box: list[Any] = [tempfile.mkdtemp() if place.rank == 0 else None]
     dist.broadcast_object_list(box)
     return str(box[0])
 
 
 def others_of(place: Place) -> list[int]:
-    """Return the GPUs of other ranks."""
+    """Return the indices of the GPUs that this rank does not use."""
     return [at for at in range(torch.cuda.device_count()) if at != place.device.index] if place.on_gpu else []
 
 
 def start(place: Place) -> Iterator[Row]:
-    """``paceline.init()`` finds the device, alone and in the environment of a scheduler."""
+    """``paceline.init()`` selects the right device, with and without the variables of a scheduler."""
     wanted = torch.device("cuda", 0) if place.on_gpu else torch.device("cpu")
     for backend in (None, "paceline"):
         with paceline.init(backend) as world:
@@ -166,7 +166,7 @@ def start(place: Place) -> Iterator[Row]:
 
 
 def leave(place: Place) -> Iterator[Row]:
-    """An error leaves ``with paceline.init()`` soon, even during a collective that cannot complete."""
+    """An error ends ``with paceline.init()`` promptly, even during a collective that cannot complete."""
     began = time.monotonic()
     tensor = torch.ones(1 << 20, device=place.device)
     message = ""

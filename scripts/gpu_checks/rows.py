@@ -1,4 +1,4 @@
-"""The input of a check and its result."""
+"""The arguments and the results of checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Verdict(str, Enum):
-    """The outcome of one line of a check."""
+    """The verdict on one line of a check."""
 
     OK = "ok"
     FAILED = "FAILED"
@@ -20,7 +20,7 @@ class Verdict(str, Enum):
 
 
 class NotRun(Exception):
-    """Raised by a check that cannot run here; its text follows "because"."""
+    """Raised by a check that cannot run here. The report shows the text after "because"."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Row:
     value: str
     verdict: Verdict
     remedy: str = ""
-    """Advice to the user if the line failed; empty for the check's remedy."""
+    """Advice to the user if the line failed. If empty, the advice of the check is shown."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """The numbers in `value`, for programs."""
+    """The numbers in `value`, in machine-readable form."""
 
 
 def holds(what: str, value: str, ok: bool, remedy: str = "", **numbers: float) -> Row:
@@ -47,7 +47,7 @@ def measured(what: str, value: str, **numbers: float) -> Row:
 
 
 def not_run(what: str, reason: str) -> Row:
-    """Return the line of an omitted check; `reason` follows "because"."""
+    """Return the line of a check that was not run. The report shows `reason` after "because"."""
     return Row(what, f"because {reason}", Verdict.NOT_RUN)
 
 
@@ -59,13 +59,13 @@ class Place:
     size: int
     device: torch.device
     rounds: int
-    """Rounds of timing."""
+    """Number of rounds in timings."""
     group: str = ""
-    """The backend that carries gradients: nccl, gloo or paceline."""
+    """The backend that reduces gradients: nccl, gloo or paceline."""
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the check runs on a GPU; on the CPU, sizes are tiny."""
+        """Whether the check runs on a GPU. On the CPU, it uses tiny sizes."""
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:

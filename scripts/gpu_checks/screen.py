@@ -1,4 +1,4 @@
-"""The report that users send us: versions, devices, and a line for each verdict."""
+"""The report that users send us: versions, devices, and all lines with their verdicts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Result:
         return any(row.verdict is Verdict.FAILED for row in self.rows)
 
     def remedy(self, row: Row) -> str:
-        """Return the advice for a line; empty unless it failed."""
+        """Return the advice for a failed line; empty if the line did not fail."""
         return (row.remedy or self.check.remedy) if row.verdict is Verdict.FAILED else ""
 
     def as_json(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def facts(on_gpu: bool) -> dict[str, str]:
 
 
 def asked(*command: str) -> str:
-    """Return a program's output; empty if it does not run."""
+    """Return the output of a program; empty if the program fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

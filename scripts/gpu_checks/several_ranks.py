@@ -1,4 +1,4 @@
-"""Several ranks compared with one process on the whole global batch."""
+"""Comparisons of several ranks with one process that trains on the whole global batch."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ TWINS = {
     "complex, scalar and transposed parameters": twins.Case(twins.Odd),
     "channels last": twins.Case(twins.ChannelsLast),
 }
-"""Comparisons of the test suite, here with small buckets."""
+"""Cases of the test suite, here with small buckets."""
 
 
 def one_process(place: Place) -> Iterator[Row]:
-    """Gradients, including None, and weights equal one process on the whole global batch in every step."""
+    """In every step, gradients (including None) and weights equal one process on the whole global batch."""
     for name, case in TWINS.items():
         options = {"bucket_cap_mb": 0.0002, **case.options}
         try:
@@ -88,7 +88,7 @@ def batch_norm(place: Place) -> Iterator[Row]:
 
 
 def _norms_differ(place: Place, one: nn.Module, sides: tuple[int, ...], dtype: torch.dtype, last: bool) -> float:
-    """Return the largest difference of outputs, gradients and statistics after a step."""
+    """Return the largest difference between outputs, gradients and statistics after a step."""
     generators = [torch.Generator().manual_seed(rank) for rank in range(place.size)]
     parts = [torch.randn(3 + rank, 5, *sides, generator=one) for rank, one in enumerate(generators)]
     ours = paceline.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(one))
@@ -111,7 +111,7 @@ def _norms_differ(place: Place, one: nn.Module, sides: tuple[int, ...], dtype: t
 
 
 def sharded(place: Place) -> Iterator[Row]:
-    """The sharded optimizer gives the weights of the unsharded one, and each rank holds its share of the state."""
+    """The sharded optimizer computes the same weights as an unsharded one, and each rank holds a share of the state."""
     kinds: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
         "foreach": (torch.float32, {"foreach": True}),
         "fused": (torch.float32, {"fused": True}),
@@ -132,7 +132,7 @@ def sharded(place: Place) -> Iterator[Row]:
                 optimizer.step()
                 optimizer.zero_grad()
         error = between(modules[1], modules[0])
-        # Master weights exist because rounding to bfloat16 in every step makes a difference.
+        # Master weights avoid rounding to bfloat16 in every step, so results differ more.
         tolerance = 1e-6 if dtype is torch.float32 else 0.1 if "master_dtype" in settings else 1e-2
         yield holds(f"sharded AdamW, {name}: weights differ by", f"{error:.1e}", error < tolerance)
         yield holds(f"sharded AdamW, {name}: bits alike on all ranks", "", alike(modules[1]))
@@ -146,13 +146,13 @@ def sharded(place: Place) -> Iterator[Row]:
 
 
 def abort(place: Place) -> Iterator[Row]:
-    """After an exception in the middle of backward on one rank or on all, the next step is correct."""
+    """After an exception in the middle of backward, on one rank or on all, the next step is correct."""
     for who, ranks in (("all ranks", range(place.size)), ("the last rank", range(place.size - 1, place.size))):
         module = mlp(place)
         reference = copy.deepcopy(module)
         model = with_buckets(module, bucket_cap_mb=0.01)
         _, mine = rows_of(place, 0, WIDTH)
-        model(mine).backward()  # gives the buckets their final order
+        model(mine).backward()  # so that the buckets get their final order
         model.zero_grad()
         raised = aborted(model, mine, place.rank in ranks)
         model.zero_grad()
@@ -166,7 +166,7 @@ def abort(place: Place) -> Iterator[Row]:
 
 
 def aborted(model: nn.Module, x: Tensor, here: bool) -> bool:
-    """Run a backward that fails on this rank (`here`) or on another; returns whether this rank raised."""
+    """Run a backward pass that fails on this rank if `here`, else on another. Return whether this rank raised."""
 
     def fail(*_: object) -> None:
         raise ArithmeticError("on purpose")
@@ -175,7 +175,7 @@ def aborted(model: nn.Module, x: Tensor, here: bool) -> bool:
     handle = module.layers[1].register_full_backward_hook(fail) if here else None
     try:
         model(x).backward()
-        list(model.parameters())  # on a GPU, another rank's failure may be reported as late as here
+        list(model.parameters())  # on a GPU, another rank's failure may not be raised until here
     except (ArithmeticError, PacelineError):
         return True
     finally:

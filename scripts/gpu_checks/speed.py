@@ -1,4 +1,4 @@
-"""Speed, host time, kernels of a step, overlap and peak memory, relative to torch DDP."""
+"""Speed, host time, kernels per step, overlap and peak memory, compared with torch DDP."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from paceline.ddp.options.buckets import CAPACITY
 from paceline.tools.bench.turns import median_ratio, take_turns
 
 SLOWER = 1.03
-"""Limit of a step's time relative to torch's faster mode; smaller differences are noise."""
+"""Maximum ratio of step times to torch's faster mode. Smaller differences are noise."""
 TORCH = ("torch views", "torch batched")
 
 
 def steps(place: Place, workload: Workload, at_once: int = 2) -> Iterator[Row]:
-    """Whole training steps with fused AdamW; a turn is `at_once` steps, and ends when the GPU is done."""
+    """Time whole training steps with fused AdamW. A turn has `at_once` steps, and ends when the GPU is idle."""
     built = trainees(workload, variants(place), place)
     seconds = step_times(built, place, place.steps(at_once, 1))
     best = min((name for name in TORCH if name in seconds), key=lambda name: statistics.median(seconds[name]))
@@ -41,7 +41,7 @@ def steps(place: Place, workload: Workload, at_once: int = 2) -> Iterator[Row]:
 
 
 def speed_of(workload: Callable[..., Workload], *sizes: int) -> Callable[[Place], Iterator[Row]]:
-    """Return the check of a workload's speed."""
+    """Return a check that times a workload of the given sizes."""
     return lambda place: steps(place, workload(place, *sizes))
 
 
@@ -52,7 +52,7 @@ def host_bound(place: Place) -> Iterator[Row]:
 
 
 def host(place: Place) -> Iterator[Row]:
-    """Time that the wrapper adds to the host's backward, with batches so small that the host is the limit."""
+    """Host time that the wrapper adds to backward, with batches so small that training is host-bound."""
     for workload in (smollm2(place, 16), resnet50(place, 1)):
         built = trainees(workload, variants(place), place)
         parameters = len(list(built["bare"].model.parameters()))
@@ -74,13 +74,13 @@ def host(place: Place) -> Iterator[Row]:
 
 
 def kernels(place: Place) -> Iterator[Row]:
-    """Kernels and copies of one steady step."""
+    """Kernels and copies of one step after warm-up."""
     counts: dict[str, Counter[str]] = {}
     buckets = 0
     workload = smollm2(place, 2048)
     for name, wrap in variants(place).items():
         if not place.on_gpu and name.startswith("torch"):
-            continue  # the number of torch's operators on the CPU is of no use
+            continue  # counting operators on the CPU is not useful for torch DDP
         trainee = Trainee(workload, wrap, place)
         counts[name] = launched(trainee, place)
         if name == "paceline":
@@ -101,7 +101,7 @@ def kernels(place: Place) -> Iterator[Row]:
 
 
 def launched(trainee: Trainee, place: Place) -> Counter[str]:
-    """Count by name the kernels that a steady step launches, or the operators that it calls on the CPU."""
+    """Count, by name, the kernels that a step launches after warm-up. On the CPU, count the operators."""
     for _ in range(place.steps(5, 2)):
         trainee.step()
     place.synchronize()
@@ -115,7 +115,7 @@ def launched(trainee: Trainee, place: Place) -> Counter[str]:
 
 
 def overlap(place: Place) -> Iterator[Row]:
-    """Share of the communication that a backward hides: the part that does not lengthen the step."""
+    """Share of the communication that overlaps with backward, without lengthening the step."""
     for workload in (smollm2(place, 4096), resnet50(place, 64)):
         wraps = {name: wrap for name, wrap in variants(place).items() if not name.endswith("alone")}
         built = trainees(workload, wraps, place)
@@ -161,7 +161,7 @@ def memory(place: Place) -> Iterator[Row]:
         base, free = allocated(place), free_outside(place)
         trainee = Trainee(workload, wrap, place)
         for step in range(place.steps(5, 2)):
-            if step == 3 and place.on_gpu:  # after the buckets got their final layout
+            if step == 3 and place.on_gpu:  # the buckets now have their final layout
                 torch.cuda.reset_peak_memory_stats()
             trainee.step()
         place.synchronize()

@@ -1,7 +1,7 @@
 """Checks on a single GPU that no gradient, bucket or average is read too early.
 
-With one rank, NCCL has no work, so a stand-in on a separate stream replaces it (:mod:`gpu_checks.lateness`). All other
-streams are delayed, and freed memory is overwritten.
+On a single rank, NCCL does nothing, so a stand-in on a separate stream replaces it (:mod:`gpu_checks.lateness`). All
+other streams are delayed, and freed memory is overwritten.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gpu_checks.wrapping import COMPRESSORS, between, compress, difference, with
 
 Register = Callable[[paceline.DistributedDataParallel], Any]
 CAPACITY_MB = 0.02
-"""One bucket per layer of :class:`Slow`."""
+"""Bucket size that gives :class:`Slow` one bucket per layer."""
 SIDES = {False: "the default stream", True: "a side stream"}
 
 
 def inputs(place: Place, rank: int) -> list[Tensor]:
-    """Return the batches of `rank`."""
+    """Return the training batches of `rank`."""
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(32, 64, generator=generator).to(place.device) for _ in range(place.steps(6, 2))]
 
@@ -38,7 +38,7 @@ def slow(place: Place, lateness: Lateness, dtype: torch.dtype = torch.float32) -
 
 
 def train(place: Place, model: nn.Module, batches: Sequence[Tensor], rate: float, *, waits: bool) -> Tensor:
-    """Train, and return the weights; if it `waits`, wait for the device after every call."""
+    """Train, and return the weights. With `waits`, wait for the device after every call."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     for x in batches:
         model(x).backward()
@@ -58,7 +58,7 @@ def expected_weights(place: Place, rate: float) -> Tensor:
 
 
 def late_weights(place: Place, rate: float, *, stand_in: bool, side: bool, fault: Fault = Fault.NONE) -> Tensor:
-    """Return the weights after the same training with the wrapper, with delays and without waiting."""
+    """Return the weights after the same training with the wrapper, with delays and no waits of the host."""
     model = with_buckets(slow(place, Lateness.GRADIENTS), bucket_cap_mb=CAPACITY_MB)
     replaced = StandIn(model, fault) if stand_in else None
     batches = inputs(place, place.rank)
@@ -73,7 +73,7 @@ def late_weights(place: Place, rate: float, *, stand_in: bool, side: bool, fault
 
 
 def late_gradients(place: Place) -> Iterator[Row]:
-    """Delayed kernels change no weights with the NCCL of a single rank."""
+    """Delayed gradients do not change the weights when training with NCCL."""
     expected = expected_weights(place, 0.1)
     for side, name in SIDES.items():
         error = difference([late_weights(place, 0.1, stand_in=False, side=side)], [expected])
@@ -81,8 +81,8 @@ def late_gradients(place: Place) -> Iterator[Row]:
 
 
 def doubled(place: Place) -> Iterator[Row]:
-    """A late collective on a separate stream changes no weights; if a wait is left out, it does."""
-    expected = expected_weights(place, 0.2)  # gradients are sums over two equal ranks
+    """A late collective on a separate stream does not change the weights, unless a wait is left out."""
+    expected = expected_weights(place, 0.2)  # twice the rate, because the stand-in doubles gradients
     for side, name in SIDES.items():
         error = difference([late_weights(place, 0.1, stand_in=True, side=side)], [expected])
         yield holds(f"stand-in for NCCL, training in {name}: weights differ by", f"{error:.1e}", error < 1e-5)
@@ -99,7 +99,7 @@ def doubled(place: Place) -> Iterator[Row]:
 def hooked(
     place: Place, register: Register, lateness: Lateness, dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, Any]:
-    """Train with a communication hook; without delays, wait for the device after every call."""
+    """Train with a communication hook. Without delays, wait for the device after every call."""
     model = with_buckets(slow(place, lateness, dtype), bucket_cap_mb=CAPACITY_MB)
     state = register(model)
     batches = [x.to(dtype) for x in inputs(place, place.rank)]
@@ -110,7 +110,7 @@ def hooked(
 
 
 def compressors(place: Place) -> Iterator[Row]:
-    """Weights and residuals are equal with any delay, although freed memory is overwritten."""
+    """Delays do not change weights or residuals, even though freed memory is overwritten."""
     for kind in COMPRESSORS:
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
             register = partial(compress, kind=kind)
@@ -130,7 +130,7 @@ def residuals(state: Any) -> list[Tensor]:
 
 
 def early_free(place: Place) -> Row:
-    """Return whether a hook that frees memory before its stream has read it changes the weights."""
+    """Check, as a negative control, that a hook that frees memory too early changes the weights."""
     what = "negative control, a hook frees memory that its stream still reads: weights differ by"
     if not place.on_gpu:
         return not_run(what, "a CPU has one stream")
@@ -148,7 +148,7 @@ def early_free(place: Place) -> Row:
 
 
 def copies_late(_state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Copy a bucket aside and back on another stream without `record_stream`."""
+    """Copy a bucket, and copy it back on another stream without calling `record_stream`."""
     flat_bucket = bucket.buffer()
     aside = flat_bucket.clone()
     stream = torch.cuda.Stream(flat_bucket.device)

@@ -1,4 +1,4 @@
-"""Checks with CUDA's sync debug mode whether a steady step makes the host wait for the GPU."""
+"""Checks with CUDA's sync debug mode whether a step makes the host wait for the GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Step = Callable[[], None]
 
 
 def waits(place: Place, step: Step) -> Counter[str]:
-    """Count the host's waits in :data:`STEPS` steps by file and line."""
+    """Run :data:`STEPS` steps, and count the host's waits by file and line."""
     if not place.on_gpu:
         step()
         return Counter()
@@ -39,11 +39,11 @@ def waits(place: Place, step: Step) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train."""
+    """A training step to check."""
 
     name: str
     most: int | None = 0
-    """Greatest number of waits per step; None for no limit."""
+    """Maximum number of waits per step; None for no limit."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the wrapper."""
     compressor: str = ""
@@ -62,7 +62,7 @@ CASES = (
 
 
 def steady(place: Place, case: Case) -> Step:
-    """Return a step of `case` after its warm-up."""
+    """Return the training step of `case`, after warm-up."""
     shape = SMALL if place.on_gpu else TINY
     module = llama(place, shape, torch.bfloat16)
     model: Any = torch_views(module) if case.name == "torch DDP" else with_buckets(module, **case.options)
@@ -92,13 +92,13 @@ def steady(place: Place, case: Case) -> Step:
 
 
 def described(lines: Counter[str]) -> str:
-    """Return for example "2 per step: backward.py:165 (2)"."""
+    """Describe the waits, for example as "2 per step: backward.py:165 (2)"."""
     places = ", ".join(f"{where} ({count / STEPS:g})" for where, count in lines.most_common(5))
     return f"{lines.total() / STEPS:g} per step" + (f": {places}" if places else "")
 
 
 def syncs(place: Place) -> Iterator[Row]:
-    """Steady steps do not make the host wait."""
+    """After warm-up, steps do not make the host wait."""
     number = torch.ones(1, device=place.device)
     control = Case("negative control: tensor.item()")
     lines = waits(place, lambda: print(end="" if number.item() else "0"))

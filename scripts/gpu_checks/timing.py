@@ -1,4 +1,4 @@
-"""Timed workloads: their variants take turns within a round, and medians are compared."""
+"""Timed workloads. In each round, variants run in turn; medians over rounds are compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.tools.bench.turns import take_turns
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, this rank's batch, and whether the forward runs under bf16 autocast."""
+    """A model, this rank's batch, and whether to use bf16 autocast in forward."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -71,7 +71,7 @@ def mlp(place: Place, layers: int, width: int, batch: int) -> Workload:
 
 
 class Trainee:
-    """A variant of a workload: a wrapped model with its optimizer."""
+    """One variant of a workload: a wrapped model with its optimizer."""
 
     def __init__(self, workload: Workload, wrap: Wrap, place: Place) -> None:
         self._place, self._autocast = place, workload.autocast
@@ -99,7 +99,7 @@ class Trainee:
         return (time.perf_counter() - start) / steps
 
     def host_timed(self) -> float:
-        """Return the host's seconds for a backward that finds the GPU idle."""
+        """Return the host time in seconds of a backward pass that starts while the GPU is idle."""
         loss = self.forward()
         self._place.barrier()
         start = time.perf_counter()
@@ -120,7 +120,7 @@ def step_times(built: Mapping[str, Trainee], place: Place, steps: int) -> dict[s
 
 
 def host_times(built: Mapping[str, Trainee], place: Place) -> dict[str, list[float]]:
-    """Return the host's seconds in a backward of each variant, by round."""
+    """Return the host time in seconds of a backward pass of each variant, by round."""
     rounds = place.rounds * place.steps(5, 1)
     turns = {name: trainee.host_timed for name, trainee in built.items()}
     return take_turns(turns, rounds, warm_up=place.steps(5, 1), rotated=True)

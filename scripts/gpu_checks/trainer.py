@@ -1,4 +1,4 @@
-"""The Trainer: every precision compared with a plain loop, and resumed runs."""
+"""Checks of the Trainer: comparisons with a plain loop in every precision, and resumed runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run_of(place: Place, precision: str, **options: Any) -> trainings.Run:
-    """Return a training of three epochs with a short last batch and gradients that fit into fp16."""
+    """Return a training run of three epochs with a short last batch, and gradients in the range of fp16."""
     settings = trainings.Settings(epochs=3, clip_norm=0.5, precision=precision, show_progress=False, **options)
     return trainings.Run(settings, dtype=torch.float32, evaluate=True, device=place.device, loss_factor=1 / 64)
 
@@ -50,7 +50,7 @@ def plain_loop(run: trainings.Run, dtype: torch.dtype | None) -> nn.Module:
 
 
 def precisions(place: Place) -> Iterator[Row]:
-    """Weights and evaluations equal a plain loop in each precision."""
+    """In each precision, weights and evaluation results are as with a plain loop."""
     for precision, tolerance in (("fp32", 1e-5), ("bf16", 3e-2), ("fp16", 1e-2)):
         run = run_of(place, precision)
         outcome = trainings.train(place, run)
@@ -74,7 +74,7 @@ def evaluated(run: trainings.Run, module: nn.Module, dtype: torch.dtype | None) 
 
 
 def resumed(place: Place) -> Iterator[Row]:
-    """An interrupted and resumed run ends with the bits of an uninterrupted one, also with dropout."""
+    """A run with dropout that is interrupted and resumed is bit-identical to an uninterrupted run."""
     for precision in DTYPES:
         folder = shared_folder(place)
         saved: dict[str, Any] = {"checkpoint_dir": folder, "checkpoint_every": 1}

@@ -1,4 +1,4 @@
-"""Wrappers of torch and Paceline side by side, compressors, and comparisons of results."""
+"""Helpers of the checks: wrappers of torch and Paceline, compressors, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ COMPRESSORS: dict[str, Callable[[Any], compression.Compressor]] = {
 
 
 def torch_views(module: nn.Module, **options: Any) -> nn.Module:
-    """Wrap with torch DDP, whose gradients are views of its buckets."""
+    """Wrap with torch DDP, with gradients as views of buckets."""
     return TorchDDP(module, gradient_as_bucket_view=True, **options)
 
 
 def with_buckets(module: nn.Module, **options: Any) -> paceline.DistributedDataParallel:
-    """Wrap with Paceline, with buckets and collectives even on a single rank."""
+    """Wrap with Paceline's wrapper, using buckets and collectives even on a single rank."""
     model = paceline.DistributedDataParallel(module, **options)
     model._engine.connected()
     return model
@@ -53,7 +53,7 @@ def bucket_bytes(model: nn.Module) -> list[int]:
 
 
 def variants(place: Place) -> dict[str, Wrap]:
-    """Return the wrappers that are timed side by side."""
+    """Return the wrappers to compare, by name."""
     wraps: dict[str, Wrap] = {"bare": lambda module: module, "torch views": torch_views}
     if "batched_grad_copy" in inspect.signature(TorchDDP.__init__).parameters:
         wraps["torch batched"] = partial(torch_views, batched_grad_copy=True)
@@ -64,7 +64,7 @@ def variants(place: Place) -> dict[str, Wrap]:
 
 
 def llama(place: Place, shape: Shape, dtype: torch.dtype) -> Llama:
-    """Return a model with the same random weights on every rank and in every call."""
+    """Return a model with random weights, which are the same on every rank and in every call."""
     torch.manual_seed(0)
     with torch.device(place.device):
         return Llama(shape).to(dtype)
@@ -89,7 +89,7 @@ def gradient_of(tensor: Tensor) -> Tensor:
 
 
 def difference(ours: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """Return the largest difference, relative to the largest element of the expected tensor; infinite for NaN."""
+    """Return the largest difference relative to the largest expected element of the same tensor; infinite for NaN."""
     worst = 0.0
     for a, b in zip(ours, expected, strict=True):
         a, b = a.detach().double(), b.detach().double()
@@ -110,7 +110,7 @@ def gradients_differ(ours: nn.Module, expected: nn.Module) -> float:
 
 
 def alike(module: nn.Module) -> bool:
-    """Return whether all ranks have the same bits."""
+    """Return whether the module is bit-identical on all ranks."""
     return same_everywhere(weights_sha256(module))
 
 

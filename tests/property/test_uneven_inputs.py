@@ -269,8 +269,8 @@ def normalized_with_strangers(world: World) -> str:
 
 def test_layers_over_more_ranks_than_the_wrapper_are_refused_at_the_start(pools: Pools) -> None:
     messages = pools.run(4, normalized_with_strangers)
-    assert "SyncBatchNorm 'norm' computes together with ranks [2, 3]" in messages[0]
-    assert "SyncBatchNorm 'norm' computes together with ranks [0, 1]" in messages[3]
+    assert "SyncBatchNorm 'norm' communicates with ranks [2, 3]" in messages[0]
+    assert "SyncBatchNorm 'norm' communicates with ranks [0, 1]" in messages[3]
 
 
 def two_models(world: World) -> None:

@@ -34,8 +34,8 @@ def shared(entry: Registered, keep: bool = True) -> Capture:
     """Return the state of a shared object, with full DTensors if `keep` is true, otherwise with this rank's parts."""
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
-        whole = whole_of(tensor)  # a collective
-        return whole if keep else local_of(tensor)
+        full_tensor = whole_of(tensor)  # a collective
+        return full_tensor if keep else local_of(tensor)
 
     encoder = Encoder(gathered)
     return Capture({entry.name: entry.capture(encoder)}, encoder.tensors, encoder.aliases)

@@ -212,10 +212,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """
         world, entries = self._world(), list(self._registered.values())
         self._finish(world)  # only one save is written at a time
-        order, taken = capture_all(world, step, entries, lambda: self._keep.note(notes.check(metadata, protect)))
+        order, captured = capture_all(world, step, entries, lambda: self._keep.note(notes.check(metadata, protect)))
         if world.rank != 0:
-            captures.hand_over(taken[-1])
-        path = consensus.decide(world, lambda: str(self._rank_0s.save(order, taken)))
+            captures.hand_over(captured[-1])
+        path = consensus.decide(world, lambda: str(self._rank_0s.save(order, captured)))
         self._in_flight = self._saves_in_background
         if not self._in_flight:
             self.due.written()

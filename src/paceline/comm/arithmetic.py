@@ -64,8 +64,8 @@ def reduce_into(
     count, dtype = parts[0].numel(), parts[0].dtype
     length = max(1, PIECE_BYTES // dtype.itemsize)
     # With two parts, the only sum is written directly to its target, so no partial sum is kept.
-    kept = len(parts).bit_length() if len(parts) > 2 else 0
-    scratch = [torch.empty(min(length, count), dtype=dtype, device=parts[0].device) for _ in range(kept)]
+    depth = len(parts).bit_length() if len(parts) > 2 else 0
+    scratch = [torch.empty(min(length, count), dtype=dtype, device=parts[0].device) for _ in range(depth)]
     if count <= length:  # a single piece does not need to be sliced
         _reduce_piece(results, parts, scratch, op, scale)
         return

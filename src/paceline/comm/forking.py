@@ -59,8 +59,8 @@ def _hold() -> None:
     This runs before the fork because hooks registered earlier, such as logging's, run first in the child. Their
     allocations may start a garbage collection, which would destroy an unreferenced group.
     """
-    known = get_known_groups()
-    _held.append([*_groups, *known, *known.values()])
+    known_groups = get_known_groups()
+    _held.append([*_groups, *known_groups, *known_groups.values()])
 
 
 def _let_go() -> None:
@@ -69,5 +69,5 @@ def _let_go() -> None:
 
 def _keep_all() -> None:
     """In a child, keep the held groups and stores forever, even at exit."""
-    for kept in _held.pop():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    for reference in _held.pop():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(reference))

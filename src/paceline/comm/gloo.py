@@ -29,10 +29,10 @@ _ROOT = 0
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> ProcessGroupGloo:
     """Connect this rank with the others; all of them call this. Error messages call rank r ``names[r]``."""
     try:
-        before = own_sockets()
+        previous = own_sockets()
         group = ProcessGroupGloo(store, rank, size, timeout)
         if size > 1 and is_private(store):  # on one host
-            _check_no_stranger(own_sockets() - before, names[rank])
+            _check_no_stranger(own_sockets() - previous, names[rank])
         store.set(f"connected/{rank}", "")
         return group
     except CommunicationError:
@@ -93,23 +93,23 @@ def own_sockets() -> set[int]:
 
 def connections(*tables: str) -> list[Connection]:
     """Return the TCP sockets in this network namespace that a process holds, from ``tcp`` and ``tcp6`` or `tables`."""
-    found = []
+    lines = []
     for table in tables or ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # a kernel without IPv6
             for line in _LINE.finditer(Path("/proc/net", table).read_text()):
                 local, remote, state, user, inode = line.groups()
-                found.append(Connection(local, remote, state, int(user), int(inode)))
-    return found
+                lines.append(Connection(local, remote, state, int(user), int(inode)))
+    return lines
 
 
 def find_stranger(sockets: set[int], user: int) -> tuple[int, int] | None:
     """Return the result of :func:`stranger` for the kernel's current tables."""
     table = connections("tcp")  # first, because each table takes milliseconds and this one usually suffices
-    found = stranger(table, sockets, user)
-    if (found is None and any(line.state == _LISTENING and line.inode in sockets for line in table)) or (
-        found is not None and found[1] >= 0
+    candidate = stranger(table, sockets, user)
+    if (candidate is None and any(line.state == _LISTENING and line.inode in sockets for line in table)) or (
+        candidate is not None and candidate[1] >= 0
     ):
-        return found
+        return candidate
     return stranger(table + connections("tcp6"), sockets, user)
 
 
@@ -124,16 +124,16 @@ def stranger(table: list[Connection], sockets: set[int], user: int) -> tuple[int
     Returns:
         The port, and the user at the other end or -1 if that process has ended; None if all connections are valid.
     """
-    ours = [line for line in table if line.inode in sockets]
-    ports = {line.port for line in ours if line.state == _LISTENING}
-    accepted = [line for line in ours if line.state != _LISTENING and line.port in ports]
+    own_lines = [line for line in table if line.inode in sockets]
+    ports = {line.port for line in own_lines if line.state == _LISTENING}
+    accepted = [line for line in own_lines if line.state != _LISTENING and line.port in ports]
     if not accepted:
         return None
     other_ends = {(line.local, line.remote): line for line in table}
     for connection in accepted:
-        other = other_ends.get((connection.remote, connection.local))
-        if other is None or other.inode == 0:
+        peer = other_ends.get((connection.remote, connection.local))
+        if peer is None or peer.inode == 0:
             return connection.port, -1
-        if other.user not in (user, _ROOT):
-            return connection.port, other.user
+        if peer.user not in (user, _ROOT):
+            return connection.port, peer.user
     return None

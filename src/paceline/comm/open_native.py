@@ -64,25 +64,25 @@ def _needed(size: int, local: int) -> int:
 
 def _publish_descriptors(store: Store, rank: int) -> None:
     """Publish how many descriptors this rank may open, how many of those are free, and the hard limit."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    store.set(f"descriptors/{rank}", f"{limit} {limit - _open_now()} {most}")
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store.set(f"descriptors/{rank}", f"{limit} {limit - _open_now()} {hard_limit}")
 
 
 def _check_descriptors(store: Store, rank: int, local: int, names: Sequence[int]) -> None:
     """Raise on every rank if any rank has too few descriptors for a group with `local` ranks that share memory."""
     size = len(names)
-    keys = [f"descriptors/{other}" for other in range(size)]
+    keys = [f"descriptors/{peer}" for peer in range(size)]
     entries = [store.get(key) for key in keys]
-    for other, text in enumerate(entries):
-        limit, free, most = map(int, text.split())
+    for peer, text in enumerate(entries):
+        limit, free, hard_limit = map(int, text.split())
         count = _needed(size, local)
         if free < count:
             # Suggest twice as many, because each wrapper will create a group, and each DataLoader worker needs some.
             advice = max(1024, 2 * (limit - free + count))
-            hard = f" (the hard limit is {most})" if 0 <= most < advice else ""
+            hard = f" (the hard limit is {hard_limit})" if 0 <= hard_limit < advice else ""
             raise UsageError(
                 f"rank {names[rank]}: a process group of {size} ranks takes up to {count} file descriptors, but rank "
-                f"{names[other]} has {free} of its {limit} left; raise its limit with 'ulimit -n {advice}'{hard} in "
+                f"{names[peer]} has {free} of its {limit} left; raise its limit with 'ulimit -n {advice}'{hard} in "
                 "the shell that starts the ranks"
             )
 

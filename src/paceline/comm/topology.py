@@ -66,11 +66,11 @@ def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> li
         entry = {"refused": str(refused)}
     store.set(f"host/{rank}", json.dumps(entry))
     entries: list[dict[str, str]] = []
-    for other in range(size):
-        entries.append(json.loads(read_from(store, f"host/{other}", rank, other, timeout)))
-    for other, entry in enumerate(entries):
+    for peer in range(size):
+        entries.append(json.loads(read_from(store, f"host/{peer}", rank, peer, timeout)))
+    for peer, entry in enumerate(entries):
         if "refused" in entry:
-            raise Refused(f"rank {other}: {entry['refused']}")
+            raise Refused(f"rank {peer}: {entry['refused']}")
     return [entry["host"] for entry in entries]
 
 

@@ -27,18 +27,18 @@ from paceline.errors import CheckpointMismatch, UsageError
 class Compressor(ABC):
     """A communication hook's state: ``model.register_comm_hook(state, compression.hook)``.
 
-    Residuals are kept by parameter name, so they stay correct when buckets are rebuilt. All ranks end with the same
-    bits, because each computes the result from the same bytes in rank order.
+    Residuals are kept by parameter name, so they stay correct when buckets are rebuilt. Results are bit-identical on
+    all ranks, because each rank computes them from the same bytes in rank order.
 
     Register the state with a Checkpointer as ``per_rank=True``, because each rank has its own residuals.
 
-    With tensor parallelism, each rank compresses its shards, and does so separately for each parameter: the compression
-    of a parameter that all ranks of a replica hold must not depend on the shards next to it.
+    With tensor parallelism, each rank compresses its shards, each parameter separately, because the result for a
+    parameter that is replicated on several ranks must not depend on the shards in the same bucket.
 
     Args:
         model: the model that will use this state in a communication hook, wrapped or not.
-        process_group: the ranks to average over; by default the wrapper's, or all. Models whose backwards may run in
-            different orders on different ranks need separate groups.
+        process_group: the ranks to average over; by default the wrapper's, or all. Models whose backward passes may run
+            in a different order on different ranks need separate groups.
 
     Raises:
         UsageError: for an unwrapped model with tensor-parallel parameters, unless `process_group` is given.
@@ -51,7 +51,7 @@ class Compressor(ABC):
     bytes_uncompressed: int
     """Bytes that all-reduces of the uncompressed gradients would have sent."""
     steps: int
-    """Number of synchronized backwards."""
+    """Number of synchronized backward passes."""
 
     def __init__(self, model: nn.Module, process_group: Any = None) -> None:
         module = unwrap(model)
@@ -104,7 +104,7 @@ class Compressor(ABC):
     def _finish(self, gradients: Gradients, mean: Tensor) -> Tensor:
         """Write `mean` into the bucket, and keep what remains in ``gradients.flat`` for the next step.
 
-        If the mean is not finite, every rank sees this and no optimizer will step. The residuals then stay unchanged,
+        If the mean is not finite, every rank sees this and no optimizer steps. The residuals then stay unchanged,
         because a NaN would stay in them forever.
         """
         self._residuals.replace(gradients, torch.isfinite(mean.sum()))
@@ -131,7 +131,7 @@ class Compressor(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and counters, as plain values and tensors."""
         counters = {name: getattr(self, name) for name in ("steps", "bytes_on_wire", "bytes_uncompressed")}
-        return {"kind": type(self).__name__, **counters, **{what: dict(kept) for what, kept in self._kept().items()}}
+        return {"kind": type(self).__name__, **counters, **{role: dict(state) for role, state in self._kept().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned on the same rank.
@@ -146,15 +146,15 @@ class Compressor(ABC):
             )
         # Everything is checked before anything is replaced, so that an error leaves this state intact.
         loaded: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-        for role, kept in self._kept().items():
+        for role, target in self._kept().items():
             for name, tensor in state[role].items():
                 self._expect(role, name, tensor)
             tensors = {name: tensor.to(self._parameters[name].device) for name, tensor in state[role].items()}
             # Cloned, because to() may return the caller's tensor, and residuals are updated in place.
-            loaded.append((kept, {name: tensor.clone() for name, tensor in tensors.items()}))
-        for kept, tensors in loaded:
-            kept.clear()
-            kept.update(tensors)
+            loaded.append((target, {name: tensor.clone() for name, tensor in tensors.items()}))
+        for target, tensors in loaded:
+            target.clear()
+            target.update(tensors)
         self._residuals.forget_buckets()
         self.steps, self.bytes_on_wire = state["steps"], state["bytes_on_wire"]
         self.bytes_uncompressed = state["bytes_uncompressed"]
@@ -177,7 +177,7 @@ class Compressor(ABC):
 
 
 def hook(state: Compressor, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Call the compressor `state`; the hook for ``model.register_comm_hook(state, compression.hook)``."""
+    """The hook for ``model.register_comm_hook(state, compression.hook)``; calls the compressor `state`."""
     return state(bucket)
 
 

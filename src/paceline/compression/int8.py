@@ -1,8 +1,8 @@
-"""Gradients in eight bits, with a scale for every chunk.
+"""Communication hook that sends gradients in eight bits, with one scale per chunk.
 
-An all-reduce with quantized messages, and with the volume of two all-to-alls. Each rank sums one shard of the bucket in
-full precision, so that the sum cannot overflow. The scheme is from Tang et al., "1-bit Adam", ICML 2021, but with eight
-bits; the errors of both roundings are fed back.
+This is an all-reduce with quantized messages that moves as much data as two all-to-alls. Each rank sums one shard of
+the bucket in full precision, so that the sum cannot overflow. The scheme is from Tang et al., "1-bit Adam", ICML 2021,
+but with eight bits. The errors of both rounding steps are fed back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.compression.gradients import Gradients
 from paceline.compression.pipeline import Stages
 
 CHUNK = 512
-"""Number of elements that share a scale; with this many, its 4 bytes add less than one percent."""
+"""Number of elements that share a scale, so that the 4 bytes of the scale add less than one percent."""
 
 
 class Int8(Compressor):
@@ -26,8 +26,8 @@ class Int8(Compressor):
 
     Each rank quantizes its gradients and sends every other rank that rank's shard of them. Each rank then sums its
     shard over the ranks, quantizes the mean and sends it to all. The sender keeps the error of the first rounding as a
-    residual; the shard's owner keeps the error of the second, times N. So the mean of residuals and gradients is
-    preserved.
+    residual. The shard's owner keeps the error of the second rounding, times N, so that the mean of residuals and
+    gradients is preserved.
     """
 
     collectives = 2
@@ -78,7 +78,7 @@ def shards_of(flat: Tensor, size: int) -> Tensor:
 
 
 def encode(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, as bytes, the scales of `values`, float32 (…, chunks, 1), and their codes, int8 (…, chunks, chunk).
+    """Encode `values` as bytes: float32 scales (…, chunks, 1) and int8 codes (…, chunks, chunk).
 
     A chunk's scale is its largest magnitude divided by 127. A chunk that holds NaN or Inf is all NaN when decoded.
     """

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.core.state.device_streams import SideStream, is_queued
 
 Stages: TypeAlias = Generator[Any, None, Tensor]
-"""Generator that yields each collective it launches, is resumed when that ends, and returns the bucket's buffer."""
+"""Generator that yields each collective it launches, resumes when it has finished, and returns the bucket's buffer."""
 
 
 class Promise(torch.futures.Future[Tensor]):
@@ -74,8 +74,8 @@ class Reduction:
     @property
     def is_ready(self) -> bool:
         """Whether the next stage can run without waiting."""
-        done: bool = self._work.is_completed()
-        return done
+        is_completed: bool = self._work.is_completed()
+        return is_completed
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -108,7 +108,7 @@ class Pipeline:
     def enter(self, bucket: Any, device: torch.device, stages: Stages) -> Promise:
         """Start a ``GradBucket`` on `device`, and advance the earlier buckets."""
         if bucket.index() == 0:
-            self._under_way.clear()  # left by a backward that ended with an exception
+            self._under_way.clear()  # left over from a backward pass that raised an exception
         if device not in self._sides:
             self._sides[device] = SideStream(device)
         reduction = Reduction(stages, self._collectives, self._sides[device], device, self._finish)

@@ -99,11 +99,11 @@ class PowerSGD(Compressor):
     def _keep_bases(self, matrices: Sequence[Matrix], finite: Tensor) -> None:
         """Keep every Q for the next step if the mean is `finite`; else keep the last step's Q, or zeros if none."""
         for matrix in matrices:
-            before = self._bases.get(matrix.name)
-            if before is None:
-                before = torch.zeros_like(matrix.q)
-            keep(before)  # if loaded from a state, it was allocated on another stream
-            self._bases[matrix.name] = torch.where(finite, matrix.q, before)
+            previous = self._bases.get(matrix.name)
+            if previous is None:
+                previous = torch.zeros_like(matrix.q)
+            keep(previous)  # a loaded Q was allocated on another stream
+            self._bases[matrix.name] = torch.where(finite, matrix.q, previous)
 
     def _matrix_shape(self, name: str) -> tuple[int, int] | None:
         """Return rows and columns of the parameter as a matrix; None if it is not compressed."""
@@ -114,7 +114,7 @@ class PowerSGD(Compressor):
         return (rows, columns) if (rows + columns) * self.matrix_rank < rows * columns else None
 
     def basis(self, name: str, matrix: Tensor) -> Tensor:
-        """Return the last step's Q, with zero columns (such as after a step without a gradient) replaced at random."""
+        """Return the last step's Q. Zero columns, as after a step without a gradient, are replaced by random ones."""
         basis = self._bases.get(name)
         if basis is None:
             return self._fresh_basis(name, matrix)
@@ -155,20 +155,20 @@ class Matrix:
 def product(p: Tensor, q: Tensor) -> Tensor:
     """Return P Qᵀ; on a CPU, the bits do not depend on the number of threads, which may differ between ranks.
 
-    The rounding of a matrix library depends on how its threads divide the matrix. So on a CPU, columns are multiplied
-    and added in order, with each operation rounded separately, for as many rows at a time as fit in the cache.
+    The rounding in a matrix library depends on how threads divide the matrix. So on a CPU, columns are multiplied and
+    added in order, with each operation rounded separately, for as many rows at a time as fit in the cache.
     """
     if p.device.type != "cpu":
         return p @ q.t()
     if p.dtype.itemsize < 4:
         p, q = p.float(), q.float()  # narrow dtypes are rounded once, at the end
-    whole = p.new_zeros(len(p), len(q))
+    result = p.new_zeros(len(p), len(q))
     rows = max(1, CACHED // len(q))
     term = p.new_empty(min(rows, len(p)), len(q))
-    for some, of_them in zip(p.split(rows), whole.split(rows), strict=True):
+    for some, of_them in zip(p.split(rows), result.split(rows), strict=True):
         for left, right in zip(some.t(), q.t(), strict=True):
             of_them.add_(torch.mul(left[:, None], right, out=term[: len(some)]))
-    return whole
+    return result
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
@@ -179,11 +179,11 @@ def orthonormal(matrix: Tensor) -> Tensor:
     rows, rank = matrix.shape
     columns = torch.zeros(-(-rows // BLOCK) * BLOCK, rank, dtype=torch.float64, device=matrix.device)
     columns[:rows] = matrix
-    whole = _dots(columns, columns).sqrt()
+    norms = _dots(columns, columns).sqrt()
     for index in range(rank):
         column = columns[:, index : index + 1]
         norm = _dots(column, column).sqrt()
-        column.mul_(torch.where(norm <= 1e-10 * whole[index], 0.0, 1 / norm))
+        column.mul_(torch.where(norm <= 1e-10 * norms[index], 0.0, 1 / norm))
         if index + 1 < rank:
             rest = columns[:, index + 1 :]
             rest.sub_(column * _dots(column, rest))

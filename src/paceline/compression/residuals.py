@@ -42,12 +42,12 @@ class Residuals:
         names = tuple(gradients.names)
         flat = torch.zeros_like(gradients.flat)
         for name, view in zip(names, gradients.views_of(flat), strict=True):
-            if (before := self.by_name.get(name)) is not None:
-                view.copy_(before)
-                keep(before)
+            if (previous := self.by_name.get(name)) is not None:
+                view.copy_(previous)
+                keep(previous)
             self.by_name[name] = view
         # Buckets that share a parameter with this one are gone: the wrapper has rebuilt its buckets.
-        self._flat = {others: kept for others, kept in self._flat.items() if not set(others) & set(names)}
+        self._flat = {others: buffer for others, buffer in self._flat.items() if not set(others) & set(names)}
         self._flat[names] = flat
 
     def forget_buckets(self) -> None:

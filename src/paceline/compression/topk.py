@@ -28,7 +28,7 @@ class TopK(Compressor):
     its value and a 4-byte index, so a float32 bucket sends ``fraction`` × N times the bytes of an all-reduce.
 
     Args:
-        fraction: the fraction of a bucket's elements to send, > 0 and <= 1; at least one element is sent.
+        fraction: the fraction of each bucket's elements to send, > 0 and <= 1; at least one element is sent.
 
     Raises:
         UsageError: for a fraction outside this range.
@@ -37,7 +37,7 @@ class TopK(Compressor):
     def __init__(self, model: nn.Module, fraction: float = 0.01, process_group: Any = None) -> None:
         super().__init__(model, process_group)
         if not 0 < fraction <= 1:
-            raise UsageError(f"TopK(fraction={fraction}): give a share of the elements, greater than 0 and at most 1")
+            raise UsageError(f"TopK(fraction={fraction}): give a fraction greater than 0 and at most 1")
         self.fraction = fraction
 
     def reduce(self, gradients: Gradients) -> Stages:

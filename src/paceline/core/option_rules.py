@@ -19,12 +19,12 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """Check a whole number that is at least `least`."""
+def whole_number(name: str, value: Any, minimum: int = 1) -> int:
+    """Check a whole number that is at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):  # NumPy's integers count as whole numbers
         raise UsageError(f"{name} must be a whole number, not {value!r}")
-    if index(value) < least:
-        raise UsageError(f"{name} must be at least {least}, not {value}")
+    if index(value) < minimum:
+        raise UsageError(f"{name} must be at least {minimum}, not {value}")
     return index(value)
 
 
@@ -36,7 +36,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def share(name: str, value: Any) -> float:
-    """Check a number from 0 to 1."""
+    """Check that a number is between 0 and 1."""
     if not 0 <= _number(name, value) <= 1:
         raise UsageError(f"{name} must be from 0 to 1, not {value}")
     return float(value)

@@ -29,10 +29,10 @@ def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:
 
 def lenient(values: Mapping[str, Any], indent: int | None = None) -> str:
     """Return `values` as JSON for other programs, with null for NaN and infinities."""
-    known = {
+    finite = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
     }
-    return json.dumps(known, allow_nan=False, indent=indent)
+    return json.dumps(finite, allow_nan=False, indent=indent)
 
 
 def parse(raw: bytes, limit: int = LIMIT) -> Any:

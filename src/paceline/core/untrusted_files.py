@@ -64,11 +64,11 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
     if origin is types.UnionType:
         return None if value is None else _checked(inside[0], value, where)
     if origin is dict and isinstance(value, dict):
-        return {name: _checked(inside[1], each, f"{where}.{name}") for name, each in value.items()}
+        return {name: _checked(inside[1], item, f"{where}.{name}") for name, item in value.items()}
     if origin is list and isinstance(value, list):
-        return [_checked(inside[0], each, f"{where}[{at}]") for at, each in enumerate(value)]
+        return [_checked(inside[0], item, f"{where}[{at}]") for at, item in enumerate(value)]
     if origin is tuple and isinstance(value, list) and len(value) == len(inside):
-        return tuple(_checked(each, value[at], f"{where}[{at}]") for at, each in enumerate(inside))
+        return tuple(_checked(item, value[at], f"{where}[{at}]") for at, item in enumerate(inside))
     is_right = isinstance(value, _PLAIN.get(kind, ())) and (kind is bool or not isinstance(value, bool))
     if not is_right or (isinstance(value, int | float) and abs(value) > LARGEST):
         raise WrongValue(f"{where} is {shown(value)}, but must be {getattr(kind, '__name__', kind)}")

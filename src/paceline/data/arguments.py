@@ -36,11 +36,11 @@ def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
-def at_least(name: str, value: int, least: int) -> int:
-    """Check that `value` is a whole number >= `least`, and return it."""
+def at_least(name: str, value: int, minimum: int) -> int:
+    """Check that `value` is a whole number >= `minimum`, and return it."""
     # Accept any integer type, such as NumPy's, but not bool, which is an int in Python.
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < least:
-        raise UsageError(f"{name} must be a whole number >= {least}, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < minimum:
+        raise UsageError(f"{name} must be a whole number >= {minimum}, not {value!r}")
     return index(value)
 
 

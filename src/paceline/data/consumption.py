@@ -1,7 +1,7 @@
-"""Counts the batches of a pass that the script has consumed: those handed over before the latest step.
+"""Counts the batches that the script has consumed in a pass, that is, batches handed over before the latest step.
 
-A step is an optimizer step or a synchronized backward of any model. A batch is not consumed if the script only looked
-at it, or if ``zip`` fetched it after its other argument had ended.
+A step is an optimizer step or a synchronized backward pass of any model. A batch is not consumed if the script only
+looked at it, or if ``zip`` fetched it before finding that another iterator had ended.
 """
 
 from __future__ import annotations

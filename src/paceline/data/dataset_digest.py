@@ -24,25 +24,25 @@ def outline_digest(dataset: Any) -> int:
     """
     size = len(dataset) if hasattr(dataset, "__len__") else -1
     total = hashlib.sha256(f"{type(dataset).__qualname__} {size}".encode())
-    for name, values in columns(dataset, ("fingerprint", "_fingerprint")):  # the second one is Hugging Face's
+    for name, values in columns(dataset, ("fingerprint", "_fingerprint")):  # Hugging Face uses the second one
         rows = [values.encode()] if isinstance(values, str) else _probed(values)
         for part in (name.encode(), *rows):
             total.update(hashlib.sha256(part).digest())  # of fixed size, so that ("a", "bc") and ("ab", "c") differ
     return int.from_bytes(total.digest()[:8], "big") >> 1
 
 
-def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "") -> Iterator[tuple[str, Any]]:
+def columns(dataset: Any, attributes: Sequence[str] = ("fingerprint",), prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the names and values of the columns that identify a data set and can be read without loading a sample.
 
-    If one of the data set's attributes `own` is a string, only that string counts. Otherwise the columns are the
-    tensors of a ``TensorDataset``, the indices of a ``Subset``, the members of a ``ConcatDataset`` and, for other data
-    sets, attributes that are arrays, tensors or lists of the data set's length, and dicts that number labels.
+    If one of these attributes is a string, only this string is used. Otherwise the columns are the tensors
+    of a ``TensorDataset``, the indices of a ``Subset``, the members of a ``ConcatDataset`` and, for other data sets,
+    attributes that are arrays, tensors or lists with the data set's length, and dicts that map labels to 0, 1, 2, ….
 
     No sample is loaded, because samples with random augmentation differ every time, and a data set that opens a file
     for its first sample would pass the open file to every worker. To detect all edits, give your data set a
     ``fingerprint``, such as a version or a hash of its files.
     """
-    fingerprint = next((text for name in own if isinstance(text := getattr(dataset, name, None), str)), None)
+    fingerprint = next((text for name in attributes if isinstance(text := getattr(dataset, name, None), str)), None)
     if fingerprint is not None:
         yield f"{prefix}fingerprint", fingerprint
     elif isinstance(dataset, TensorDataset):
@@ -50,10 +50,10 @@ def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "
     elif isinstance(dataset, Subset):
         indices: Any = dataset.indices
         yield f"{prefix}indices", indices if isinstance(indices, list) else [int(index) for index in indices]
-        yield from columns(dataset.dataset, own, f"{prefix}dataset.")
+        yield from columns(dataset.dataset, attributes, f"{prefix}dataset.")
     elif isinstance(dataset, ConcatDataset):
         for number, member in enumerate(dataset.datasets):
-            yield from columns(member, own, f"{prefix}datasets[{number}].")
+            yield from columns(member, attributes, f"{prefix}datasets[{number}].")
     elif is_sequence(dataset):
         yield f"{prefix}elements", dataset
     else:
@@ -66,7 +66,7 @@ def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "
 
 
 def _numbered(labels: dict[Any, Any]) -> list[str]:
-    """Return the keys of a dict that numbers labels 0, 1, 2, …, in that order; empty for any other dict.
+    """Return the keys of a dict that maps labels to 0, 1, 2, …, in that order; empty for any other dict.
 
     If the dict was built from a set, it differs between processes, because string hashes do.
     """
@@ -77,7 +77,7 @@ def _numbered(labels: dict[Any, Any]) -> list[str]:
 
 
 def is_sequence(value: Any) -> bool:
-    """Return whether elements of the value can be looked up by index at no cost."""
+    """Return whether looking up elements of the value by index is cheap."""
     return (
         isinstance(value, list | tuple | range)
         or (getattr(value, "ndim", 0) > 0 and hasattr(value, "tobytes"))

@@ -70,12 +70,12 @@ class Failure:
     cause: BaseException
 
     @classmethod
-    def of(cls, error: Exception, rank: int, what: str) -> Failure:
+    def of(cls, error: Exception, rank: int, subject: str) -> Failure:
         """Describe `error`. A worker sends the traceback as text, because not every error can be pickled."""
         worker = get_worker_info()
         where = f"rank {rank}" if worker is None else f"rank {rank}, worker {worker.id}"
         reason = f"{type(error).__name__}: {error}"
-        message = f"{where}: {what} could not be loaded: {reason}; fix or remove that data"
+        message = f"{where}: {subject} could not be loaded: {reason}; fix or remove that data"
         if worker is None:
             return cls(message, error)
         return cls(message, RuntimeError("in the worker:\n" + "".join(traceback.format_exception(error))))
@@ -96,7 +96,7 @@ def gathered(batches: Iterable[Any], seeds: list[int]) -> Slices | Failure:
 
 
 def own_streams() -> AbstractContextManager[None]:
-    """Keep a fetch in the rank's own process from changing its random streams."""
+    """Keep a fetch in the rank's own process from changing the rank's random streams."""
     return preserved() if get_worker_info() is None else nullcontext()
 
 

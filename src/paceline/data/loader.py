@@ -47,11 +47,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     - The position advances when a step consumes batches. After a ``break`` or :meth:`load_state_dict`, iteration
       continues after the last batch that was followed by an optimizer step or a synchronized backward. So
-      ``next(iter(loader))`` does not move the position, and if you leave a pass before its first step, it starts over.
-      To move elsewhere, call the sampler's ``set_epoch`` or ``restart``. After the last batch, the next pass is the
+      ``next(iter(loader))`` does not move the position, and a pass that you leave before its first step starts over. To
+      change the position, call the sampler's ``set_epoch`` or ``restart``. After the last batch, the next pass is the
       next epoch.
     - If ranks disagree on size, data, seed or order, every rank raises a :class:`paceline.errors.DesyncError` in the
-      first synchronized backward of an epoch.
+      first synchronized backward pass of an epoch.
     - For every fetch, the CPU generators of Python, NumPy and torch are seeded from (seed, epoch, batch, rank); the
       rank's own random streams do not change. So augmentation is the same with any number of workers and after a
       resume.
@@ -104,14 +104,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         for name in REFUSED.keys() & options.keys():
             raise UsageError(f"paceline.data.DataLoader takes no {name}=: {REFUSED[name]}")
         collate = collate_fn or default_collate
-        both = {"seed": seed, "drop_last": drop_last, "speed": speed, "virtual_ranks": virtual_ranks}
+        shared_options = {"seed": seed, "drop_last": drop_last, "speed": speed, "virtual_ranks": virtual_ranks}
         of_samplers = {"shuffle": shuffle, "cost": cost, "padded": padded, "accumulate": accumulate}
         if batch_size is None:
-            self.progress = _given(dataset, batch_sampler, both | of_samplers)
+            self.progress = _given(dataset, batch_sampler, shared_options | of_samplers)
         elif batch_sampler is not None or isinstance(dataset, GlobalBatchStream):
             raise UsageError("batch_size belongs to the sampler or the stream; give it only there")
         else:
-            self.progress = _made(dataset, batch_size, both, of_samplers)
+            self.progress = _made(dataset, batch_size, shared_options, of_samplers)
         self.progress.describe(dataset)
         has_unlike_slices = self.progress.world_size > 1 and self.progress.slicing.unlike_by
         self._weight_check = WeightCheck(self.progress.rank) if has_unlike_slices else None
@@ -130,8 +130,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             generator=self._worker_seed,
             **options | {"worker_init_fn": OutliveStop(options.get("worker_init_fn"))},
         )
-        # Show the inner loader's options, but the user's data set, sampler and functions. Set them through vars(),
-        # because torch refuses assignments to a fully built loader.
+        # Expose the inner loader's options, but with the user's data set, sampler and functions. Set them through
+        # vars(), because torch refuses assignments to a fully built loader.
         vars(self).update(
             vars(self._torch_loader),
             dataset=fetch.dataset,
@@ -178,20 +178,20 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             for batch, last in self._batches():
                 progress.hand_over()
                 self.at_last = last
-                here = (progress.epoch, progress.position)
+                expected = (progress.epoch, progress.position)
                 if check is not None:
                     check.begin_batch(is_empty=batch is None)
                 yield batch
                 if this_pass != progress.passes:
                     raise UsageError(
                         f"rank {progress.rank}: another pass over the same loader or sampler has begun before the end "
-                        f"of this one (epoch {here[0]}, batch {here[1]}); iterate once at a time"
+                        f"of this one (epoch {expected[0]}, batch {expected[1]}); iterate once at a time"
                     )
-                if here != (progress.epoch, progress.position):
+                if expected != (progress.epoch, progress.position):
                     if last:  # set_epoch wins
                         return
                     raise UsageError(
-                        f"rank {progress.rank}: the position moved from epoch {here[0]}, batch {here[1]} to "
+                        f"rank {progress.rank}: the position moved from epoch {expected[0]}, batch {expected[1]} to "
                         f"epoch {progress.epoch}, batch {progress.position} during a pass; leave the loop before "
                         "load_state_dict or set_epoch, and do not call advance"
                     )
@@ -298,11 +298,11 @@ def _given(
 
 
 def _made(
-    dataset: Any, batch_size: int, both: dict[str, Any], of_samplers: dict[str, Any]
+    dataset: Any, batch_size: int, shared_options: dict[str, Any], of_samplers: dict[str, Any]
 ) -> GlobalBatchSampler | GlobalBatchStream:
     """Create a source with `batch_size`; an unwrapped iterable data set works only on a single rank."""
     if not isinstance(dataset, IterableDataset):
-        return GlobalBatchSampler(dataset, batch_size, **both, **of_samplers)
+        return GlobalBatchSampler(dataset, batch_size, **shared_options, **of_samplers)
     name, (rank, world_size) = type(dataset).__name__, find_place(None, None)
     if world_size > 1:
         raise UsageError(
@@ -313,4 +313,4 @@ def _made(
         raise UsageError(f"{name} is an IterableDataset, which has no order to shuffle; leave shuffle out")
     if of_samplers["cost"] is not None or of_samplers["padded"]:
         raise UsageError(f"{name} is an IterableDataset, whose costs are unknown in advance; leave cost out")
-    return GlobalBatchStream(dataset, batch_size, **both)
+    return GlobalBatchStream(dataset, batch_size, **shared_options)

@@ -1,4 +1,4 @@
-"""The position of a run in its data: the epoch, and how many of the epoch's global batches were consumed.
+"""The position of a run in its data: the epoch, and how many global batches of the epoch were consumed.
 
     begin ──► hand_over, for each batch ──► finish (epoch + 1, position 0)
       a pass over the rest of the epoch └──► leave: the pass ended before the epoch did
@@ -80,11 +80,11 @@ class Position:
             UsageError: if the latest pass was left in the middle of an accumulation window; see :meth:`rewind`.
         """
         self._consumption.leave()
-        left = self._consumption.left_over(self.position, self.length)
-        if left is not None and self._consumption.window > 1:
+        last_step_at = self._consumption.left_over(self.position, self.length)
+        if last_step_at is not None and self._consumption.window > 1:
             raise UsageError(
                 f"rank {self.rank}: the last pass was left after batch {self.position} of epoch {self.epoch}, "
-                f"{self.position - left} batches after the last optimizer step, so gradients may have "
+                f"{self.position - last_step_at} batches after the last optimizer step, so gradients may have "
                 "accumulated; step before you leave the loop, or call optimizer.zero_grad() and the sampler's rewind() "
                 f"to repeat these batches, or its set_position({self.position}) to skip them"
             )
@@ -114,8 +114,8 @@ class Position:
         still exist. In that case, clear them and then call this method.
         """
         self._consumption.leave()
-        if (left := self._consumption.left_over(self.position, self.length)) is not None:
-            self.set_position(left)
+        if (last_step_at := self._consumption.left_over(self.position, self.length)) is not None:
+            self.set_position(last_step_at)
 
     def advance(self, batches: int = 1) -> None:
         """Report that this many more global batches were consumed, whether or not there was an optimizer step.

@@ -43,15 +43,16 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             It may repeat, omit and group indices, and must be the same on every rank. A function may draw random
             numbers, for example ``lambda epoch: list(WeightedRandomSampler(weights, n))``: before each call, the CPU
             generators of Python, NumPy and torch are seeded from (seed, epoch).
-        shuffle: whether the order is a permutation determined by (seed, epoch), or 0, 1, 2, …; ignored with `order`.
+        shuffle: whether the order is a permutation determined by (seed, epoch) instead of 0, 1, 2, …; ignored with
+            `order`.
         seed: determines the permutations, and the random streams for samples that the DataLoader fetches.
         drop_last: whether to drop a short last batch.
         cost: the training cost of each sample, such as its length, to cut slices of about equal cost instead of equal
             length. Either one number per sample, the same on every rank, or a function of a sample, which is called
             once per sample. The global batches, their order and the exact mean do not change. Slices differ in length,
             so losses must be weighted with ``model.weight(len(batch))``.
-        padded: with `cost`, whether batches are padded to their longest sample. Then a slice costs its number of
-            samples times its largest cost, and samples of similar cost go to the same rank.
+        padded: with `cost`, whether batches are padded to their longest sample. If so, the cost of a slice is its
+            number of samples times its largest sample cost, and samples of similar cost go to the same rank.
         accumulate: with `cost`, the number of micro-batches per step. Ranks then get about equal shares of the whole
             step, because they synchronize only in its last micro-batch.
         speed: the speed of each rank, such as ``[2, 1, 1]``, to cut slices in proportion to it. The global batches,
@@ -157,7 +158,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     def samples_consumed(self) -> int:
         """Number of samples of the current epoch that all ranks together have consumed."""
         if self.position == 0:
-            return 0  # the user's order may raise after the last epoch
+            return 0  # a user-defined order may raise after the last epoch
         return min(self.position * self.batch_size, self._order.length(self.epoch))
 
     def tickets(self) -> Iterator[Slice | Slices]:

@@ -137,9 +137,8 @@ class Read(NamedTuple):
     """Digest of the epoch's samples up to the previous batch."""
 
 
-@dataclass(frozen=True)
 class End:
-    """Stands for a batch beyond the end of the stream."""
+    """Represents a batch beyond the end of the stream."""
 
 
 class Reader(Dataset[Any]):

@@ -6,7 +6,7 @@ from paceline.core.state import data_position
 from paceline.core.telemetry.users_code import warn
 
 MOST_UNSYNCHRONIZED = 16
-"""After this many optimizer steps without a synchronized backward, the model must be outside our wrapper."""
+"""After this many optimizer steps without a synchronized backward pass, the model must be outside our wrapper."""
 
 
 class WeightCheck:
@@ -14,7 +14,7 @@ class WeightCheck:
 
     def __init__(self, rank: int) -> None:
         self._has_warned = rank != 0
-        self._unsynchronized = 0  # optimizer steps since the last synchronized backward
+        self._unsynchronized = 0  # optimizer steps since the last synchronized backward pass
         self.begin_step()
 
     def begin_step(self) -> None:

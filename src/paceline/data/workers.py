@@ -174,20 +174,20 @@ def _message(progress: Position, batch: int, ended: Sequence[tuple[int, Any]], e
 def _end(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
-    known = -code in set(signal.Signals)
-    return f"killed by {signal.Signals(-code).name}" if known else f"killed by signal {-code}"
+    is_known = -code in set(signal.Signals)
+    return f"killed by {signal.Signals(-code).name}" if is_known else f"killed by signal {-code}"
 
 
 @cache
 def _name_in_signal_handler() -> None:
-    """Wrap torch's SIGCHLD handler, which still finds the dead worker."""
+    """Wrap torch's SIGCHLD handler, which still detects dead workers."""
     of_torch = signal.getsignal(signal.SIGCHLD)
     if not callable(of_torch):
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
         if _is_at_a_lock(frame):
-            _thread.start_new_thread(_send_again, (number,))  # not threading's, as its locks may be held
+            _thread.start_new_thread(_send_again, (number,))  # not threading.Thread, whose locks may be held
             return
         try:
             of_torch(number, frame)

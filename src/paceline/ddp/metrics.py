@@ -1,4 +1,4 @@
-"""Gathers values from every rank for metrics, after checking that they fit together."""
+"""Gathers values from every rank for metrics, after checking that they are compatible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.core.processes.missing_ranks import called_by_all, collective
 from paceline.errors import UsageError
 
 Part = tuple[int, Any]
-"""A rank and its part at one place in the gathered value; the part is never None."""
+"""A rank, and the part of its value at one place in the gathered structure; the part is never None."""
 
 
 def gather_for_metrics(value: Any) -> Any:
@@ -28,14 +28,13 @@ def gather_for_metrics(value: Any) -> Any:
     Ranks may hold different numbers of rows; the result has every row exactly once. If called for each batch of a
     :class:`paceline.data.DataLoader` without ``cost``, it returns rows in the order of the global batch, which without
     ``shuffle`` is the data set's order. If called once for the rows of several batches, it returns all of rank 0's rows
-    first, which is not the data set's order; :func:`paceline.train.predict` returns the rows of a whole data set in its
-    order.
+    first, which is not the data set's order; for that order, use :func:`paceline.train.predict`.
 
     Args:
         value: a tensor with at least one dimension; a list of picklable objects without tensors, such as strings, where
             each object is a row; or a (nested) tuple, list or dict of such tensors and lists. On a rank without rows,
             ``None`` may replace any of these. A tensor without rows adopts the dtype and shape of the other ranks'
-            tensors, an empty list the kind of their values.
+            tensors, and an empty list adopts the kind of their values.
 
     Returns:
         The same structure, on the CPU, on every rank; tuples and named tuples keep their type. ``None`` if no rank had
@@ -47,11 +46,11 @@ def gather_for_metrics(value: Any) -> Any:
             and the ranks.
     """
     try:
-        own, refusal = _rows_on_cpu(value, "value"), None
-    except UsageError as error:  # raised on all ranks below, because the others are about to enter the collective
-        own, refusal = None, str(error)
-    everyone = _from_every_rank("gather_for_metrics", own, refusal)
-    return _combine(enumerate(everyone), "value")
+        part, refusal = _rows_on_cpu(value, "value"), None
+    except UsageError as error:  # raised on all ranks below, because the other ranks are about to enter the collective
+        part, refusal = None, str(error)
+    parts = _from_every_rank("gather_for_metrics", part, refusal)
+    return _combine(enumerate(parts), "value")
 
 
 @overload
@@ -67,10 +66,11 @@ def mean_over_ranks(value: None, weight: float | Tensor = 1.0) -> Any: ...
 
 
 def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
-    """Return the weighted mean of all ranks' values, bitwise equal on every rank: Σ weight · value / Σ weight.
+    """Return the weighted mean of all ranks' values, bit-identical on every rank: Σ weight · value / Σ weight.
 
-    For a number that differs between ranks, such as the mean loss of a slice; with the number of samples as `weight`,
-    the result is the mean over all samples. It is computed in float64. Without a process group it is `value`.
+    Use it for numbers that differ between ranks, such as the mean loss of a slice. With the number of samples as
+    `weight`, the result is the mean over all samples. The mean is computed in float64. Without a process group, the
+    result is `value`.
 
     Args:
         value: a number, or a tensor of the same shape and dtype on every rank. It is ignored if `weight` is 0, so a
@@ -85,51 +85,51 @@ def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
         UsageError: on every rank, if any rank passed another type, if ranks differ in kind, shape or dtype, or if no
             rank has a weight above 0. The message names the ranks.
     """
-    own, refusal = None, None
+    local, refusal = None, None
     try:
         number = _weight(weight)
-        own = (number, _own_part(value) if number else None)
+        local = (number, _own_part(value) if number else None)
     except UsageError as error:  # raised on all ranks below
         refusal = str(error)
-    everyone = _from_every_rank("mean_over_ranks", own, refusal)
-    given = [(rank, weight, part) for rank, (weight, part) in enumerate(everyone) if weight]
-    if not given:
+    gathered = _from_every_rank("mean_over_ranks", local, refusal)
+    weighted = [(rank, weight, part) for rank, (weight, part) in enumerate(gathered) if weight]
+    if not weighted:
         raise UsageError("mean_over_ranks: the weight is 0 on every rank, so the mean is undefined; skip the call")
-    seen = [(rank, _mean_kind(part)) for rank, _, part in given]
-    _check_equal(seen, "value is", "give the same on every rank", "mean_over_ranks")
-    first = given[0][2]
-    total = sum(weight for _, weight, _ in given)
-    # Every rank adds in rank order, so that all get the same bits.
-    mean = reduce(add, (weight * _wide(part) for _, weight, part in given)) / total
+    kinds = [(rank, _mean_kind(part)) for rank, _, part in weighted]
+    _check_equal(kinds, "value is", "give the same on every rank", "mean_over_ranks")
+    first = weighted[0][2]
+    total = sum(weight for _, weight, _ in weighted)
+    # Every rank adds in rank order, so that the result is bit-identical.
+    mean = reduce(add, (weight * _wide(part) for _, weight, part in weighted)) / total
     if not isinstance(first, Tensor):
         return float(mean)
     dtype = first.dtype if first.is_floating_point() or first.is_complex() else torch.get_default_dtype()
     return mean.to(dtype).to(value.device if isinstance(value, Tensor) else "cpu")
 
 
-def _from_every_rank(call: str, own: Any, refusal: str | None) -> list[Any]:
-    """Return each rank's value, in rank order; on every rank, raise the first rank's refusal if there is one."""
-    everyone: list[Any] = [(own, refusal)]
+def _from_every_rank(call: str, local: Any, refusal: str | None) -> list[Any]:
+    """Return each rank's value, in rank order; if any rank has an error, raise the first one on every rank."""
+    gathered: list[Any] = [(local, refusal)]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
+        gathered = [None] * dist.get_world_size()
         try:
-            packed = _packed(own)
+            packed = _packed(local)
         except Exception as error:  # an object's __getstate__ may raise anything
             packed, refusal = _packed(None), f"{call}: value cannot be pickled ({type(error).__name__}: {error})"
         with called_by_all(f"{call}()"), collective("all-gather"):
-            dist.all_gather_object(everyone, (packed, refusal))
-        everyone = [(_unpacked(part), text) for part, text in everyone]
-    for rank, (_, text) in enumerate(everyone):
+            dist.all_gather_object(gathered, (packed, refusal))
+        gathered = [(_unpacked(part), text) for part, text in gathered]
+    for rank, (_, text) in enumerate(gathered):
         if text is not None:
             raise UsageError(f"rank {rank}: {text}")
-    return [part for part, _ in everyone]
+    return [part for part, _ in gathered]
 
 
-def _packed(own: Any) -> bytes:
-    """Serialize `own` with ``torch.save``."""
-    # A plain pickle cannot hold tensors of uint16, float8 and other new dtypes.
+def _packed(value: Any) -> bytes:
+    """Serialize `value` with ``torch.save``."""
+    # A plain pickle cannot hold tensors with uint16, float8 and other new dtypes.
     buffer = io.BytesIO()
-    torch.save(own, buffer)
+    torch.save(value, buffer)
     return buffer.getvalue()
 
 
@@ -197,44 +197,44 @@ def _compact_on_cpu(value: Tensor) -> Tensor:
     on_cpu = value.detach().cpu()
     if on_cpu.layout is not torch.strided:
         return on_cpu
-    # torch.save writes the whole storage of a view.
+    # torch.save would write the entire storage of a view.
     is_part = on_cpu.untyped_storage().nbytes() > on_cpu.numel() * on_cpu.element_size()
     return on_cpu.clone() if is_part else on_cpu
 
 
 def _combine(parts: Iterable[Part], place: str) -> Any:
-    """Combine the ranks' `parts` at `place`; all ranks return or raise the same."""
-    given = [(rank, part) for rank, part in parts if part is not None]
-    if not given:
+    """Combine the ranks' `parts` at `place`; either all ranks return the same value, or all raise the same error."""
+    parts_ = [(rank, part) for rank, part in parts if part is not None]
+    if not parts_:
         return None
-    _check_equal([(rank, _kind(part)) for rank, part in given], f"{place} is", "give the same structure on every rank")
-    first = given[0][1]
+    _check_equal([(rank, _kind(part)) for rank, part in parts_], f"{place} is", "give the same structure on every rank")
+    first = parts_[0][1]
     if isinstance(first, Tensor):
-        return _concatenated(given, place)
-    if isinstance(first, list) and not any(_holds_tensor(part) for _, part in given):
-        rows = [row for _, part in given for row in part]
-        if any(row is not None for row in rows):  # otherwise a structure of parts without rows
+        return _concatenated(parts_, place)
+    if isinstance(first, list) and not any(_holds_tensor(part) for _, part in parts_):
+        rows = [row for _, part in parts_ for row in part]
+        if any(row is not None for row in rows):  # otherwise a structure whose parts have no rows
             return rows
-    # The item of a list that holds rows on this rank but parts of a structure on another.
+    # This item is in a list that holds rows on this rank but parts of a structure on another.
     if not isinstance(first, dict | list | tuple):
-        raise UsageError(f"gather_for_metrics: {place} is {_kind(first)} on rank {given[0][0]}, not a list of rows")
+        raise UsageError(f"gather_for_metrics: {place} is {_kind(first)} on rank {parts_[0][0]}, not a list of rows")
     if isinstance(first, dict):
-        keys = [(rank, sorted(map(repr, part))) for rank, part in given]
+        keys = [(rank, sorted(map(repr, part))) for rank, part in parts_]
         _check_equal(keys, f"{place} has keys", "give the same keys on every rank, with None for items without rows")
-        return {key: _combine([(rank, part[key]) for rank, part in given], f"{place}[{key!r}]") for key in first}
-    lengths = [(rank, len(part)) for rank, part in given]
+        return {key: _combine([(rank, part[key]) for rank, part in parts_], f"{place}[{key!r}]") for key in first}
+    lengths = [(rank, len(part)) for rank, part in parts_]
     _check_equal(lengths, f"{place} has length", "give as many items on every rank, with None for items without rows")
     items = [
-        _combine([(rank, part[index]) for rank, part in given], f"{place}[{index}]") for index in range(len(first))
+        _combine([(rank, part[index]) for rank, part in parts_], f"{place}[{index}]") for index in range(len(first))
     ]
     return _same_kind(first, items)
 
 
-def _concatenated(given: Sequence[tuple[int, Tensor]], place: str) -> Tensor:
+def _concatenated(parts: Sequence[tuple[int, Tensor]], place: str) -> Tensor:
     """Concatenate the rows of all tensors; tensors without rows do not affect dtype and shape."""
-    with_rows = [(rank, tensor) for rank, tensor in given if len(tensor)]
+    with_rows = [(rank, tensor) for rank, tensor in parts if len(tensor)]
     if not with_rows:
-        return max((tensor for _, tensor in given), key=Tensor.dim)
+        return max((tensor for _, tensor in parts), key=Tensor.dim)
     dtypes = [(rank, tensor.dtype) for rank, tensor in with_rows]
     _check_equal(dtypes, f"{place} is", "convert it to one dtype on every rank")
     shapes = [(rank, tuple(tensor.shape[1:])) for rank, tensor in with_rows]
@@ -249,8 +249,8 @@ def _kind(part: Any) -> str:
     return "a dict" if isinstance(part, dict) else with_article(type(part).__name__)
 
 
-def _check_equal(seen: Sequence[Part], claim: str, remedy: str, call: str = "gather_for_metrics") -> None:
-    (first_rank, first), *others = seen
+def _check_equal(kinds: Sequence[Part], claim: str, remedy: str, call: str = "gather_for_metrics") -> None:
+    (first_rank, first), *others = kinds
     for rank, other in others:
         if other != first:
             raise UsageError(

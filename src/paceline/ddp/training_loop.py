@@ -16,8 +16,8 @@ from paceline.errors import UsageError
 
 Batch = TypeVar("Batch")
 _latest: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
-"""For each wrapper, the loop over :func:`accumulate` that advanced last. A loop that was abandoned but is still
-referenced (by an exception's traceback) may end at any time, and must not affect a step of another loop."""
+"""For each wrapper, the loop over :func:`accumulate` that advanced last. An abandoned loop that is still referenced
+(for example by an exception's traceback) may end at any time, and must not affect a step of another loop."""
 
 
 def accumulate(
@@ -25,7 +25,7 @@ def accumulate(
 ) -> Generator[Batch, None, None]:
     """Iterate over `batches` in windows of `every`; only the last batch of each window synchronizes gradients.
 
-    The last window may be short; it is also synchronized, so no batch is lost. With each micro-batch weighted
+    The last window may be short; it is also synchronized, so no batch is lost. If each micro-batch is weighted
     (``model.weight``), a short window is averaged over its own samples::
 
         for x, y in accumulate(model, loader, every=4):
@@ -35,24 +35,24 @@ def accumulate(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    The last batch is recognized from `total` if given, else from the iterable's ``at_last`` (which
-    :class:`paceline.data.DataLoader` has), else from its length. An iterable without any of these (a generator,
+    To recognize the last batch, this function uses `total` if given, otherwise the iterable's ``at_last`` (which
+    :class:`paceline.data.DataLoader` has), otherwise its length. An iterable without any of these (a generator,
     ``map``, ``enumerate``) is read one batch ahead, so a loader inside it counts one batch too many as consumed, and a
-    checkpoint would skip that batch. In this case wrap the result instead,
+    checkpoint would skip that batch. To avoid this, wrap the result instead,
     ``tqdm(accumulate(model, loader, every=4))``, or pass `total`.
 
-    For a model with ``virtual_ranks`` it iterates over this rank's slices of each global batch, and the last slice
-    synchronizes. Omit `every` and `total`; `batches` must be a :class:`paceline.data.DataLoader`, and this function
-    sets its number of slices. Each slice has separate random streams. Empty slices of a short last batch are skipped;
-    if all of a rank's slices are empty, ``None`` is yielded once: call ``model.sync_gradients()`` for it. With
-    ``check_compute_every`` a slice may be yielded again; then ``model.is_repeat`` is true, so that loops can leave its
-    loss out of their sums.
+    For a model with ``virtual_ranks``, the function iterates over this rank's slices of each global batch, and
+    gradients are synchronized in the last slice. Omit `every` and `total`; `batches` must be a
+    :class:`paceline.data.DataLoader`, whose number of slices this function sets. Each slice has separate random
+    streams. Empty slices of a short last batch are skipped; if all of a rank's slices are empty, ``None`` is yielded
+    once: call ``model.sync_gradients()`` for it. With ``check_compute_every``, a slice may be yielded again; in that
+    case ``model.is_repeat`` is true, so that the loop can skip its loss in sums.
 
     Args:
         model: the wrapper; ``model.do_sync`` is true if the current batch is the last of its window.
         batches: any iterable.
-        every: micro-batches per window, >= 1.
-        total: the number of batches to come; for a resumed epoch, the number that remain.
+        every: number of micro-batches per window, at least 1.
+        total: the number of batches that `batches` will yield; for a resumed epoch, the number that remain.
 
     Raises:
         UsageError: if `every` is less than 1 or `total` less than 0; at the end, if the last window was not
@@ -72,7 +72,7 @@ def _windows(
     model: DistributedDataParallel, batches: Iterable[Batch], every: int | None, total: int | None
 ) -> Generator[Batch, None, None]:
     if every is None:
-        raise UsageError("give accumulate(every=…), or virtual_ranks to the model")
+        raise UsageError("pass every= to accumulate(), or virtual_ranks= to the model")
     if every < 1:
         raise UsageError(f"accumulate(every={every}): a window holds at least 1 micro-batch")
     if total is not None and total < 0:
@@ -95,9 +95,9 @@ def _windows(
             model.enable_grad_sync()
     if not synchronized:
         raise UsageError(
-            f"accumulate expected {total} batches and got {count}, so the last window's gradients were not "
-            "synchronized; give total=, the number of batches left in the epoch, or wrap accumulate's result (in tqdm, "
-            "say) rather than the loader"
+            f"accumulate expected {total} batches but got {count}, so the last window's gradients were not "
+            "synchronized; pass total=, the number of batches left in the epoch, or wrap accumulate's result instead "
+            "of the loader (for example in tqdm)"
         )
 
 
@@ -106,12 +106,12 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
     if not hasattr(loader, "use_virtual_ranks"):
         raise UsageError(
             f"a model with virtual_ranks={count} needs a loader that cuts each batch into that many slices; "
-            "give the paceline.data.DataLoader itself, and wrap accumulate's result (in tqdm, say)"
+            "pass the paceline.data.DataLoader itself; a progress bar can wrap accumulate's result instead"
         )
     from paceline.ddp.slices.gradients import in_order
 
     loader.use_virtual_ranks(count)
-    before, connection = rng_state(), model._connected()
+    state, connection = rng_state(), model._connected()
     virtual_ranks, check = connection.virtual_ranks, connection.compute_check
     assert virtual_ranks is not None
     loop = _latest[model] = object()
@@ -135,7 +135,7 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
         if is_latest():
             virtual_ranks.leave_step()
             model.enable_grad_sync()
-            set_rng_state(before)
+            set_rng_state(state)
 
 
 def _length(batches: Any) -> int | None:

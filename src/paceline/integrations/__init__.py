@@ -1,1 +1,1 @@
-"""Adapters for other programs that run training jobs; import each by name."""
+"""Adapters for other programs that run training jobs. Each module must be imported explicitly."""

@@ -1,4 +1,4 @@
-"""Ray Train: its workers as ranks of the ``"paceline"`` backend, and reports to Ray.
+"""Ray Train integration: runs Ray's workers as ranks with the ``"paceline"`` backend, and reports to Ray.
 
     from paceline.integrations.ray import Report, TorchConfig
     TorchTrainer(train, torch_config=TorchConfig(), scaling_config=ScalingConfig(num_workers=2)).fit()
@@ -21,7 +21,7 @@ try:
     from ray import train
     from ray.train import torch as ray_torch
 except ImportError:
-    show_mistakes_in_one_line()  # a Ray driver does not call paceline.init(), which would do this
+    show_mistakes_in_one_line()  # normally done by paceline.init(), which a Ray driver does not call
     raise MissingExtra("ray", "ray", "paceline.integrations.ray") from None
 
 
@@ -39,7 +39,7 @@ class _Backend(ray_torch.TorchConfig().backend_cls):  # type: ignore[misc]
 
 @dataclass
 class TorchConfig(ray_torch.TorchConfig):  # type: ignore[misc]
-    """Ray's ``TorchConfig`` with Paceline's process group by default; the other arguments are Ray's."""
+    """Ray's ``TorchConfig`` with ``"paceline"`` as the default backend. It has the same arguments."""
 
     backend: str | None = "paceline"
 
@@ -50,15 +50,15 @@ class TorchConfig(ray_torch.TorchConfig):  # type: ignore[misc]
 
 
 class Report:
-    """Reports the Trainer's metrics, and its checkpoints, to Ray; a callback for the Trainer.
+    """A Trainer callback that reports metrics and checkpoints to Ray.
 
     Metrics are reported after each evaluation, after each save and at the end, but not after every step, because
     ``ray.train.report`` waits for all workers.
 
     Args:
-        checkpoint_dir: the absolute path of the Trainer's checkpoint folder. Each complete checkpoint in it is
-            reported, and Ray copies it to its own storage. None reports only metrics. A restarted worker resumes from
-            this folder and not from Ray's copy, so all hosts must share it.
+        checkpoint_dir: the absolute path of the Trainer's checkpoint folder. Each complete checkpoint in this folder is
+            reported, and Ray copies it to Ray's storage. With None, only metrics are reported. A restarted worker
+            resumes from this folder and not from Ray's copy, so all hosts must share the folder.
     """
 
     def __init__(self, checkpoint_dir: str | None = None) -> None:
@@ -71,7 +71,7 @@ class Report:
         self._report(run)
 
     def on_save(self, run: Run) -> None:
-        """Report the newest complete checkpoint; one still being written is reported the next time."""
+        """Report the newest complete checkpoint. A checkpoint that is still being written is reported next time."""
         self._report(run)
 
     def on_end(self, run: Run) -> None:

@@ -83,13 +83,13 @@ class Job:
     def __post_init__(self) -> None:
         if not self.command:
             raise UsageError("the command is empty; name a script to run")
-        for name, value, least in (
+        for name, value, minimum in (
             ("nproc", self.nproc, 1),
             ("max_restarts", self.max_restarts or 0, 0),
             ("grace", self.grace, 0),
         ):
-            if value < least:
-                raise UsageError(f"{name}={value} is less than {least}; give {least} or more")
+            if value < minimum:
+                raise UsageError(f"{name}={value} is less than {minimum}; give {minimum} or more")
         if self.interval <= 0:
             raise UsageError(f"monitor_interval={self.interval} is not positive; give seconds, such as 0.1")
         self.supervision.places(self.nproc)
@@ -208,8 +208,8 @@ def title_of(command: Sequence[str]) -> str:
 
 def farewell(number: signal.Signals, saved: int | None = None) -> int:
     """Report that a signal ended the launcher, and which step was `saved`; return the exit code."""
-    after = "" if saved is None else f", after step {saved} was saved"
-    say(f"{'interrupted' if number == signal.SIGINT else f'terminated by {number.name}'}{after}")
+    suffix = "" if saved is None else f", after step {saved} was saved"
+    say(f"{'interrupted' if number == signal.SIGINT else f'terminated by {number.name}'}{suffix}")
     return 128 + number
 
 

@@ -94,8 +94,8 @@ class Restarts:
     def progress(self) -> tuple[int, str | None]:
         """Return the number of steps that the current start computed again, and the source of its state."""
         reached = self.reached()
-        redone = sum(each.redone for each in reached)
-        return redone, next((each.source for each in reached if each.source), None)
+        redone = sum(record.redone for record in reached)
+        return redone, next((record.source for record in reached if record.source), None)
 
     def begin(self) -> None:
         """Keep the records of the previous start for the ranks of the next one."""
@@ -134,7 +134,7 @@ class Restarts:
             return None
         self.count += 1
         reached, in_vain = failure.reached, self._past.in_vain
-        where = max(reached, key=lambda each: each.completed).goes_on if reached else ""
+        where = max(reached, key=lambda record: record.completed).goes_on if reached else ""
         number = f"restart {self.count}"
         if self.count == in_vain:
             number += f" of {self.limit}"
@@ -165,8 +165,8 @@ class Restarts:
         return f"starting {ranks} {how}{where} ({number}): {change.why}"
 
     def _learn_virtual_ranks(self, reached: Sequence[Reached]) -> None:
-        if any(each.has_begun for each in reached):  # by then, all state is registered with the Checkpointer
-            self._virtual_ranks = max(each.virtual_ranks for each in reached)
+        if any(record.has_begun for record in reached):  # by then, all state is registered with the Checkpointer
+            self._virtual_ranks = max(record.virtual_ranks for record in reached)
 
     def wait_for_rescue(
         self, running: Callable[[], Sequence[int]], poll: Callable[[float], None], signal_ranks: Callable[[], None]
@@ -180,13 +180,13 @@ class Restarts:
                 failure.
         """
         reached = self.reached()
-        if not self.limit or all(each.is_alone for each in reached):
+        if not self.limit or all(record.is_alone for record in reached):
             return
-        patience = RESCUE_S + 2 * max(each.pace for each in reached)  # ranks synchronize in every step
+        patience = RESCUE_S + 2 * max(record.pace for record in reached)  # ranks synchronize in every step
         began, is_signalled = time.monotonic(), False
         while running():
             # If no step was completed, there is none to rescue.
-            if all(each.is_rescued or each.completed == each.restored for each in self.reached()):
+            if all(record.is_rescued or record.completed == record.restored for record in self.reached()):
                 return
             waited = time.monotonic() - began
             if waited > (WRITING_S if self._is_writing() else patience):
@@ -216,12 +216,12 @@ class Restarts:
         reached = self.reached()
         command = [sys.executable, "-m", "paceline.checkpoint.recovery.persist_rescued", str(self._folder / RESCUE)]
         with sheltered():
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        for line in (done.stdout or done.stderr).splitlines()[-3:]:
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+        for line in (run.stdout or run.stderr).splitlines()[-3:]:
             say(line)
-        are_saved = [(self._folder / RESCUE / each.key / step_name(each.completed)).is_dir() for each in reached]
+        are_saved = [(self._folder / RESCUE / item.key / step_name(item.completed)).is_dir() for item in reached]
         # The command also succeeds if the folder on disk already contains the step.
-        return max(each.completed for each in reached) if are_saved and all(are_saved) and not done.returncode else None
+        return max(item.completed for item in reached) if are_saved and all(are_saved) and not run.returncode else None
 
 
 def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:

@@ -2,8 +2,8 @@
 
     scatter the batch ──► replicate the module ──► forward in threads ──► gather the outputs
 
-It exists for comparison with :class:`paceline.DistributedDataParallel`, which is faster: here every forward creates new
-replicas, and the threads share one interpreter.
+It exists for comparison with :class:`paceline.DistributedDataParallel`, which is faster, because here every forward
+pass creates new replicas, and the threads share one interpreter.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Device = int | str | torch.device
 
 
 class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
-    """Run a module on slices of every batch, one thread and one replica for each device, and gather the outputs.
+    """Run a module on slices of every batch, with one thread and one replica per device, and gather the outputs.
 
-    Arguments and behavior match ``torch.nn.DataParallel``, but that class does not parallelize on CPUs. A backward sums
-    the gradients of all replicas in the module's parameters. The first replica is the module itself. As in torch, only
-    its buffers and attributes can be changed by a forward; changes to the other replicas are lost. BatchNorm's running
+    Arguments and behavior match ``torch.nn.DataParallel``, but that class does not parallelize on CPUs. The backward
+    pass sums the gradients of all replicas into the module's parameters. The first replica is the module itself. As in
+    torch, only this replica keeps changes that the forward pass makes to buffers and attributes. BatchNorm's running
     statistics therefore come from the first slice.
 
     Args:
@@ -40,7 +40,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
         replicas: on the CPU, the number of threads and replicas, instead of `device_ids`.
 
     Raises:
-        UsageError: for missing devices, or a module on another device. A forward raises the error of a replica.
+        UsageError: for missing devices, or a module on another device. The forward pass also raises errors of replicas.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[A
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    """Return `module` itself for the first device, and a replica for each other one.
+    """Return `module` itself for the first device, and a replica for each of the others.
 
     A replica's parameters are copies through which gradients flow back to the module's own.
     """
@@ -139,12 +139,12 @@ def _choose_devices(device_ids: Sequence[Device] | None, replicas: int | None) -
 
 
 def _device_of(device: Device) -> torch.device:
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type == "cuda":
-        found = torch.device("cuda", found.index or 0)
-        if found.index >= torch.cuda.device_count():
-            raise UsageError(f"{found} does not exist: this process sees {torch.cuda.device_count()} GPUs")
-    return found
+    result = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if result.type == "cuda":
+        result = torch.device("cuda", result.index or 0)
+        if result.index >= torch.cuda.device_count():
+            raise UsageError(f"{result} does not exist: this process sees {torch.cuda.device_count()} GPUs")
+    return result
 
 
 def nested_tensors(value: Any) -> Iterator[Tensor]:
@@ -157,7 +157,7 @@ def nested_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _slice_of(value: Any, at: int, devices: Sequence[torch.device], dim: int) -> Any:
-    """Return slice number `at` of `value`, which has one slice per device, on its device."""
+    """Return slice number `at` of `value` on that slice's device."""
     if isinstance(value, Tensor):
         part = value.tensor_split(len(devices), dim)[at] if value.dim() else value
         return part.to(devices[at])

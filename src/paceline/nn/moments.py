@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 HEAD = 4
-"""Number of elements before the C means and C sums: the count in two parts, and the input's dimensions and channels."""
-PART = 2**20  # a count is sent as quotient and remainder by this, because float32 is exact only up to 2**24
+"""Number of header elements before the C means and C sums: the count (two elements), dimensions and channels."""
+PART = 2**20  # counts are sent as quotient and remainder, because float32 is exact only up to 2**24
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def reports(rows: Tensor) -> list[Report]:
 
 
 def combine(rows: Tensor, total: int) -> Moments:
-    """Return the moments of all ranks' `total` values, or zeros if there are none; with the same bits on every rank."""
+    """Return the moments of all ranks' `total` values, or zeros if there are none; bit-identical on every rank."""
     means, squares = rows[:, HEAD:].chunk(2, dim=1)
     weights = rows[:, 0:1] * PART + rows[:, 1:2]
     mean = (means * (weights / max(total, 1))).sum(0)

@@ -18,7 +18,7 @@ from paceline.nn.moments import Moments, wide
 
 
 class Communicator(Protocol):
-    """The part of the layer that the autograd functions use."""
+    """The part of the layer's interface that the autograd functions use."""
 
     eps: float
 

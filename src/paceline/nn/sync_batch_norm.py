@@ -149,15 +149,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         rows = message.new_empty(self._ranks(), message.numel())
         with collective("exchange of SyncBatchNorm's moments", self._group):
             dist.all_gather(list(rows.unbind()), message, group=self._group)
-        everyone = reports(rows)
-        _check(everyone, self.num_features, self.ranks())
-        moments = combine(rows, sum(report.count for report in everyone))
+        rank_reports = reports(rows)
+        _check(rank_reports, self.num_features, self.ranks())
+        moments = combine(rows, sum(report.count for report in rank_reports))
         self._track(moments)
         return moments
 
     @torch.no_grad()
     def _track(self, moments: Moments) -> None:
-        """Update the running statistics with the unbiased variance, like BatchNorm; without values, only the count."""
+        """Update the running statistics with the unbiased variance. Without values, update only the count."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         factor: float | Tensor = self.momentum or 0.0
@@ -188,13 +188,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return _convert(cls, module, process_group, {})
 
 
-def _convert(cls: type[SyncBatchNorm], module: nn.Module, group: Any, done: dict[int, nn.Module]) -> nn.Module:
-    if (known := done.get(id(module))) is not None:
-        return known
-    result = done[id(module)] = _converted(cls, module, group) if isinstance(module, AnyBatchNorm) else module
+def _convert(cls: type[SyncBatchNorm], module: nn.Module, group: Any, converted: dict[int, nn.Module]) -> nn.Module:
+    if (existing := converted.get(id(module))) is not None:
+        return existing
+    result = converted[id(module)] = _converted(cls, module, group) if isinstance(module, AnyBatchNorm) else module
     for name, child in module._modules.items():
         if child is not None:
-            result._modules[name] = _convert(cls, child, group, done)
+            result._modules[name] = _convert(cls, child, group, converted)
     return result
 
 
@@ -224,9 +224,9 @@ def _fits(dtype: torch.dtype, weight: torch.dtype) -> bool:
     return weight is dtype or (weight is torch.float32 and dtype in _HALF)
 
 
-def _check(everyone: list[Report], features: int, ranks: list[int]) -> None:
+def _check(rank_reports: list[Report], features: int, ranks: list[int]) -> None:
     """Raise a UsageError on all ranks if their inputs do not fit together."""
-    inputs = [(rank, report) for rank, report in zip(ranks, everyone, strict=True) if report.dims]
+    inputs = [(rank, report) for rank, report in zip(ranks, rank_reports, strict=True) if report.dims]
     for rank, report in inputs:
         if report.channels != features:
             raise UsageError(

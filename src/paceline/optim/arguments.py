@@ -89,7 +89,7 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
         group = getattr(model, "process_group", None)  # an attribute of torch's wrapper and of Paceline's
         group = wrappers[0].group if group is None and wrappers else group or dist.group.WORLD
     for wrapper in wrappers if group is not None else ():
-        ranks, averaged_ranks = (dist.get_process_group_ranks(each) for each in (group, wrapper.group))
+        ranks, averaged_ranks = (dist.get_process_group_ranks(pg) for pg in (group, wrapper.group))
         if ranks != averaged_ranks:
             raise UsageError(
                 f"the ShardedOptimizer has ranks {ranks}, but the wrapper averages over ranks {averaged_ranks}; "
@@ -124,22 +124,22 @@ def _parameters(groups: Iterable[Any]) -> Iterable[Any]:
 
 
 def validate_group(group: Any, earlier: Sequence[Mapping[str, Any]], subject: Subject) -> None:
-    """Refuse a new group with parameters that cannot be sharded; `earlier` has the existing groups."""
+    """Refuse a new group with parameters that cannot be sharded; `earlier` lists the existing groups."""
     if not isinstance(group, dict) or "params" not in group:
         raise UsageError(f'a parameter group is a dict with "params", not {group!r:.80}')
     params = group["params"]
     if not isinstance(params, Tensor | set):  # torch handles these types
         group["params"] = params = list(params)
-    seen = {id(parameter) for other in earlier for parameter in other["params"]}
-    device = next((parameter.device for other in earlier for parameter in other["params"]), None)
+    earlier_ids = {id(parameter) for earlier_group in earlier for parameter in earlier_group["params"]}
+    device = next((parameter.device for earlier_group in earlier for parameter in earlier_group["params"]), None)
     averaged = {key for wrapper in subject.wrappers for key in wrapper.names} if subject.wrappers else None
     for parameter in _parameters([group]):
         if not isinstance(parameter, Tensor):
             raise UsageError(f"ShardedOptimizer trains tensors, not {type(parameter).__name__}")
         name = subject.name_of(parameter)
-        if id(parameter) in seen:
+        if id(parameter) in earlier_ids:
             raise UsageError(f"{name} is in two parameter groups, or twice in one; give it once")
-        seen.add(id(parameter))
+        earlier_ids.add(id(parameter))
         if is_sharded(parameter):
             raise UsageError(
                 f"{name} is a DTensor, which is already sharded; use the optimizer without ShardedOptimizer"
@@ -161,7 +161,7 @@ def validate_group(group: Any, earlier: Sequence[Mapping[str, Any]], subject: Su
 def validate_step(
     closure: Any, subject: Subject, groups: Sequence[Mapping[str, Any]], added: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Refuse an invalid step; `added` has the parameters that each of `groups` had when it was added."""
+    """Refuse an invalid step; `added` lists the parameters that each group had when it was added."""
     if closure is not None:
         raise UsageError("ShardedOptimizer.step() takes no closure; call the closure before step()")
     if subject.is_joining():
@@ -200,7 +200,7 @@ def describe_groups(
         *(
             (
                 sorted((name, _plain(value)) for name, value in group.items() if name != "params"),
-                [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in group["params"]],
+                [(tuple(param.shape), str(param.dtype), param.requires_grad) for param in group["params"]],
             )
             for group in groups
         ),

@@ -38,7 +38,7 @@ class Owned:
         values = self._view if self.master_dtype is None else self._view.to(self.master_dtype, copy=True)
         # Groups may also contain integer parameters, and torch refuses requires_grad for integers.
         self.trained = nn.Parameter(values, requires_grad=self.parameter.is_floating_point() or self._view.is_complex())
-        """What the inner optimizer trains: the piece itself, or its master copy."""
+        """The tensor that the inner optimizer trains: the piece itself, or its master copy."""
         vars(self.trained).update(vars(self.parameter))  # attributes that optimizers read, such as p.lr_scale
 
     def _current_view(self) -> Tensor:

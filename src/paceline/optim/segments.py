@@ -43,7 +43,7 @@ class Segment:
         self._pieces = [[piece for piece in pieces if piece.owner == owner] for owner in range(channel.size)]
         self._row = max(sum(piece.numel for piece in owned) for owned in self._pieces)  # an all-gather has equal shards
         self._places: list[list[tuple[Tensor, slice]]] = []
-        """For each rank, its pieces as views of the parameters, and their places in the rank's buffer."""
+        """For each rank, its pieces as views of the parameters, and their positions in the rank's buffer."""
         self.find_pieces()
 
     def find_pieces(self) -> None:
@@ -71,7 +71,7 @@ class Segment:
             row = buffers.get(number, self._row, first.dtype)
             _copy([(row[part], view) for view, part in self._places[rank]])
             return self._channel.gather(row, self._places)
-        # A new buffer each time, which is freed after the gathering, not kept between steps.
+        # Allocate a new buffer each time, which is freed after the all-gather instead of being kept between steps.
         flat = torch.empty(self._channel.size * self._row, dtype=first.dtype, device=first.device)
         rows = list(flat.view(self._channel.size, self._row)) if self._row else []
         _copy([(rows[rank][part], view) for view, part in self._places[rank]])
@@ -79,7 +79,7 @@ class Segment:
 
 
 class Buffers:
-    """Buffers in memory that ranks share, kept between steps because new pages are expensive."""
+    """Buffers in shared memory, kept between steps because allocating new pages is expensive."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -120,8 +120,8 @@ def make_dense(parameter: nn.Parameter, name: str) -> None:
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if extent != 1 and stride != expected:
-            alone = torch.empty(1, device=parameter.device)
-            if count_uses(parameter.untyped_storage()) > count_uses(alone.untyped_storage()):
+            unshared = torch.empty(1, device=parameter.device)
+            if count_uses(parameter.untyped_storage()) > count_uses(unshared.untyped_storage()):
                 raise UsageError(
                     f"{name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, which leave gaps "
                     "or use an element twice, and another tensor refers to the same memory; make the parameter "

@@ -1,7 +1,7 @@
 """Checks whether an optimizer gives the same results if each rank updates only its share of the parameters.
 
-Torch's elementwise optimizers are known to do so. Any other class is tested on small tensors: it trains all of them
-together, and then each half separately.
+Torch's elementwise optimizers are known to pass this check. Any other class is tried on small tensors, which it trains
+first together and then one half at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHAPES = {
     4: ((6, 10, 2, 2), (10, 4, 2, 2)),
     5: ((6, 5, 2, 2, 2), (10, 2, 2, 2, 2)),
 }
-"""By number of dimensions: shapes of the two tensors that stand for all such parameters in a trial."""
+"""For each number of dimensions: shapes of the two tensors that represent all such parameters in a trial."""
 Make = Callable[[Any], Optimizer]
 """A function that makes an optimizer for a list of parameter groups."""
 
@@ -51,9 +51,9 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
     if by not in ("element", "tensor"):
         raise UsageError(f'ShardedOptimizer(by=…) takes "element" or "tensor", not {by!r}')
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
-        given = optimizer_class if isinstance(optimizer_class, type) else with_article(type(optimizer_class).__name__)
+        label = optimizer_class if isinstance(optimizer_class, type) else with_article(type(optimizer_class).__name__)
         raise UsageError(
-            f"ShardedOptimizer takes the class of an optimizer, such as torch.optim.AdamW, not {given}; "
+            f"ShardedOptimizer takes the class of an optimizer, such as torch.optim.AdamW, not {label}; "
             "for an existing optimizer of torch, give optimizer.param_groups and type(optimizer)"
         )
     name = optimizer_class.__name__
@@ -138,18 +138,18 @@ class _Run:
 def _is_separable(
     make: Make, settings: Sequence[Mapping[str, Any]], start: Sequence[Tensors], tolerance: float
 ) -> bool:
-    """Return whether one optimizer for both halves computes and keeps the same numbers as one for each half."""
+    """Return whether one optimizer for both halves computes and stores the same numbers as an optimizer per half."""
     gradients = [
         [[[_gradient(step, half, value) for value in group] for group in tensors] for half, tensors in enumerate(start)]
         for step in range(_STEPS)
     ]
-    whole = _train(make, settings, _joined(start), [_joined(halves) for halves in gradients])
+    joint = _train(make, settings, _joined(start), [_joined(halves) for halves in gradients])
     runs = [
         _train(make, settings, tensors, [halves[half] for halves in gradients]) for half, tensors in enumerate(start)
     ]
-    if _joined([run.kept for run in runs]) != whole.kept:
+    if _joined([run.kept for run in runs]) != joint.kept:
         return False
-    together = _flattened(whole.updates)
+    together = _flattened(joint.updates)
     separate = _flattened(_joined([run.updates for run in runs]))
     if not together.any():
         raise ValueError("the step changed nothing")
@@ -167,7 +167,7 @@ def _flattened(tensors: Tensors) -> Tensor:
 
 
 def _gradient(step: int, half: int, value: Tensor) -> Tensor:
-    """Return a gradient whose size varies differently in each half, which reveals norms and step sizes shared by both.
+    """Return a gradient whose size varies differently in each half, to reveal shared norms and step sizes.
 
     Its direction is mostly constant, because some step sizes grow with progress.
     """

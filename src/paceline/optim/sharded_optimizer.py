@@ -3,9 +3,8 @@
     p.grad, equal on all ranks ──► pieces' gradients ──► the inner optimizer's step ──► parameters are gathered
                                    (of this rank)        (state of this rank's pieces)   (whole on all ranks)
 
-Elementwise optimizers compute the same bits with and without sharding. This is stage 1 of
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020. Decision 0035
-explains the design.
+Results of elementwise optimizers are bit-identical with and without sharding. This is stage 1 of Rajbhandari et al.,
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020. Decision 0035 explains the design.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class ShardedOptimizer(Optimizer):
         self._make: Callable[[Any], Optimizer] = partial(make_optimizer, **defaults)
         self._subject: Subject = subject_of(params, process_group)
         self._by, self._master_dtype = by, master_dtype
-        # The template lets the class refuse wrong settings, and provides its defaults.
+        # The template makes the class reject invalid settings, and provides its defaults.
         template = self._make(template_parameters(optimizer_class, self._subject.shapes()))
         # Before super().__init__(), which calls add_param_group().
         self._is_made = False
@@ -128,7 +127,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters; the index of each is its number in states."""
+        """All parameters. A parameter's index in this list is its number in states."""
         return self._sharding.parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ class Sharding:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters; the index of each is its number in states."""
+        """All parameters. A parameter's index in this list is its number in states."""
         return [parameter for group in self.groups for parameter in group]
 
     @property
@@ -70,7 +70,7 @@ class Sharding:
         first = descriptions[0]
         for rank, other in enumerate(descriptions):
             if other != first:
-                # The first entry describes the optimizer, each of the others describes one group.
+                # The first entry describes the optimizer, and each further entry describes one group.
                 places = [place for place, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]]
                 difference = "number of parameter groups" if not places else f"parameter group {places[0] - 1}"
                 raise UsageError(
@@ -84,13 +84,13 @@ class Sharding:
         first, size = len(self.parameters), self._subject.size
         self.groups.append(list(parameters))
         self._check_memory()
-        replicated = [index for index, each in enumerate(parameters) if size == 1 or id(each) in self._subject.sparse]
+        replicated = [index for index, param in enumerate(parameters) if size == 1 or id(param) in self._subject.sparse]
         pieces = [Piece(index, 0, parameters[index].numel(), self._subject.rank) for index in replicated]
         for members, shared in share_out(parameters, replicated, self._by, self._loads):
             if shared:
                 assert self.channel is not None
                 number = {index: place for place, index in enumerate(members)}
-                local = [Piece(number[each.parameter], each.start, each.stop, each.owner) for each in shared]
+                local = [Piece(number[part.parameter], part.start, part.stop, part.owner) for part in shared]
                 self._segments.append(Segment(self.channel, [parameters[index] for index in members], local))
             pieces += shared
         pieces.sort(key=lambda piece: (piece.parameter, piece.start))
@@ -151,10 +151,10 @@ class Sharding:
 def overlapping(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Yield pairs of parameters that overlap in memory."""
     spans = []
-    for place, each in enumerate(parameters):
-        if each.numel() and each.device.type != "meta":
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
-            spans.append((str(each.device), each.data_ptr(), each.data_ptr() + extent * each.element_size(), place))
+    for place, param in enumerate(parameters):
+        if param.numel() and param.device.type != "meta":
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+            spans.append((str(param.device), param.data_ptr(), param.data_ptr() + extent * param.element_size(), place))
     spans.sort()
     for (device, _, stop, place), (other_device, start, _, other) in pairwise(spans):
         if device == other_device and start < stop:
@@ -182,8 +182,8 @@ def share_out(
 def _segments_of(parameters: Sequence[nn.Parameter], replicated: Sequence[int]) -> list[list[int]]:
     """Return the indices of parameters that are gathered together: neighbors of the same kind."""
     # Frozen parameters are separate, because a segment without any gradient is not gathered.
-    kinds: list[Hashable] = [(each.dtype, each.device, each.requires_grad) for each in parameters]
-    sizes = [each.numel() * each.element_size() for each in parameters]
+    kinds: list[Hashable] = [(param.dtype, param.device, param.requires_grad) for param in parameters]
+    sizes = [param.numel() * param.element_size() for param in parameters]
     left_out = set(replicated)
     inside = [index for index in range(len(parameters)) if index not in left_out and sizes[index]]
     return assign(sizes, kinds, inside, [CAPACITY])

@@ -30,22 +30,22 @@ def local_state(
 ) -> dict[str, Any]:
     """Return this rank's shard, see :mod:`~paceline.core.state.optimizer_shards`."""
     state: dict[int, dict[str, Any]] = {}
-    for each in owned:
-        entry = dict(inner.state[each.trained]) if each.trained in inner.state else {}
-        if each.master_dtype is not None:
-            entry[MASTER] = each.trained.detach()
+    for part in owned:
+        entry = dict(inner.state[part.trained]) if part.trained in inner.state else {}
+        if part.master_dtype is not None:
+            entry[MASTER] = part.trained.detach()
         if entry:
-            state[each.index] = entry
+            state[part.index] = entry
     return {
         "state": state,
         "param_groups": packed(groups),
         KEY: {
             "rank": subject.rank,
             "ranks": subject.size,
-            "pieces": {each.index: list(each.piece) for each in owned if each.piece is not None},
-            "shapes": {index: list(each.shape) for index, each in enumerate(parameters)},
+            "pieces": {part.index: list(part.piece) for part in owned if part.piece is not None},
+            "shapes": {index: list(param.shape) for index, param in enumerate(parameters)},
             "strides": dict(enumerate(map(list, strides))),
-            "dtypes": {index: each.dtype for index, each in enumerate(parameters)},
+            "dtypes": {index: param.dtype for index, param in enumerate(parameters)},
         },
     }
 
@@ -68,7 +68,7 @@ def full_state(
     size = 1 if channel is None else channel.size
     if to is not None and not 0 <= to < size:
         raise CheckpointMismatch(f"full_state_dict(to={to}) names a rank that does not exist; give a rank below {size}")
-    wanted = {index: Window(tuple(each.shape), each.stride(), None) for index, each in enumerate(parameters)}
+    wanted = {index: Window(tuple(param.shape), param.stride(), None) for index, param in enumerate(parameters)}
     assembly = Assembly(wanted) if channel is None or to in (None, channel.rank) else None
     # One shard at a time, so that a rank never holds more than one shard besides its result.
     for rank in range(size):
@@ -119,15 +119,15 @@ class _Placeholder:
 
 def _mapped(value: Any, function: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _mapped(each, function) for key, each in value.items()}
+        return {key: _mapped(entry, function) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(each, function) for each in value)
+        return type(value)(_mapped(entry, function) for entry in value)
     return function(value)
 
 
 def windows(owned: Sequence[Owned]) -> dict[int, Window]:
     """Return the part of each parameter's state that this rank needs."""
-    return {each.index: Window(tuple(each.parameter.shape), each.parameter.stride(), each.piece) for each in owned}
+    return {part.index: Window(tuple(part.parameter.shape), part.parameter.stride(), part.piece) for part in owned}
 
 
 def find_owned(
@@ -141,8 +141,8 @@ def find_owned(
         assembly = state if isinstance(state, Assembly) else _assembled(wanted, state)
         return {"state": assembly.state(), "param_groups": assembly.groups, "dtypes": assembly.dtypes}
     if not is_shard(state):
-        found = {index: cut_state(state["state"][index], wanted[index]) for index in wanted if index in state["state"]}
-        return {"state": found, "param_groups": state["param_groups"], "dtypes": {}}
+        parts = {index: cut_state(state["state"][index], wanted[index]) for index in wanted if index in state["state"]}
+        return {"state": parts, "param_groups": state["param_groups"], "dtypes": {}}
     about = state[KEY]
     if about["ranks"] == 1:  # the whole state, which fits any number of ranks
         return find_owned([state], owned, subject)
@@ -152,11 +152,11 @@ def find_owned(
             f"{about['ranks']}; load a list with the shards of all ranks, or the result of full_state_dict()"
         )
     pieces = {index: tuple(piece) for index, piece in about["pieces"].items()}
-    cut = [each for each in owned if each.piece is not None]
+    cut = [part for part in owned if part.piece is not None]
     # Pieces count elements in memory order, so with different strides they contain different elements.
     strides = {index: tuple(about["strides"][index]) for index in pieces}
-    if pieces != {each.index: each.piece for each in cut} or strides != {
-        each.index: each.parameter.stride() for each in cut
+    if pieces != {part.index: part.piece for part in cut} or strides != {
+        part.index: part.parameter.stride() for part in cut
     }:
         raise CheckpointMismatch(
             f"the shard of rank {subject.rank} was cut differently from this optimizer's parameters; load a list "
@@ -186,29 +186,29 @@ def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dic
             f"the optimizer's state has groups of {saved_sizes} parameters, but this optimizer has groups of {sizes}; "
             "create the groups that were saved"
         )
-    number = {index: place for place, index in enumerate(each for group in saved for each in group["params"])}
+    number = {index: place for place, index in enumerate(key for group in saved for key in group["params"])}
     entries = {number.get(index, index): _copied(entry) for index, entry in loaded["state"].items()}
-    places = {id(each.trained): place for place, each in enumerate(owned)}
+    places = {id(part.trained): place for place, part in enumerate(owned)}
     packed = [
-        {**settings_of(group), "params": [places[id(trained)] for trained in own["params"]]}
-        for group, own in zip(saved, inner.param_groups, strict=True)
+        {**settings_of(group), "params": [places[id(trained)] for trained in inner_group["params"]]}
+        for group, inner_group in zip(saved, inner.param_groups, strict=True)
     ]
-    for each in owned:
-        master = entries.get(each.index, {}).pop(MASTER, None)
-        if each.master_dtype is not None:
-            values = each.values() if master is None else master
-            each.trained.data = values.to(device=each.parameter.device, dtype=each.master_dtype, copy=True)
-    state = {place: entries[each.index] for place, each in enumerate(owned) if entries.get(each.index)}
+    for part in owned:
+        master = entries.get(part.index, {}).pop(MASTER, None)
+        if part.master_dtype is not None:
+            values = part.values() if master is None else master
+            part.trained.data = values.to(device=part.parameter.device, dtype=part.master_dtype, copy=True)
+    state = {place: entries[part.index] for place, part in enumerate(owned) if entries.get(part.index)}
     inner.load_state_dict({"state": state, "param_groups": packed})
     # torch casts a loaded state to the parameter's dtype, which would change state of another dtype.
-    for place, each in enumerate(owned):
-        if place in state and loaded["dtypes"].get(each.index) == each.parameter.dtype:
-            uncast(inner.state[each.trained], state[place])
-    for group, other in zip(groups, saved, strict=True):
+    for place, part in enumerate(owned):
+        if place in state and loaded["dtypes"].get(part.index) == part.parameter.dtype:
+            uncast(inner.state[part.trained], state[place])
+    for group, saved_group in zip(groups, saved, strict=True):
         names = {"param_names": group["param_names"]} if "param_names" in group else {}
         parameters = group["params"]
         group.clear()
-        group.update({**names, **other, "params": parameters})
+        group.update({**names, **saved_group, "params": parameters})
 
 
 def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def _enough() -> NoReturn:
 
 
 def record(settings: dict[str, Any], program: list[str]) -> None:
-    """Run and record `program` until it ends or enough steps have been measured."""
+    """Run and record `program` until it exits or enough steps have been measured."""
     # By default SIGTERM ends Python immediately, without closing the record. Keep a handler that the launcher
     # installed.
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -31,7 +31,7 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
     leave = os._exit
 
     def close_and_leave(status: int) -> NoReturn:
-        """Close the record of a program that skips the interpreter's shutdown."""
+        """Close the record of a program that skips interpreter shutdown."""
         session.close(SystemExit(status) if status else None)
         leave(status)
 

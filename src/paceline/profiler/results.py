@@ -73,8 +73,8 @@ def _why_nothing(records: Sequence[RankRecord]) -> str:
             "paceline.DistributedDataParallel(model). If the program starts its own ranks, use "
             "paceline.profiler.profile(folder) in them"
         )
-    taken = max(len(record.steps) for record in records)
+    steps = max(len(record.steps) for record in records)
     return (
-        f"no step was measured: the program took {taken}, and the first {WARM_UP} are only warm-up; train longer (a "
+        f"no step was measured: the program took {steps}, and the first {WARM_UP} are only warm-up; train longer (a "
         "step ends when an optimizer of torch.optim steps after a backward)"
     )

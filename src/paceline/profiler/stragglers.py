@@ -21,7 +21,7 @@ SHORTEST = 5
 """Minimum number of slow steps. Fewer may be spikes."""
 THRESHOLD, FEW = 4.5, 15
 """Largest score that chance explains, measured by ``benchmarks/straggler_detection.py``, and minimum length of a
-stretch; shorter ones are scored as if they had this length."""
+stretch; shorter stretches are scored as if they had this length."""
 CLIP = 3.5
 """Maximum evidence of one step, in standard deviations, so that a spike counts no more than any other slow step."""
 BLOCKS = 40
@@ -30,7 +30,7 @@ NEAR, FARTHEST, GAP = 1.5, 3.0, 0.75
 """Which differences between ranks are natural, in multiples of the smallest slowdown: those below `NEAR`, and those
 below `FARTHEST` if, in order of speed, no two neighboring ranks up to there are `GAP` or more apart."""
 SOMETIMES, MOSTLY = 0.2, 0.7
-"""Minimum share of slow steps in a stretch that is slow now and then, and in one that is slow throughout."""
+"""Minimum share of slow steps in a stretch that is slow now and then, and in a stretch that is slow throughout."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Straggler:
     """``"persistent"``: slow all the time. ``"emerging"``: slow from `first_step` to the end. ``"recovered"``: slow
     until `last_step` and normal afterwards. ``"fluctuating"``: slow repeatedly, and normal in between."""
     steps_slow: int
-    """Number of slow steps. Smaller than the range from `first_step` to `last_step` if the rank fluctuates or times
-    are missing."""
+    """Number of slow steps. It is smaller than the range from `first_step` to `last_step` if the rank fluctuates or if
+    times are missing."""
     seconds_lost: float
     """Sum, over the slow steps, of its time minus the median of the others."""
 
@@ -97,13 +97,13 @@ def find_stragglers(
         return []
     times = table.T.contiguous()
     begin = _warm_up(times)
-    least = math.log(min_slowdown)
+    threshold = math.log(min_slowdown)
     slow = torch.zeros_like(times, dtype=torch.bool)
     of_all = _median_of_others(times, ~slow)
     # Stragglers distort the usual times, so each pass excludes those already found. The first pass finds the clear
     # ones.
-    for limit in (NEAR * least, least, least):
-        differences, usual = _usual_differences(torch.where(slow, torch.nan, times)[:, begin:], least)
+    for limit in (NEAR * threshold, threshold, threshold):
+        differences, usual = _usual_differences(torch.where(slow, torch.nan, times)[:, begin:], threshold)
         reference = _reference(times, usual[:, None] & ~slow, of_all)
         log_ratio = torch.log(times / reference).nan_to_num(torch.nan, torch.nan, -10.0)
         slow = torch.zeros_like(slow)
@@ -153,21 +153,21 @@ def _as_table(seconds: Any) -> Tensor:
 
 
 def _warm_up(times: Tensor) -> int:
-    """Return the number of leading steps whose median time is far above the usual one."""
+    """Return the number of steps at the start with a median time far above the usual median."""
     typical = times.nanmedian(0).values
     begin = int((typical > 1.5 * typical.nanmedian()).int().cumprod(0).sum())
     return begin if begin <= len(typical) // 3 else 0
 
 
 def _reference(times: Tensor, peers: Tensor, of_all: Tensor) -> Tensor:
-    """Return, for each rank and step, the median of its other `peers`, or `of_all` if there are none."""
+    """Return, for each rank and step, the median over the other `peers`, or `of_all` if there are none."""
     reference = _median_of_others(times, peers)
     # 0 is below the clock's resolution
     return torch.where(reference > 0, reference, torch.where(of_all > 0, of_all, torch.nan))
 
 
 def _median_of_others(times: Tensor, peers: Tensor) -> Tensor:
-    """Return, for each rank and step, the median over the other ranks in `peers`; NaN without any."""
+    """Return, for each rank and step, the median over the other ranks in `peers`; NaN if there are none."""
     rows = torch.where(peers, times, torch.nan).T.contiguous()
     ordered = rows.sort(dim=1).values  # NaN comes last
     count = (~ordered.isnan()).sum(1, keepdim=True)
@@ -177,7 +177,7 @@ def _median_of_others(times: Tensor, peers: Tensor) -> Tensor:
         return ordered.gather(1, index.clamp(0, last))
 
     without, of_all = torch.zeros_like(rows), torch.zeros_like(rows)
-    # A median is the mean of two middle values, which are one and the same if the count is odd.
+    # A median is the mean of two middle values, which are the same value if the count is odd.
     for middle in ((count - 2) // 2, (count - 1) // 2):
         # Leaving out a rank's own value moves the larger values down by one place.
         without += torch.where(rows <= at(middle), at(middle + 1), at(middle)) / 2
@@ -187,12 +187,12 @@ def _median_of_others(times: Tensor, peers: Tensor) -> Tensor:
     return torch.where(rows.isnan(), of_all, without).T.contiguous()
 
 
-def _usual_differences(times: Tensor, least: float) -> tuple[Tensor, Tensor]:
+def _usual_differences(times: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Return each rank's natural difference (of logarithms) from the fastest quarter, and which ranks are usual.
 
     A rank's usual time comes from its fast parts, so a rank that becomes slow is compared with its own past. A rank
     that is slow from the start has no such past, so whether it is usual depends on its distance from the other ranks.
-    If it is not, its natural difference is 0.
+    The natural difference of a rank that is not usual is 0.
     """
     ranks, steps = times.shape
     fastest = _fewest_fast(torch.tensor(ranks)) - 1
@@ -206,9 +206,9 @@ def _usual_differences(times: Tensor, least: float) -> tuple[Tensor, Tensor]:
     distance = ordered - ordered[fastest]
     gaps = distance.diff(prepend=distance[:1])
     gaps[: fastest + 1] = 0  # the fastest quarter is usual by definition
-    chained = (gaps < GAP * least).cumprod(0).bool() & (distance < FARTHEST * least)
+    chained = (gaps < GAP * threshold).cumprod(0).bool() & (distance < FARTHEST * threshold)
     usual = torch.zeros(ranks, dtype=torch.bool)
-    usual[order] = chained | (distance < NEAR * least)
+    usual[order] = chained | (distance < NEAR * threshold)
     return torch.where(usual, level - ordered[fastest], 0.0).nan_to_num(0.0), usual
 
 
@@ -217,39 +217,39 @@ def _fewest_fast(ranks: Tensor) -> Tensor:
     return (ranks + 5) // 4
 
 
-def _find(log_ratio: Tensor, least: float) -> Tensor:
+def _find(log_ratio: Tensor, minimum: float) -> Tensor:
     """Return the slow steps of each rank, as booleans of shape (ranks, steps).
 
-    The evidence of a step is how far it exceeds half of the smallest slowdown, in standard deviations. A rank is a
-    suspect if chance does not explain its stretch with the largest sum of evidence.
+    The evidence of a step is the amount by which it exceeds half of the smallest slowdown, in standard deviations. A
+    rank is a suspect if chance does not explain its stretch with the largest sum of evidence.
     """
-    known = ~log_ratio.isnan()
+    is_known = ~log_ratio.isnan()
     # The 0.1 and 0.3 quantiles of a normal distribution are 0.757 deviations apart, and slow steps hardly move them.
     scale = (_quantile(log_ratio, 0.3) - _quantile(log_ratio, 0.1)).nan_to_num(0.0, 0.0, 0.0) / 0.757
-    scale = scale.clamp(min=max(least / 2, float(scale.median())))[:, None]
-    evidence = ((log_ratio - least / 2) / scale).clamp(-CLIP, CLIP).nan_to_num(0.0)
+    scale = scale.clamp(min=max(minimum / 2, float(scale.median())))[:, None]
+    evidence = ((log_ratio - minimum / 2) / scale).clamp(-CLIP, CLIP).nan_to_num(0.0)
     # Subtract the bias of skewed noise, which has more long steps than short ones on every rank.
-    bias = (evidence.sum(1) / known.sum(1).clamp(min=1)).quantile(0.25).clamp(min=0.0)
-    evidence = (evidence - bias) * known
+    bias = (evidence.sum(1) / is_known.sum(1).clamp(min=1)).quantile(0.25).clamp(min=0.0)
+    evidence = (evidence - bias) * is_known
     first, end, gain = _longest_stretch(evidence)
-    count = torch.nn.functional.pad(known.cumsum(1), (1, 0))
+    count = torch.nn.functional.pad(is_known.cumsum(1), (1, 0))
     length = (count.gather(1, end[:, None]) - count.gather(1, first[:, None])).squeeze(1)
     steps = log_ratio.shape[1]
     score = gain / (length.clamp(min=min(FEW, max(1, steps // 3))) * _variance(evidence)).sqrt()
-    slow = torch.zeros_like(known)
+    slow = torch.zeros_like(is_known)
     # With few steps and ranks the estimate of the noise is uncertain, so require a higher score.
     threshold = THRESHOLD + 10 / (steps * (len(score) - 1)) ** 0.5
     for rank in (score > threshold).nonzero().flatten().tolist():
-        slow[rank] = _slow_steps(log_ratio[rank], int(first[rank]), int(end[rank]), least, float(scale[rank]))
-    # If nearly all ranks are slow in a step, that is usual, and the remaining ranks are fast.
-    return slow & (slow.sum(0) + _fewest_fast(known.sum(0)) <= known.sum(0))
+        slow[rank] = _slow_steps(log_ratio[rank], int(first[rank]), int(end[rank]), minimum, float(scale[rank]))
+    # If nearly all ranks are slow in a step, that speed counts as usual, and the remaining ranks count as fast.
+    return slow & (slow.sum(0) + _fewest_fast(is_known.sum(0)) <= is_known.sum(0))
 
 
 def _variance(evidence: Tensor) -> float:
-    """Return the variance per step that a sum of evidence has by chance: that of the median rank, but at least 1.
+    """Return the variance per step that a sum of evidence has by chance: the median over ranks, but at least 1.
 
-    Noise that lasts makes it larger than the variance of a single step, so it is estimated from differences between the
-    sums of neighboring blocks. A slow stretch affects these only at its two ends.
+    Lasting noise makes this variance larger than that of a single step, so it is estimated from differences between the
+    sums of neighboring blocks. A slow stretch affects these differences only at its two ends.
     """
     length = max(SHORTEST, evidence.shape[1] // BLOCKS)
     sums = torch.stack([block.sum(1) for block in evidence.split(length, dim=1)], dim=1)
@@ -267,25 +267,25 @@ def _longest_stretch(evidence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return since.gather(1, end[:, None]).squeeze(1), end, gain
 
 
-def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: float) -> Tensor:
+def _slow_steps(log_ratio: Tensor, first: int, end: int, threshold: float, scale: float) -> Tensor:
     """Return a rank's slow steps, given the stretch from `first` to `end` that made it a suspect."""
-    known = ~log_ratio.isnan()
-    slow = torch.zeros_like(known)
-    inside = log_ratio[first:end][known[first:end]]
-    above = inside[inside >= least]
+    is_known = ~log_ratio.isnan()
+    slow = torch.zeros_like(is_known)
+    inside = log_ratio[first:end][is_known[first:end]]
+    above = inside[inside >= threshold]
     if len(above) < max(SHORTEST, SOMETIMES * len(inside)):
         return slow
     border = float(above.median()) / 2
     if float((inside > border).float().mean()) < MOSTLY and border > 1.5 * scale:
         slow[first:end] = log_ratio[first:end] > border
         return slow
-    border = max(float(inside.median()), least) / 2
+    border = max(float(inside.median()), threshold) / 2
     start, stop, _ = _longest_stretch((log_ratio - border).clamp(-border, border).nan_to_num(0.0)[None])
     slow[int(start) : int(stop)] = True
-    slow &= known
-    if int(slow.sum()) < SHORTEST or float(log_ratio[slow].median()) < least:
+    slow &= is_known
+    if int(slow.sum()) < SHORTEST or float(log_ratio[slow].median()) < threshold:
         return torch.zeros_like(slow)
-    places = known.nonzero().flatten()
+    places = is_known.nonzero().flatten()
     marked = slow[places]
     # The first and last few steps may be spikes, so do not let a rank become slow or recover in them.
     at = marked.nonzero().flatten()
@@ -298,8 +298,8 @@ def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: fl
 
 def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: int, name: str | None) -> Straggler:
     """Describe the `slow` steps of `rank`; the steps before `begin` are warm-up."""
-    known = (~(times / reference).isnan()).nonzero().flatten()
-    judged = slow[known[known >= begin]]
+    measured = (~(times / reference).isnan()).nonzero().flatten()
+    judged = slow[measured[measured >= begin]]
     stretches = int(judged[0]) + int((judged.int().diff() == 1).sum())
     if stretches > 1:
         kind = "fluctuating"
@@ -311,7 +311,7 @@ def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: 
     return Straggler(
         rank=rank,
         name=name,
-        first_step=int(known[0] if judged[0] else steps[0]),
+        first_step=int(measured[0] if judged[0] else steps[0]),
         last_step=int(steps[-1]),
         slowdown=float((times[steps] / reference[steps]).median()),
         kind=kind,

@@ -48,26 +48,26 @@ def assert_replicas_equal(model: nn.Module) -> None:
     named = itertools.chain(module.named_parameters(), module.named_buffers())
     tensors = {plain_name(name): value.detach() for name, value in named}
     digests = {name: _digest(name, value) for name, value in tensors.items()}
-    everyone = _gather(digests)
-    reference = everyone[0]
-    for rank, theirs in enumerate(everyone):
-        if odd := [name for name in [*reference, *theirs] if (name in reference) != (name in theirs)]:
+    gathered = _gather(digests)
+    reference = gathered[0]
+    for rank, entry in enumerate(gathered):
+        if odd := [name for name in [*reference, *entry] if (name in reference) != (name in entry)]:
             raise AssertionError(
                 f"replicas differ: {odd[0]!r} is only on rank {0 if odd[0] in reference else rank}, not on rank "
                 f"{rank if odd[0] in reference else 0}"
             )
-    different = {name: [theirs[name] != reference[name] for theirs in everyone] for name in reference}
+    different = {name: [entry[name] != reference[name] for entry in gathered] for name in reference}
     different = {name: where for name, where in different.items() if any(where)}
     if not different:
         return
     name, where = next(iter(different.items()))
     index = where.index(True)
     count = f"; {len(different)} of {len(reference)} tensors differ" if len(reference) > 1 else ""
-    kinds = [everyone[0][name][0], everyone[index][name][0]]
+    kinds = [gathered[0][name][0], gathered[index][name][0]]
     if kinds[0] != kinds[1]:
         detail = f"is {kinds[1]} on rank {index} and {kinds[0]} on rank 0"
     else:
-        # `everyone` is the same on all ranks, so all of them call this collective.
+        # `gathered` is the same on all ranks, so all of them call this collective.
         values = _gather(tensors[name].cpu())
         detail = f"on rank {index} differs from rank 0's{_distance(values[index], values[0])}"
     raise AssertionError(f"replicas differ: {name!r} {detail}{count}")
@@ -86,24 +86,24 @@ def assert_no_desync(seconds: float = 10.0) -> None:
     check_world("assert_no_desync()")
     rank, size, turn = dist.get_rank(), dist.get_world_size(), next(_turns)
     store = PrefixStore(f"paceline/no_desync/{turn}/", get_default_store())
-    mine = {"place": place_of(sys._getframe(1)), "number": _number(), "calls": _calls()}
-    store.set(str(rank), json.dumps(mine))
-    absent = missing_from(store, [str(other) for other in range(size)], seconds)
+    local_facts = {"place": place_of(sys._getframe(1)), "number": _number(), "calls": _calls()}
+    store.set(str(rank), json.dumps(local_facts))
+    absent = missing_from(store, [str(peer) for peer in range(size)], seconds)
     if absent:
         raise AssertionError(
-            f"rank {rank} is at assert_no_desync(), {mine['place']}, but rank "
+            f"rank {rank} is at assert_no_desync(), {local_facts['place']}, but rank "
             f"{', '.join(map(str, absent))} did not get there within {seconds:g} s"
         )
-    everyone = {other: json.loads(store.get(str(other))) for other in range(size)}
+    facts_by_rank = {peer: json.loads(store.get(str(peer))) for peer in range(size)}
     calls = {
-        other: {name: GroupCalls(ranks, [tuple(call) for call in made], failed) for name, ranks, made, failed in entry}
-        for other, entry in ((other, facts["calls"]) for other, facts in everyone.items())
+        peer: {name: GroupCalls(ranks, [tuple(call) for call in rows], failed) for name, ranks, rows, failed in entry}
+        for peer, entry in ((peer, facts["calls"]) for peer, facts in facts_by_rank.items())
     }
     if difference := unmatched(calls):
         raise AssertionError(f"ranks are out of step: {difference}")
-    numbers = {other: facts["number"] for other, facts in everyone.items()}
+    numbers = {peer: facts["number"] for peer, facts in facts_by_rank.items()}
     if len(set(numbers.values())) > 1:
-        counted = ", ".join(f"{number} on rank {other}" for other, number in numbers.items())
+        counted = ", ".join(f"{number} on rank {peer}" for peer, number in numbers.items())
         raise AssertionError(f"ranks are out of step: they called different numbers of collectives, {counted}")
 
 
@@ -138,16 +138,16 @@ def _digest(name: str, tensor: Tensor) -> tuple[str, bytes]:
 
 
 def _gather(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
-def _distance(one: Tensor, other: Tensor) -> str:
-    if not one.numel() or one.dtype == torch.bool:
+def _distance(first: Tensor, second: Tensor) -> str:
+    if not first.numel() or first.dtype == torch.bool:
         return ""
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    return f" by up to {float((one.to(wide) - other.to(wide)).abs().max()):.3g}"
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    return f" by up to {float((first.to(wide) - second.to(wide)).abs().max()):.3g}"
 
 
 def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool = True, repeated: int = 0) -> None:
@@ -166,23 +166,23 @@ def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool =
     """
     __tracebackhide__ = True
     check_world("assert_data_is_split()")
-    seen: list[list[list[str]]] = []
+    epochs: list[list[list[str]]] = []
     for number in (0, 1):
-        seen.append(_gather([sample for batch in epoch(number) for sample in _samples(batch)]))
-        _check_split(seen[-1], number, repeated)
+        epochs.append(_gather([sample for batch in epoch(number) for sample in _samples(batch)]))
+        _check_split(epochs[-1], number, repeated)
     # With one or two samples, the order is often the same by chance.
-    if shuffled and seen[0] == seen[1] and len(seen[1][0]) > 2:
+    if shuffled and epochs[0] == epochs[1] and len(epochs[1][0]) > 2:
         raise AssertionError(
             "epoch 1 has the same samples in the same order as epoch 0 on every rank; call "
             "sampler.set_epoch(epoch) before each epoch"
         )
 
 
-def _check_split(everyone: list[list[str]], number: int, repeated: int) -> None:
+def _check_split(by_rank: list[list[str]], number: int, repeated: int) -> None:
     __tracebackhide__ = True
     owners: dict[str, int] = {}
     twice: Counter[tuple[int, int]] = Counter()
-    for rank, samples in enumerate(everyone):
+    for rank, samples in enumerate(by_rank):
         for sample in samples:
             if sample in owners:
                 twice[owners[sample], rank] += 1
@@ -191,7 +191,7 @@ def _check_split(everyone: list[list[str]], number: int, repeated: int) -> None:
         [((first, second), count)] = twice.most_common(1)
         whose = f"rank {first} repeats" if first == second else f"ranks {first} and {second} share"
         raise AssertionError(
-            f"in epoch {number} {whose} {count} of {len(everyone[second])} samples; give every rank a sampler that "
+            f"in epoch {number} {whose} {count} of {len(by_rank[second])} samples; give every rank a sampler that "
             "splits the data, with the same seed on all ranks"
         )
 

@@ -76,14 +76,14 @@ def assert_equals_one_process(
     optimizers = optimizer(module.parameters()), optimizer(twin.parameters())
     for number in range(steps):
         inputs, targets = data(number) if callable(data) else data[number]
-        mine, mine_targets = inputs.tensor_split(size)[rank], targets.tensor_split(size)[rank]
+        local_inputs, local_targets = inputs.tensor_split(size)[rank], targets.tensor_split(size)[rank]
         # The user's step function may weight the losses.
         if len(inputs) % size and step is plain_step:
             raise UsageError(
                 f"the global batch of step {number} has {len(inputs)} samples, which {size} ranks cannot divide "
                 "evenly; give another batch, or step=… with weighted losses"
             )
-        step(model, optimizers[0], mine, mine_targets)
+        step(model, optimizers[0], local_inputs, local_targets)
         step(twin, optimizers[1], inputs, targets)
         difference = gradient_difference(module, twin, size, rtol) or weight_difference(module, twin, rtol)
         _agree(f"step {number}, rank {rank}: {difference}" if difference else "")
@@ -91,61 +91,61 @@ def assert_equals_one_process(
 
 def gradient_difference(module: nn.Module, twin: nn.Module, size: int, rtol: float | None = None) -> str:
     """Return how a gradient differs from the twin's; an empty string without a difference."""
-    for (name, mine), other in zip(module.named_parameters(), twin.parameters(), strict=True):
-        if (mine.grad is None) != (other.grad is None):
-            has, lacks = ("in one process", "on the ranks") if mine.grad is None else ("on the ranks", "in one process")
+    for (name, got), expected in zip(module.named_parameters(), twin.parameters(), strict=True):
+        if (got.grad is None) != (expected.grad is None):
+            has, lacks = ("in one process", "on the ranks") if got.grad is None else ("on the ranks", "in one process")
             return f"{name!r} has a gradient {has} but not {lacks}"
-        if mine.grad is None or other.grad is None:
+        if got.grad is None or expected.grad is None:
             continue
-        if difference := tensor_difference(mine.grad, other.grad, rtol):
-            return f"the gradient of {name!r} {difference}{_likeness(mine.grad, other.grad, size)}"
+        if difference := tensor_difference(got.grad, expected.grad, rtol):
+            return f"the gradient of {name!r} {difference}{_likeness(got.grad, expected.grad, size)}"
     return ""
 
 
 def weight_difference(module: nn.Module, twin: nn.Module, rtol: float | None = None) -> str:
     """Return how a weight differs from the twin's; an empty string without a difference."""
-    for (name, mine), other in zip(module.named_parameters(), twin.parameters(), strict=True):
-        if difference := tensor_difference(mine.detach(), other.detach(), rtol):
+    for (name, got), expected in zip(module.named_parameters(), twin.parameters(), strict=True):
+        if difference := tensor_difference(got.detach(), expected.detach(), rtol):
             return f"the weight {name!r} {difference}, but its gradient does not"
     return ""
 
 
-def tensor_difference(mine: Tensor, other: Tensor, rtol: float | None = None) -> str:
+def tensor_difference(actual: Tensor, expected: Tensor, rtol: float | None = None) -> str:
     """Return the end of a sentence about how a tensor differs from the twin's; an empty string if it does not."""
-    kinds = [f"{tensor.dtype} of shape {tuple(tensor.shape)}, {tensor.layout}" for tensor in (mine, other)]
+    kinds = [f"{tensor.dtype} of shape {tuple(tensor.shape)}, {tensor.layout}" for tensor in (actual, expected)]
     if kinds[0] != kinds[1]:
         return f"is {kinds[0]}, but that of one process is {kinds[1]}"
-    if is_close(mine, other, rtol):
+    if is_close(actual, expected, rtol):
         return ""
-    distance = float((_dense(mine) - _dense(other)).abs().max())
+    distance = float((_dense(actual) - _dense(expected)).abs().max())
     return f"differs from one process's by up to {distance:.3g}"
 
 
-def is_close(mine: Tensor, other: Tensor, rtol: float | None = None) -> bool:
+def is_close(actual: Tensor, expected: Tensor, rtol: float | None = None) -> bool:
     """Return whether the tensors are equal except for rounding, relative to the largest element."""
-    if not mine.numel():
-        return mine.shape == other.shape
-    mine, other = _dense(mine), _dense(other)
-    tolerance = RTOL.get(mine.dtype, COARSE) if rtol is None else rtol
-    scale = float(other.abs().max())
+    if not actual.numel():
+        return actual.shape == expected.shape
+    actual, expected = _dense(actual), _dense(expected)
+    tolerance = RTOL.get(actual.dtype, COARSE) if rtol is None else rtol
+    scale = float(expected.abs().max())
     # The minimum is for tensors that are all zeros in one process.
-    return torch.allclose(mine, other, rtol=tolerance, atol=tolerance * max(scale, 1e-6), equal_nan=True)
+    return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance * max(scale, 1e-6), equal_nan=True)
 
 
 def _dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
-def _likeness(mine: Tensor, other: Tensor, size: int) -> str:
+def _likeness(actual: Tensor, expected: Tensor, size: int) -> str:
     """Return the mistake that usually causes such a gradient; an empty string if unknown."""
-    if size == 1 or mine.shape != other.shape or mine.dtype != other.dtype:
+    if size == 1 or actual.shape != expected.shape or actual.dtype != expected.dtype:
         return ""
     for factor, meaning in (
         (float(size), f"it is {size} times as large, like a sum over ranks instead of a mean"),
         (1 / size, f"it is 1/{size} of it, like a sum over samples after the mean over ranks"),
         (0.0, "it is zero"),
     ):
-        if is_close(mine, other * factor, 1e-3):
+        if is_close(actual, expected * factor, 1e-3):
             return f"; {meaning}"
     return ""
 
@@ -153,7 +153,7 @@ def _likeness(mine: Tensor, other: Tensor, size: int) -> str:
 def _agree(difference: str) -> None:
     """Raise the first difference that any rank found, on all ranks."""
     __tracebackhide__ = True
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, difference)
-    if first := next(filter(None, everyone), ""):
+    differences: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(differences, difference)
+    if first := next(filter(None, differences), ""):
         raise AssertionError(first)

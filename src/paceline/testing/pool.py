@@ -72,17 +72,17 @@ class Ranks:
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(size):
-            ours, theirs = fork_server.Pipe()
+            parent_end, rank_end = fork_server.Pipe()
             process = fork_server.Process(
                 target=_serve,
-                args=(rank, size, self._store.port, backend, timeout, self._folder.name, theirs),
+                args=(rank, size, self._store.port, backend, timeout, self._folder.name, rank_end),
                 kwargs={"warnings_are_errors": self.warnings_are_errors},
                 # A daemonic process may not have children, such as workers of a DataLoader.
                 daemon=False,
             )
             process.start()
-            theirs.close()  # otherwise the pipe would stay open after the rank has ended
-            self._pipes.append(ours)
+            rank_end.close()  # otherwise the pipe would stay open after the rank has ended
+            self._pipes.append(parent_end)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:

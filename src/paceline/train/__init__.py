@@ -1,4 +1,4 @@
-"""The Trainer, its parts, and evaluation and prediction for any loop."""
+"""The Trainer and its parts, with evaluation and prediction that also work in your own loop."""
 
 from paceline.train.callbacks.early_stopping import EarlyStopping
 from paceline.train.callbacks.monitors import LearningRateMonitor, ThroughputMonitor

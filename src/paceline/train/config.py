@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 Precision = Literal["fp32", "bf16", "fp16"]
 Best = Literal["max", "min"]
 Rule = Callable[[str, Any], Any]
-"""Checks a value, given its name for messages, and returns it in its final type."""
+"""Takes the name and value of a setting, checks the value, and returns it in its final type."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TrainConfig:
     accumulate: int = 1
     """Number of the loader's batches in each step; the step's global batch is larger by this factor."""
     virtual_ranks: int | None = None
-    """Number of slices of each global batch, a power of two: training has the same bits on every number of ranks that
+    """Number of slices of each global batch, a power of two. Training is bit-identical on every number of ranks that
     divides it. Applies to the model and the loaders, and replaces ``accumulate``."""
     clip_norm: float | None = None
     """Maximum norm of the gradient over all parameters in the optimizer; None for no clipping."""
@@ -48,14 +48,14 @@ class TrainConfig:
     evaluate_every: int | None = None
     """Steps between evaluations; None to evaluate at the end of every epoch. The last step is always evaluated."""
     monitor: str = "loss"
-    """The evaluation's metric that a ``ReduceLROnPlateau`` follows."""
+    """The evaluation metric passed to a ``ReduceLROnPlateau`` scheduler."""
     load_best_at_end: bool = False
-    """Whether to load the best checkpoint, according to ``keep_best``, at the end and return its metrics."""
+    """Whether to load the best checkpoint, according to ``keep_best``, after training and return its metrics."""
     resume: bool = False
     """Resume from the newest checkpoint of the Checkpointer."""
     allow_changed_settings: bool = False
-    """Resume even if settings differ from the checkpoint's. This run's settings apply, and rank 0 logs them. Batch size
-    and seed cannot change, because the position in the data depends on them."""
+    """Resume even if settings differ from the checkpoint's. This run's settings apply, and rank 0 logs the differences.
+    Batch size and seed cannot change, because the position in the data depends on them."""
     allow_changed_data: bool = False
     """Resume even if the training data have changed; rank 0 logs the changes. If the number of samples differs, the
     current epoch starts again."""
@@ -83,17 +83,17 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("check_finite", "load_best_at_end", "resume", "show_progress"), flag),
     **dict.fromkeys(("allow_changed_settings", "allow_changed_data"), flag),
 }
-"""The rule that checks each setting."""
+"""The rule for checking each setting."""
 
 
-def check_settings(given: Mapping[str, Any], named: Callable[[str], str] = str) -> dict[str, Any]:
+def check_settings(settings: Mapping[str, Any], named: Callable[[str], str] = str) -> dict[str, Any]:
     """Check settings and their combinations, and return them in their final types.
 
     Args:
-        given: settings by name; missing ones are not checked.
+        settings: settings by name; missing ones are not checked.
         named: returns the name of a setting for messages, such as its option on the command line.
     """
-    values = {name: rule(named(name), given[name]) for name, rule in RULES.items() if name in given}
+    values = {name: rule(named(name), settings[name]) for name, rule in RULES.items() if name in settings}
     for name in ("allow_changed_settings", "allow_changed_data"):
         if values.get(name) and not values["resume"]:
             raise UsageError(f"{named(name)} needs {named('resume')}")

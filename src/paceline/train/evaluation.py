@@ -1,4 +1,4 @@
-"""Evaluation that counts every sample exactly once, for any number of ranks."""
+"""Evaluation that counts every sample exactly once on any number of ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Evaluation:
     names: tuple[str, ...]
     """Names of the metrics; needed by ranks whose slices are all empty."""
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
-    """Computes metrics that are not means, such as F1, from the means; None to report the means."""
+    """Computes the reported metrics from the means, for metrics such as F1; None to report the means themselves."""
 
 
 @torch.no_grad()
@@ -46,9 +46,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of each metric over all samples of the evaluation's loader. Collective; equal on every rank.
 
-    If there is an ``evaluation.derive``, return its result for the means instead. The module runs without its wrapper,
+    If ``evaluation.derive`` is set, its result for the means is returned instead. The module runs without its wrapper,
     in eval mode, with rank 0's buffers. Random generators are restored afterwards, so an evaluation does not change the
-    training. For a model with ``virtual_ranks``, the means have the same bits on any number of ranks.
+    training. For a model with ``virtual_ranks``, the means are bit-identical on any number of ranks.
 
     Args:
         model: the wrapped model.
@@ -57,8 +57,8 @@ def evaluate(
 
     Raises:
         DesyncError: if ranks differ in the evaluation's data.
-        UsageError: for a model without Paceline's wrapper, or if ``sums`` does not return sums of the evaluation's
-            names and a count.
+        UsageError: for a model without Paceline's wrapper, or if ``sums`` does not return a sum for each name in
+            ``evaluation.names`` and a count.
     """
     validate_wrapper(model, "evaluate()")
     validate_evaluation(evaluation)
@@ -79,13 +79,13 @@ def evaluate(
             if after_batch is not None:
                 after_batch()
     totals = all_sum(totals, model).sum(0)
-    # Not strict: the last total is the number of samples.
+    # strict=False, because the last total is the number of samples.
     means = {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
     return means if evaluation.derive is None else evaluation.derive(means)
 
 
 def begin_anew(loader: DataLoader, model: DistributedDataParallel) -> None:
-    """Make the next pass read the first epoch from the beginning, in slices for the model's virtual ranks."""
+    """Make the next pass read the first epoch from the beginning, sliced for the model's virtual ranks."""
     if (slices := model.virtual_ranks) is not None:
         loader.use_virtual_ranks(slices)
     loader.progress.set_epoch(0)
@@ -93,9 +93,9 @@ def begin_anew(loader: DataLoader, model: DistributedDataParallel) -> None:
 
 
 def parts_of(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
-    """Yield the number and samples of each of this rank's slices of a global batch, except empty slices.
+    """Yield the number and the samples of each nonempty slice of a global batch that belongs to this rank.
 
-    Without virtual ranks there is one slice, with the rank's number.
+    Without virtual ranks, each rank has one slice, numbered by the rank.
     """
     shares = loader.progress.slicing.shares()[1]
     if loader.virtual_ranks is None:
@@ -104,7 +104,7 @@ def parts_of(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
         return
     for share, part, seed in zip(shares, batch, batch.seeds, strict=True):
         if part is not None:
-            seed_all(seed)  # so that a slice has the same random numbers on any number of ranks
+            seed_all(seed)  # so that a slice gets the same random numbers on any number of ranks
             yield share, part
 
 
@@ -112,7 +112,7 @@ def parts_of(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
 def in_eval_mode(model: DistributedDataParallel) -> Iterator[nn.Module]:
     """Yield the module without its wrapper, in eval mode, with rank 0's buffers. Collective.
 
-    Modes and random generators are restored afterwards.
+    The modes of all submodules and the random generators are restored afterwards.
     """
     model.sync_buffers()
     generators = rng_state()
@@ -148,7 +148,7 @@ def validate_evaluation(evaluation: Any, training: DataLoader | None = None) -> 
 def wanted_metrics(
     config: TrainConfig, keep_best: tuple[str, str] | None, scheduler: Any, callbacks: Iterable[Any]
 ) -> dict[str, str]:
-    """Return the evaluation metrics that a run depends on, keyed by a description of the object that names them."""
+    """Return the evaluation metrics that a run depends on; each key describes the setting that names the metric."""
     wanted = {} if keep_best is None else {"keep_best": keep_best[0]}
     if isinstance(scheduler, ReduceLROnPlateau):
         wanted["monitor, which the ReduceLROnPlateau follows,"] = config.monitor
@@ -171,11 +171,11 @@ def validate_evaluated(config: TrainConfig, evaluation: Any, wanted: Mapping[str
 
 def validate_metrics(wanted: Mapping[str, str], metrics: Iterable[str]) -> None:
     """Check that an evaluation's `metrics` include every metric in `wanted`."""
-    known = sorted(metrics)
+    available = sorted(metrics)
     for owner, metric in wanted.items():
-        if metric not in known:
+        if metric not in available:
             raise UsageError(
-                f"{owner} is {metric!r}, but the evaluation has {', '.join(map(repr, known))}; name one of them"
+                f"{owner} is {metric!r}, but the evaluation has {', '.join(map(repr, available))}; name one of them"
             )
 
 

@@ -1,4 +1,4 @@
-"""The training loop: epochs, steps, lines of metrics, evaluations and saves, in this order."""
+"""The training loop, in order: epochs, steps, lines of metrics, evaluations and saves."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from paceline.train.training_step import Loss, TrainingStep
 
 
 class Loop:
-    """Runs steps. Every rank makes the same decisions.
+    """Runs the steps of a training run. Every rank makes the same decisions.
 
-    Decisions depend on the configuration, on the position in the data (compared between ranks in every step), and on
-    metrics that are reduced over the ranks. Ranks agree on stop requests; see :class:`.run.run.StopRequest`.
+    Decisions depend only on the configuration, on the position in the data (compared between ranks in every step), and
+    on metrics that are reduced over the ranks. Ranks agree on stop requests; see :class:`.run.run.StopRequest`.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Loop:
         self.run = Run(model, optimizer, self.position, asdict(config), self.state)
         self.callbacks = Callbacks(callbacks, self.run)
         self.wanted: Mapping[str, str] = {}
-        """The evaluation metrics that the run depends on, keyed by a description of the object that names them."""
+        """The evaluation metrics that the run depends on; each key describes the setting that names the metric."""
         self.checkpointer: Checkpointer | None = None
         """Marks the end of every step."""
         self.saves: Saves | None = None
-        """The saves; None if the user gave no Checkpointer."""
+        """Writes checkpoints; None if the user gave no Checkpointer."""
         self.interrupts = Interrupts()
         """Defers Ctrl-C during the latest fit()."""
         self._is_save_due = False
@@ -69,9 +69,9 @@ class Loop:
         self._stepped = 0
         """The position in the epoch after the last optimizer step."""
         self._counted = 0
-        """Samples of the epoch that the result already includes."""
+        """Number of samples of the epoch that the result already includes."""
         self._clock = 0.0
-        """Start of the training time that the result does not include yet."""
+        """Start of the training time that is not yet in the result."""
 
     def train(self, loggers: Sequence[Logger]) -> None:
         """Train from the current position to the end."""
@@ -80,7 +80,7 @@ class Loop:
         log.open(self.run)
         on = self.config.show_progress and torch.distributed.get_rank() == 0
         try:
-            self.model.train()  # type: ignore[no-untyped-call]  # before callbacks, which may put parts into eval mode
+            self.model.train()  # type: ignore[no-untyped-call]  # before the callbacks, which may put parts into eval mode
             self.state.is_stopped |= self.callbacks.meet("on_start")
             with ProgressDisplay(self._total_steps, self.result.steps, on=on) as display:
                 self._train(log, display)
@@ -114,7 +114,7 @@ class Loop:
                 break
             self._train_epoch(log, display)
         self.views.eval()
-        # A loss or a callback may have changed buffers since the last backward.
+        # A loss or a callback may have changed buffers since the last backward pass.
         self.model.sync_buffers()
 
     def _train_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
@@ -125,7 +125,7 @@ class Loop:
             self.average.restart()
         batches = accumulate(self.model, self.loader, None if self.model.virtual_ranks else self.config.accumulate)
         try:
-            with closing(batches):  # ends the loader's pass at once after a break or an error
+            with closing(batches):  # after a break or an error, ends the pass over the loader at once
                 for batch in batches:
                     self.step.micro_batch(batch)
                     if not self.model.do_sync:
@@ -136,7 +136,7 @@ class Loop:
                     elif self._epoch_is_over:  # the GradScaler skipped the epoch's last step
                         self._after_step(log, display)
                     if self.loader.at_last or self._is_over:
-                        break  # before the loader ends its pass and starts the next epoch
+                        break  # before the loader finishes its pass and starts the next epoch
                     self.interrupts.check()
         finally:
             self.step.drop()
@@ -162,7 +162,7 @@ class Loop:
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
         self.state.is_stopped |= self.model.stop_agreed
-        # Called before the step's end is marked, so that a rescued step includes the callbacks' state; see decision 53.
+        # Call these before marking the end of the step, so that a rescued step includes their state; see decision 0053.
         self.run.is_line_due, self.run.is_evaluation_due = self._is_line_due, self._is_evaluation_due
         self.callbacks.on_step()
         if self.checkpointer is not None:
@@ -170,7 +170,7 @@ class Loop:
         return True
 
     def _after_step(self, log: Loggers, display: ProgressDisplay) -> None:
-        """Write a line of metrics, save and evaluate, each if due."""
+        """Write a line of metrics, save a checkpoint and evaluate, whichever is due."""
         if self._is_line_due:
             self._log_line(log)
         is_due = False
@@ -178,7 +178,7 @@ class Loop:
             is_due = self._is_last_step or (
                 self._epoch_is_over if self.checkpointer.every is None else self._is_save_due
             )
-            # Save before the evaluation, which may fail, but with keep_best after it, because its result is needed.
+            # Save before the evaluation, because it may fail. With keep_best, save after it, because its result counts.
             if is_due and not (saves.keeps_best and self._is_evaluation_due):
                 self._save(saves)
         self._evaluate_if_due(log, display, is_save_due=is_due)
@@ -216,28 +216,28 @@ class Loop:
 
     @property
     def _is_last_step(self) -> bool:
-        """Whether the latest step is the last one."""
+        """Whether the latest step is the last step of the training."""
         epochs = self.config.epochs
         is_last_epoch = epochs is not None and self.position.epoch == epochs - 1
         return self._has_enough_steps or (self._epoch_is_over and is_last_epoch)
 
     @property
     def _has_enough_steps(self) -> bool:
-        most = self.config.max_steps
-        return self.state.is_stopped or (most is not None and self.result.steps >= most)
+        max_steps = self.config.max_steps
+        return self.state.is_stopped or (max_steps is not None and self.result.steps >= max_steps)
 
     @property
     def _is_line_due(self) -> bool:
-        """Whether the current step's line of metrics has yet to be written."""
+        """Whether a line of metrics for the current step still has to be written."""
         steps = self.result.steps
         if self.average.line_at >= steps:
             return False
-        # Not for every last step: a stop request may arrive after the line would have been written.
+        # Not due at a last step caused by a stop request, because the request may arrive after this decision.
         return steps % self.config.log_every == 0 or steps == self.config.max_steps or self._epoch_is_over
 
     @property
     def _is_evaluation_due(self) -> bool:
-        """Whether the current step has yet to be evaluated."""
+        """Whether the current step still has to be evaluated."""
         steps, every = self.result.steps, self.config.evaluate_every
         if self.evaluation is None or self.state.evaluated_at == steps:
             return False
@@ -255,7 +255,7 @@ class Loop:
                 self._evaluate(self.evaluation, log, display, is_save_due)
 
     def _evaluate(self, evaluation: Evaluation, log: Loggers, display: ProgressDisplay, is_save_due: bool) -> None:
-        """Evaluate, and act on the result: the schedule, callbacks, and the best checkpoint."""
+        """Evaluate, and pass the result to the scheduler, the callbacks, the loggers and the saves."""
         self._count_time()
         with self.step.autocast(), self.callbacks.evaluating():
             metrics = evaluate(self.model, evaluation, self.interrupts.check)

@@ -1,4 +1,4 @@
-"""Predictions for all samples of a loader, in the data set's order, for any number of ranks."""
+"""Predictions for all samples of a loader, in the data set's order, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def apply_module(module: nn.Module, batch: Any) -> Any:
 def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: PredictStep = apply_module) -> Any:
     """Return one row per sample, on the CPU of every rank, in the data set's order. Collective.
 
-    Rows of a shuffled loader are sorted; rows of a stream are in the order of the stream. Every rank holds all rows in
-    memory. For a model with ``virtual_ranks``, rows have the same bits on any number of ranks.
+    The rows of a shuffled loader are put into this order; rows of a stream keep the stream's order. Every rank holds
+    all rows in memory. For a model with ``virtual_ranks``, rows are bit-identical on any number of ranks.
 
     Args:
         model: the wrapped model; it runs without its wrapper, in eval mode.
-        loader: the samples; its first epoch is read.
+        loader: loader of the samples; its first epoch is read.
         predict_step: ``predict_step(module, batch)`` returns a tensor or list with one row per sample, or a tuple or
             dict of these. By default it calls the module with the batch, or with the first item of a tuple or list.
 
@@ -47,7 +47,7 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
     validate_wrapper(model, "predict()")
     validate_loader(loader, "predict()")
     begin_anew(loader, model)
-    # Each row's sample and its place in the epoch; both, because an epoch may repeat a sample.
+    # Each row's sample and its place in the epoch. Both are needed, because an epoch may repeat a sample.
     places: list[tuple[int, int]] = []
     rows: list[Any] = []
     with in_eval_mode(model) as module:
@@ -72,9 +72,9 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
 
 
 def _samples_by_slice(loader: DataLoader) -> Callable[[int, int, Sequence[int]], Sequence[int]]:
-    """Return a function that maps a batch number, a slice number and the slice's places in the epoch to samples.
+    """Return a function that maps a batch number, a slice number and the slice's places in the epoch to sample numbers.
 
-    Samples of a stream are numbered by their places.
+    Samples of a stream are numbered by their places in the epoch.
     """
     progress = loader.progress
     if not isinstance(progress, GlobalBatchSampler):
@@ -88,7 +88,7 @@ def _samples_by_slice(loader: DataLoader) -> Callable[[int, int, Sequence[int]],
 
 
 def _is_list(part: Any) -> bool:
-    """Return whether a part of an output is a list of rows."""
+    """Return whether this part of an output is a list of rows."""
     return isinstance(part, list)
 
 
@@ -100,7 +100,7 @@ def _length(part: Any) -> int:
 
 
 def _check_rows(output: Any, samples: int) -> None:
-    """Refuse an output unless each of its parts has one row per sample."""
+    """Raise a UsageError unless each part of an output has one row per sample."""
     for part in tree_leaves(output, is_leaf=_is_list):
         if (count := _length(part)) != samples:
             rows = f"{count} rows" if count >= 0 else f"{with_article(type(part).__name__)} without rows"

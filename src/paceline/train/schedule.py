@@ -1,4 +1,4 @@
-"""Learning rates: scaled with the global batch, warmed up linearly, decayed. All steps are optimizer steps.
+"""Learning rates: scaling with the global batch, linear warm-up, and decay. All steps are optimizer steps.
 
     rule        rate for a batch of k · base samples    source
     none        lr
@@ -13,7 +13,7 @@
     cosine      (1 + cos(π · t)) / 2                    Loshchilov and Hutter, "SGDR", 2017
     wsd         1, then 1 - t over the last steps       warm-up, stable, decay: Hu et al., "MiniCPM", 2024
 
-With ``decay_to``, a factor f becomes ``decay_to + (1 - decay_to) · f``. The warm-up is that of Goyal et al.
+With ``decay_to``, a factor f becomes ``decay_to + (1 - decay_to) · f``. The warm-up follows Goyal et al.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def lr_factor(
 ) -> float:
     """Return the factor of the learning rate in optimizer step `step`, counted from 0.
 
-    It rises linearly from 1/`warmup_steps` to 1. Then it stays at 1, or falls to `decay_to`, which it would reach one
-    step after the last of `total_steps`. With ``"wsd"`` it falls in the last `decay_steps`, by default a tenth of all
-    steps. As a schedule for the Trainer::
+    The factor rises linearly from 1/`warmup_steps` to 1. Then it stays at 1, or falls toward `decay_to`, which it would
+    reach one step after the last of `total_steps`. With ``"wsd"`` it falls only in the last `decay_steps`, by default a
+    tenth of all steps. To use it as a schedule in the Trainer::
 
         LambdaLR(optimizer, partial(lr_factor, warmup_steps=100, decay="cosine", total_steps=1000))
 
@@ -85,9 +85,9 @@ def lr_factor(
 
 
 def validate_schedule(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuse an object that is not a scheduler of `optimizer`, and a scheduler that was not given to the Trainer."""
+    """Check that `scheduler` is a scheduler of `optimizer`, and that None does not mean a forgotten scheduler."""
     if scheduler is None:
-        # A scheduler marks the groups and optimizer.step. A state_dict contains only the groups' mark.
+        # Schedulers mark both the groups and optimizer.step; loading a state_dict marks only the groups.
         marked = any("initial_lr" in group for group in optimizer.param_groups)
         if marked and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             raise UsageError(
@@ -103,9 +103,9 @@ def validate_schedule(scheduler: Any, optimizer: Optimizer) -> None:
 
 
 def settings_of(scheduler: LRScheduler | None, config: TrainConfig) -> dict[str, Any]:
-    """Return a scheduler's class and its plain values before its first step, for comparison at a resume.
+    """Return a scheduler's class and its plain values before its first step, to be compared when a run is resumed.
 
-    Arguments of ``functools.partial`` functions are a separate setting, because they may change at a resume.
+    Arguments of ``functools.partial`` functions are a separate setting, because a resumed run may change them.
     """
     if scheduler is None:
         return {}
@@ -115,7 +115,7 @@ def settings_of(scheduler: LRScheduler | None, config: TrainConfig) -> dict[str,
         for name, value in scheduler.state_dict().items()
         if isinstance(value, plain) or (isinstance(value, list | tuple) and all(isinstance(v, plain) for v in value))
     }
-    for name in ("base_lrs", "_last_lr"):  # the optimizer's, which are compared separately
+    for name in ("base_lrs", "_last_lr"):  # values of the optimizer, which are compared separately
         values.pop(name, None)
     if isinstance(scheduler, ReduceLROnPlateau):
         values |= {"monitor": config.monitor, "evaluate_every": config.evaluate_every}

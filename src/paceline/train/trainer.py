@@ -1,4 +1,4 @@
-"""The Trainer: checks the parts of a training run, and starts, resumes and ends it."""
+"""The Trainer: checks the parts of a training run, then starts or resumes the run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Trainer:
 
     Args:
         model: the wrapped model.
-        optimizer: over the model's parameters.
+        optimizer: an optimizer of the model's parameters.
         loss: ``loss(model, batch)`` returns the summed loss of a micro-batch and the number of samples or tokens in it.
         loader: the training data. A step uses ``accumulate`` of its global batches. A stream needs ``max_steps``.
         config: settings of the training.
@@ -56,14 +56,14 @@ class Trainer:
             step; a ``ReduceLROnPlateau`` steps after every evaluation, with the metric ``config.monitor``.
             :func:`~paceline.train.lr_factor` provides warm-up and decay for a ``LambdaLR``.
         loggers: receive the metrics on rank 0; see :class:`~paceline.train.Logger`.
-        callbacks: called in this order at the moments of a run; see :class:`~paceline.train.Callback`. Checkpoints
-            contain their state.
+        callbacks: called in the given order during the run; see :class:`~paceline.train.Callback`. Checkpoints contain
+            their state.
         checkpointer: saves the run and everything else that is registered with it, at the interval ``every``. By
-            default it saves at the end of every epoch. It also saves the last step and, with ``keep_best``, every new
-            best evaluation. It is closed when the training ends.
+            default it saves at the end of every epoch. It also saves the last step and, with ``keep_best``, every step
+            with a new best evaluation. It is closed when the training ends.
 
     Raises:
-        UsageError: for a checkpoint folder in use without ``resume``, and for settings that cannot work.
+        UsageError: for a folder that already holds checkpoints without ``resume``, and for settings that cannot work.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Trainer:
         keep_best = None if checkpointer is None else checkpointer.keep_best
         wanted = wanted_metrics(config, keep_best, scheduler, callbacks)
         validate_evaluated(config, evaluation, wanted)
-        # Last, because it changes the model and the loaders.
+        # Share virtual ranks last, because this changes the model and the loaders.
         evaluated = [] if evaluation is None else [evaluation.loader]
         validation.share_virtual_ranks(config, model, [loader, *evaluated])
         check_same_data(loader, model)
@@ -110,7 +110,7 @@ class Trainer:
         self._save_with(checkpointer)
 
     def _save_with(self, checkpointer: Checkpointer | None) -> None:
-        """Register with `checkpointer`, or with one for rescues in memory, everything that a resume needs."""
+        """Register everything that a resume needs with `checkpointer`, or with a new Checkpointer in memory."""
         loop = self._loop
         if checkpointer is None:
             try:
@@ -132,11 +132,11 @@ class Trainer:
 
     def _register(self, checkpointer: Checkpointer) -> None:
         loop, config = self._loop, self.config
-        # Without learning rates and seed: the Checkpointer compares these in the optimizer's and the loader's states.
+        # Learning rates and seed are left out, because the states of the optimizer and the loader contain them.
         facts = {"batch_size": loop.position.batch_size * config.accumulate, **settings_of(loop.scheduler, config)}
         if loop.model.virtual_ranks is not None:
             facts["virtual_ranks"] = loop.model.virtual_ranks
-        # Settings and data first: a restore compares in this order, and they explain a mismatch best.
+        # Register settings and data first: a restore compares in this order, and they explain a mismatch best.
         checkpointer.register("settings", Settings(config, **facts))
         checkpointer.register("data", DataIdentity(loop.loader.dataset, config.allow_changed_data))
         checkpointer.register("model", loop.model)
@@ -159,21 +159,21 @@ class Trainer:
             checkpointer.register("comm_hook", hook, per_rank=True)  # each rank's residuals
 
     def fit(self) -> Result:
-        """Train for ``epochs`` or ``max_steps``, with ``resume`` from the newest checkpoint.
+        """Train for ``epochs`` or ``max_steps``; with ``resume``, continue from the newest checkpoint.
 
         Callbacks may end the training earlier (:meth:`Run.stop`).
 
-        Ctrl-C ends it after the step, evaluation batch, restore or save in progress; a second Ctrl-C at once. (This
-        applies to a single process; the launcher ends a job of several.) Afterwards, or after an error, call ``fit()``
-        again to continue after the last optimizer step. An evaluation that was due comes first. The Checkpointer stays
-        open until the training ends or you close it.
+        Ctrl-C ends the training after the step, evaluation batch, restore or save in progress; a second Ctrl-C ends it
+        at once. (This applies to a single process; with several processes, the launcher ends the job.) Afterwards, or
+        after an error, call ``fit()`` again to continue after the last optimizer step. An evaluation that was due runs
+        first. The Checkpointer stays open until the training ends or you close it.
 
         A checkpoint that cannot be written does not end the training: rank 0 warns, and the next save tries again
         (:attr:`Result.failed_saves`). A job that has written no checkpoint ends with exit code 1.
 
         Raises:
             NoCheckpoint: if there is no checkpoint to resume from.
-            CheckpointMismatch: if the checkpoint has another model, other data or other settings.
+            CheckpointMismatch: if the checkpoint has a different model, different data or different settings.
             NonFiniteGradient: if a gradient holds NaN or Inf, and the config or the wrapper checks for it.
             CallbackError: if a callback raises; the message names its class and the rank.
             UsageError: if the Checkpointer was closed before the training ended, or an evaluation lacks a metric that
@@ -198,17 +198,17 @@ class Trainer:
             if checkpointer.steps() if is_restart() else self.config.resume:
                 step = checkpointer.restore(allow_changed_settings=self.config.allow_changed_settings)
                 self.result.steps = self.result.resumed_from_step = step
-        except BaseException:  # the folder must be free for the next attempt
+        except BaseException:  # release the folder for the next attempt
             checkpointer.close()
             raise
         checkpointer.step()  # before the first optimizer step, so that no later step is lost
         self.result.history = checkpointer.history
 
     def predict(self, loader: DataLoader, predict_step: PredictStep = apply_module) -> Any:
-        """Return the model's output for each sample of `loader`, in the data set's order. Call it on all ranks.
+        """Return the model's output for each sample of `loader`, in the data set's order. Call this on all ranks.
 
-        It runs in the config's precision, with the weights that evaluations use. `loader` must not be the training
-        loader. See :func:`paceline.train.predict`.
+        The model runs in the config's precision, with the weights that evaluations use. `loader` must not be the
+        training loader. See :func:`paceline.train.predict`.
         """
         validation.validate_loader(loader, "predict()")
         if loader.progress is self._loop.position:

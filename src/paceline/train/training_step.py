@@ -1,4 +1,4 @@
-"""The computation of a step: forward and backward of its micro-batches, and the optimizer's step."""
+"""The computation of a step: forward and backward passes of its micro-batches, and the optimizer step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LEAST_SCALE = 2.0**-24
 
 
 def autocast(model: nn.Module, precision: str) -> AbstractContextManager[Any]:
-    """Return a context that runs operations of `model` in `precision`."""
+    """Return a context manager that runs operations of `model` in `precision`."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(next(model.parameters()).device.type, _DTYPES[precision])
 
 
 class TrainingStep:
-    """Computes the steps of a model on this rank's slices, and adds their losses to `average`."""
+    """Computes the steps of a model on this rank's micro-batches, and adds their losses to `average`."""
 
     scaler: GradScaler | None = None
     """Scales losses for ``precision="fp16"``. All ranks skip the same steps, because their gradients are equal."""
@@ -55,13 +55,13 @@ class TrainingStep:
             optimizer.register_step_post_hook(self._note_step)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context for the config's precision."""
+        """Return a context manager for the config's precision."""
         return autocast(self._model, self._precision)
 
     def micro_batch(self, batch: Any) -> None:
-        """Run forward and backward of one micro-batch; `batch` is None if this rank has no samples in it."""
+        """Run the forward and backward pass of one micro-batch. `batch` is None if this rank has no samples in it."""
         if batch is None:
-            if self._model.do_sync:  # the other ranks' backwards wait for this rank
+            if self._model.do_sync:  # the backward passes of the other ranks wait for this rank
                 self._model.sync_gradients()
             return
         with self.autocast():
@@ -70,13 +70,13 @@ class TrainingStep:
             with self._model.weight(weight):
                 loss.backward()
         else:
-            # The mean, because gradients of a sum easily exceed the range of fp16.
+            # Use the mean, because gradients of a sum easily exceed the range of fp16.
             count = torch.as_tensor(weight, device=loss.device)
             # The weight is 0 if all tokens are masked, and 0 / 0 is NaN.
             mean = loss / torch.where(count > 0, count, 1)
             with self._model.weight(weight, reduction="mean"):
                 self.scaler.scale(mean).backward()
-        # A slice that is repeated to compare its bits counts once.
+        # A slice that is computed again to compare its bits counts only once.
         if not self._model.is_repeat:
             self._window.append((loss.detach(), weight, self._model.slice_number))
 

@@ -1,4 +1,4 @@
-"""Requirements of the Trainer, evaluate() and predict(), checked before work starts."""
+"""Checks the arguments of the Trainer, evaluate() and predict() before any work starts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def validate_training_loader(loader: Any, config: TrainConfig) -> None:
 
 
 def share_virtual_ranks(config: TrainConfig, model: DistributedDataParallel, loaders: Iterable[DataLoader]) -> None:
-    """Give the model and all `loaders` the number of virtual ranks that the config, the model or a loader has."""
+    """Give the model and all `loaders` the number of virtual ranks set in the config, the model or a loader."""
     loaders = list(loaders)
     counts = [config.virtual_ranks, model.virtual_ranks, *(loader.virtual_ranks for loader in loaders)]
     count = next((count for count in counts if count is not None), None)
@@ -86,7 +86,7 @@ def validate_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def validate_same_world(model: DistributedDataParallel) -> None:
-    """Refuse a model that averages over some of the ranks, because data and checkpoints are split over all ranks."""
+    """Check that the model averages over all ranks, because data and checkpoints are split over all ranks."""
     size = torch.distributed.get_world_size(model.process_group)
     if size != (world_size := torch.distributed.get_world_size()):
         raise UsageError(

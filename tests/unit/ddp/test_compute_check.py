@@ -173,7 +173,7 @@ def test_a_flipped_bit_is_named_with_rank_and_step(
 def test_of_two_ranks_with_a_lasting_difference_both_are_named(pools: Pools) -> None:
     [(message, ranks)] = set(pools.run(2, with_flip, 1, "lasting", 3, 22, 5))
     assert ranks == (0, 1)
-    assert "no majority tells which are right" in message
+    assert "no majority shows which are right" in message
 
 
 def test_of_two_ranks_with_other_weights_none_saves_for_the_next_start(pools: Pools) -> None:
@@ -208,7 +208,7 @@ def test_verdicts(
 @pytest.mark.parametrize("fault", [Fault.DEVICE, Fault.UNDECIDED])
 @pytest.mark.parametrize("changed", [[], ["weight"]])
 def test_each_verdict_has_a_remedy(fault: Fault, changed: list[str]) -> None:
-    assert "the step is not taken; start again from the last checkpoint, " in describe(fault, changed)
+    assert "the step was not taken; start again from the last checkpoint, " in describe(fault, changed)
 
 
 # -- models that do not repeat themselves ---------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def refused(world: World, kind: str, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("size", "kind"), [(1, "private"), (2, "kernel")])
 def test_a_model_that_does_not_repeat_itself_is_refused_in_the_first_step(pools: Pools, size: int, kind: str) -> None:
     [message] = set(pools.run(size, refused, kind, {"every": 100, "count": 2}))
-    assert message.startswith("in step 1, a slice that is computed again gives different gradients on the same rank")
+    assert message.startswith("in step 1, computing a slice again gave different gradients on the same rank")
     assert "torch.use_deterministic_algorithms(True)" in message
     assert "\n" not in message
 

@@ -101,7 +101,7 @@ def local_perturbation(model: DistributedDataParallel, optimizer: torch.optim.Op
 def test_a_backward_past_the_wrapper_after_the_synchronized_one_is_refused(pools: Pools, step: Step, name: str) -> None:
     for message in pools.run(2, outcome, step, build):
         assert message.startswith(f"ReplicaMismatch: after optimizer step 1, {name}")
-        assert "a backward that bypasses the wrapper" in message
+        assert "a backward pass that bypasses the wrapper" in message
 
 
 def head_alone_once(world: World) -> tuple[int, str]:
@@ -173,7 +173,7 @@ def test_virtual_ranks_refuse_a_backward_past_the_wrapper(pools: Pools) -> None:
     assert all("'parameter 0.bias'" in message for message in pools.run(2, slices, "at last"))
     for size in 1, 2:
         for message in pools.run(size, slices, "always"):
-            assert "the gradient of '0.weight' was changed after the backward of a slice" in message
+            assert "the gradient of '0.weight' was changed after a slice's backward" in message
 
 
 # -- updates by hand in hooks ------------------------------------------------------------------------------------------

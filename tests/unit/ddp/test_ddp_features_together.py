@@ -120,7 +120,7 @@ def test_late_gradients_in_half_precision_do_not_overflow_in_the_sum(pools: Pool
 
 def refused_together(world: World) -> None:
     model = DistributedDataParallel(nn.Linear(2, 2), algorithm="ring")
-    with pytest.raises(UsageError, match="takes the place of algorithm='ring'"):
+    with pytest.raises(UsageError, match="would replace algorithm='ring'"):
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(UsageError, match="_register_fused_optim drives torch's own reducer"):
         DistributedDataParallel(nn.Linear(2, 2))._register_fused_optim(torch.optim.SGD, lr=0.1)

@@ -131,7 +131,7 @@ def left_open(world: World) -> str:
 
 def test_a_window_left_open_because_fewer_batches_came_is_an_error(pools: Pools) -> None:
     for message in pools.run(2, left_open):
-        assert message.startswith("accumulate expected 5 batches and got 3, so the last window's gradients were not")
+        assert message.startswith("accumulate expected 5 batches but got 3, so the last window's gradients were not")
 
 
 def ended_late(world: World) -> list[bool]:

@@ -312,15 +312,15 @@ def make_mistake(mistake: str, virtual_ranks: int) -> None:
         ("sparse", "'table.weight' has a torch.sparse_coo gradient"),
         ("gradient in parts", "got its gradient in several parts in one backward"),
         ("shared", "which another wrapper also has"),
-        ("buffers", "a forward has changed buffer '0.mean', which is another on each rank"),
+        ("buffers", "a forward has changed buffer '0.mean', which would differ between ranks"),
         (
             "buffers through .data",
-            "buffer '0.mean', which is another on each rank without a broadcast; leave",
+            "buffer '0.mean', which would differ between ranks without a broadcast; leave",
         ),
         ("ignored buffer", "leave its name in _ddp_params_and_buffers_to_ignore out with virtual_ranks"),
         ("ignored parameter", "parameter 'head.bias' is trained but not averaged"),
         ("momentum taken away", "'1' has momentum=None"),
-        ("no backward", "the last slice of a step has run no backward"),
+        ("no backward", "the last slice of a step did not run backward"),
     ],
 )
 def test_it_is_refused_on_every_rank_in_one_line(pools: Pools, mistake: str, words: str) -> None:

@@ -182,7 +182,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "sync batch norm": (lambda: wrap(nn.SyncBatchNorm(4)), "normalizes over all ranks at once"),
     "cumulative": (lambda: wrap(nn.BatchNorm1d(4, momentum=None)), "momentum=None"),
     "hook": (hook, "adds up gradients in another order"),
-    "join": (lambda: wrap().join(), "join does not go with virtual_ranks=4"),
+    "join": (lambda: wrap().join(), "join cannot be combined with virtual_ranks=4"),
     "plain loop": (plain_loop, LOOP),
     "sync_gradients": (lambda: wrap().sync_gradients(), LOOP),
     # It was told to loop over accumulate(), which it did.

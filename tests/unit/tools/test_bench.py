@@ -195,6 +195,7 @@ def measured(folder: Path, ranks: int, *options: str) -> tuple[str, list[dict[st
     arguments = ("bench", "collectives", "--nproc", str(ranks), "--json", "found.json", *options)
     done = paceline(folder, *arguments, fork="all", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr, "torch renamed two collectives"
     return done.stdout, json.loads((folder / "found.json").read_text())["rows"]
 
 

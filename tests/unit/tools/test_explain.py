@@ -242,6 +242,13 @@ def test_the_table_says_whose_parts_are_in_each_sum() -> None:
     assert rows == want
 
 
+@pytest.mark.parametrize(("what", "words"), [("broadcast", "whose parts"), ("reduce", "how many parts")])
+def test_with_many_ranks_the_table_counts_the_parts_of_sums_but_not_of_copies(what: str, words: str) -> None:
+    for scene in scenes(what, 8):
+        assert scene.table is not None
+        assert f"A cell shows {words} it contains" in str(scene.table.caption)
+
+
 @pytest.mark.parametrize("columns", ["", "60"])
 @pytest.mark.parametrize("what", KNOWN)
 def test_tables_lose_nothing_through_a_pipe_and_on_a_narrow_terminal(

@@ -161,4 +161,5 @@ def test_a_model_that_does_not_beat_the_more_frequent_class_is_remarked() -> Non
     assert remark({"accuracy": 0.87, "f1": 0.91, **majority}) == ""
     said = remark({"accuracy": 0.654, "f1": 0.751, **majority})
     assert "accuracy 0.654 against 0.684, f1 0.751 against 0.812" in said
-    assert remark({"accuracy": 0.70, "f1": 0.81, **majority})
+    said = remark({"accuracy": 0.70, "f1": 0.81, **majority})
+    assert "good: f1 0.810 against 0.812." in said, "the beaten accuracy is not named"

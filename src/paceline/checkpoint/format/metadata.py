@@ -120,11 +120,11 @@ class Keep:
         if self.better not in ("max", "min"):
             raise UsageError(f"best must be max or min, not {self.better!r}")
 
-    def note(self, given: Notes) -> Notes:
-        """Return the notes `given` with this rule added, after checking the metric."""
+    def note(self, notes: Notes) -> Notes:
+        """Return `notes` with this rule added, after checking the metric."""
         if self.metric is None:
-            return given
-        value = given.metadata.get(self.metric)
+            return notes
+        value = notes.metadata.get(self.metric)
         if value is not None and not _is_number(value):
             raise UsageError(
                 f"keep_best={self.metric!r} compares numbers, but metadata[{self.metric!r}] is "
@@ -135,7 +135,7 @@ class Keep:
                 f"metadata[{self.metric!r}] of this checkpoint is NaN, so the earlier best checkpoint is kept",
                 CheckpointWarning,
             )
-        return replace(given, keep_best=(self.metric, self.better))
+        return replace(notes, keep_best=(self.metric, self.better))
 
     def best(self, notes: Mapping[int, Notes]) -> int | None:
         """Return the step with the best metric, the earliest in case of a tie. NaN is never best."""
@@ -144,8 +144,8 @@ class Keep:
             value = notes[step].metadata.get(self.metric or "")
             if value is None or not _is_number(value) or math.isnan(value):
                 continue
-            other = None if best_step is None else notes[best_step].metadata[self.metric or ""]
-            if other is None or (value > other if self.better == "max" else value < other):
+            best_value = None if best_step is None else notes[best_step].metadata[self.metric or ""]
+            if best_value is None or (value > best_value if self.better == "max" else value < best_value):
                 best_step = step
         return best_step
 

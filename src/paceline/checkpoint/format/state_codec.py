@@ -51,8 +51,8 @@ class Encoder:
             collected under each name.
     """
 
-    def __init__(self, whole: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        self._whole = whole
+    def __init__(self, gather: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self._whole = gather
         self.tensors: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._seen: dict[tuple[Any, ...], str] = {}
@@ -203,9 +203,9 @@ def tensors_in(node: Any) -> Iterator[tuple[str, bool]]:
 
 def _from_items(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """Return a dict of key-value `pairs`; raise if an attacker has chosen keys with colliding hashes."""
-    most = max(Counter(hash(key) for key, _ in pairs).values(), default=0)
-    if most > _SAME_HASH:
-        raise ValueError(f"{most} of a dict's keys have the same hash")
+    collisions = max(Counter(hash(key) for key, _ in pairs).values(), default=0)
+    if collisions > _SAME_HASH:
+        raise ValueError(f"{collisions} of a dict's keys have the same hash")
     return strict_json.unique(pairs)
 
 

@@ -146,9 +146,9 @@ class Loading:
 
         def attempt() -> None:
             # Copied before the load, because a failed load may have changed half of the object.
-            self.undo.append(before := _Before.of(match.entry))
+            self.undo.append(previous := _Before.of(match.entry))
             load(*states, self.saved.step)
-            before.is_loaded = True
+            previous.is_loaded = True
 
         consensus.agree(self.world, consensus.error_of(attempt))
 
@@ -177,11 +177,11 @@ def _keep_own_settings(world: World, step: int, matches: Sequence[Match]) -> Non
 def _put_back(undo: Iterable[_Before], step: int) -> None:
     """Load the earlier states, without communication, because other ranks may have ended."""
     # In reverse, because a scheduler, which is loaded after its optimizer, also changes the optimizer's rates.
-    for before in reversed(list(undo)):
-        error = consensus.error_of(before.entry.load, before.node, before.tensors, step)
-        if error is not None and before.is_loaded:  # an object that accepts no state at all is unchanged
+    for previous in reversed(list(undo)):
+        error = consensus.error_of(previous.entry.load, previous.node, previous.tensors, step)
+        if error is not None and previous.is_loaded:  # an object that accepts no state at all is unchanged
             warn(
-                f"{before.entry.name!r} could not be reset after the restore of step {step} failed ({error}); create "
+                f"{previous.entry.name!r} could not be reset after the restore of step {step} failed ({error}); create "
                 "it again before you continue",
                 CheckpointWarning,
             )

@@ -65,7 +65,7 @@ class Saved:
             return {"path": str(path), "manifest": listed.render().decode("ascii"), "state": state}
 
         answer = consensus.decide(world, read)
-        path, known = Path(answer["path"]), manifest.parse(answer["manifest"].encode("ascii"))
+        path, contents = Path(answer["path"]), manifest.parse(answer["manifest"].encode("ascii"))
         state = answer["state"]
         try:
             objects, ranks = state["objects"], state["ranks"]
@@ -76,11 +76,11 @@ class Saved:
                     raise ValueError("an object's entry has unexpected keys")
             if any(GENERATORS not in rank for rank in ranks):
                 raise ValueError("a rank's random generators are missing")
-            if len(ranks) != known.world_size:
-                raise ValueError(f"it has {len(ranks)} ranks, but the manifest says {known.world_size}")
+            if len(ranks) != contents.world_size:
+                raise ValueError(f"it has {len(ranks)} ranks, but the manifest says {contents.world_size}")
         except (ValueError, TypeError, KeyError) as error:
             raise malformed(path, error) from None
-        return cls(path, known, objects, ranks)
+        return cls(path, contents, objects, ranks)
 
     def outline(self, name: str, rank: int | None = None) -> Outline:
         """Return the object `name` with meta tensors; `rank` is None for the state that all ranks share."""
@@ -179,8 +179,8 @@ def compare(
     for nodes in saved.ranks:
         _compare_names(kinds.keys() - shared, set(nodes) - {GENERATORS}, saved.step, is_part=is_part)
     is_same_size = saved.manifest.world_size == world.size
-    own = [entry for entry in entries if kinds[entry.name] is Kind.OWN]
-    fixed = {entry.name for entry in own if not isinstance(entry.object, Mergeable)}
+    own_entries = [entry for entry in entries if kinds[entry.name] is Kind.OWN]
+    fixed = {entry.name for entry in own_entries if not isinstance(entry.object, Mergeable)}
     if fixed and not is_same_size:
         raise CheckpointMismatch(
             f"{min(fixed)!r} has a state per rank and was saved by {saved.manifest.world_size} ranks, but this run "

@@ -35,8 +35,8 @@ def as_in(own_state: Any, state: Any) -> Any:
     ):
         return plain
     renamed = OrderedDict((key, plain[_plain_path(key)]) for key in own_state if _plain_path(key) in plain)
-    known = {_plain_path(key) for key in own_state}
-    renamed.update((key, value) for key, value in plain.items() if key not in known)
+    own_keys = {_plain_path(key) for key in own_state}
+    renamed.update((key, value) for key, value in plain.items() if key not in own_keys)
     return renamed
 
 
@@ -65,25 +65,25 @@ def check_module(name: str, module: nn.Module, saved: Any, step: int) -> None:
             if key.startswith(flexible):
                 continue
             raise CheckpointMismatch(f"{kind} {key!r} of {name!r} is not in the checkpoint of step {step}; {remedy}")
-        other = saved[key]
+        stored = saved[key]
         # Only the module's own set_extra_state() understands extra state.
-        if key.endswith("_extra_state") or not (isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor)):
+        if key.endswith("_extra_state") or not (isinstance(value, torch.Tensor) or isinstance(stored, torch.Tensor)):
             continue
-        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not isinstance(stored, torch.Tensor):
             raise CheckpointMismatch(
-                f"{key!r} of {name!r} is a {type(other).__name__} in the checkpoint of step {step} but a "
+                f"{key!r} of {name!r} is a {type(stored).__name__} in the checkpoint of step {step} but a "
                 f"{type(value).__name__} in this run; {remedy}"
             )
-        if torch.nn.parameter.is_lazy(value) or (value.shape != other.shape and key.startswith(flexible)):
+        if torch.nn.parameter.is_lazy(value) or (value.shape != stored.shape and key.startswith(flexible)):
             continue
-        if value.shape != other.shape:
+        if value.shape != stored.shape:
             raise CheckpointMismatch(
-                f"{kind} {key!r} of {name!r} has shape {tuple(other.shape)} in the checkpoint of step "
+                f"{kind} {key!r} of {name!r} has shape {tuple(stored.shape)} in the checkpoint of step "
                 f"{step} but {tuple(value.shape)} in this run; {remedy}"
             )
-        if value.dtype != other.dtype:
+        if value.dtype != stored.dtype:
             raise CheckpointMismatch(
-                f"{kind} {key!r} of {name!r} has dtype {other.dtype} in the checkpoint of step {step} "
+                f"{kind} {key!r} of {name!r} has dtype {stored.dtype} in the checkpoint of step {step} "
                 f"but {value.dtype} in this run; {remedy}"
             )
     for key in saved:

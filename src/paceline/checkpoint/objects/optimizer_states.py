@@ -83,46 +83,46 @@ def check_groups(name: str, optimizer: Optimizer, saved: Any, step: int) -> None
         )
 
 
-def check(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], step: int, allow_changed: bool) -> None:
+def check(name: str, live: Mapping[str, Any], saved: Mapping[str, Any], step: int, allow_changed: bool) -> None:
     """Compare the description of the optimizer `name` in this run with the description `saved` in `step`."""
-    if own["class"] != saved["class"]:
+    if live["class"] != saved["class"]:
         raise CheckpointMismatch(
-            f"{name!r} is of class {own['class']} in this run but of class {saved['class']!s:.80} in the checkpoint "
+            f"{name!r} is of class {live['class']} in this run but of class {saved['class']!s:.80} in the checkpoint "
             f"of step {step}; create the optimizer that was saved, or start in another folder"
         )
     for aspect in ("names", "shapes"):
-        for index, (group, saved_group) in enumerate(zip(own[aspect], saved[aspect], strict=True)):
+        for index, (group, saved_group) in enumerate(zip(live[aspect], saved[aspect], strict=True)):
             _check_group(name, index, aspect, group, saved_group, step)
-    for change in [] if allow_changed else changes(name, own, saved):
+    for change in [] if allow_changed else changes(name, live, saved):
         raise CheckpointMismatch(
             f"{change} in the checkpoint of step {step}; give the saved value, or keep this run's with "
             "allow_changed_settings=True (--allow-changed-settings)"
         )
 
 
-def changes(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def changes(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Describe the settings that differ, such as ``momentum of group 0 of 'optimizer' is 0.5 in this run and 0.9``."""
     return [
         f"{'lr' if key in _RATES else key} of group {index} of {name!r} is {shown(options[key])} in this run "
         f"and {shown(saved_options[key])}"
-        for index, (options, saved_options) in enumerate(zip(own["options"], saved["options"], strict=False))
+        for index, (options, saved_options) in enumerate(zip(live["options"], saved["options"], strict=False))
         for key in _changed(options, saved_options)
     ]
 
 
-def apply_options(optimizer: Optimizer, options: Options, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def apply_options(optimizer: Optimizer, options: Options, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Set this run's value of each option that differs from `saved`, after `optimizer` has loaded its saved state.
 
     The learning rate is scaled instead, which preserves the schedule's factor.
     """
-    groups = zip(optimizer.param_groups, options, own["options"], saved["options"], strict=False)
-    for group, originals, current, before in groups:
-        for key in _changed(current, before):
+    groups = zip(optimizer.param_groups, options, live["options"], saved["options"], strict=False)
+    for group, originals, current, stored in groups:
+        for key in _changed(current, stored):
             if key not in _RATES:
                 group[key] = copy.deepcopy(originals[key])
                 continue
             # The loaded rate is the saved initial rate times the schedule's factor.
-            group["lr"] = group["lr"] * (current[key] / before[key]) if before[key] else copy.deepcopy(originals["lr"])
+            group["lr"] = group["lr"] * (current[key] / stored[key]) if stored[key] else copy.deepcopy(originals["lr"])
             if key == "initial_lr":
                 group[key] = copy.deepcopy(originals[key])
 

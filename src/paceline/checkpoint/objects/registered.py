@@ -175,7 +175,7 @@ class Registered:
         if isinstance(self.object, Sharded):
             return Assembly(self.object.windows())
         parameters = enumerate(optimizer_states.parameters(self.object))
-        return Assembly({index: Window(tuple(each.shape), each.stride(), None) for index, each in parameters})
+        return Assembly({index: Window(tuple(param.shape), param.stride(), None) for index, param in parameters})
 
     def add_shard(self, assembly: Assembly, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         assembly.add(decode(node["state"], tensors))
@@ -225,13 +225,13 @@ def _is_optimizer(object: Any) -> TypeGuard[torch.optim.Optimizer]:
     return isinstance(object, torch.optim.Optimizer)
 
 
-def _check_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
+def _check_registrable(name: Any, object: Any, used_names: Collection[str]) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
         raise UsageError(
             f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and underscores, "
             f"but none of the names {', '.join(_RESERVED)}"
         )
-    if name in taken:
+    if name in used_names:
         raise UsageError(f"an object is already registered as {name!r}; choose another name")
     if not callable(getattr(object, "state_dict", None)) or not callable(getattr(object, "load_state_dict", None)):
         raise UsageError(

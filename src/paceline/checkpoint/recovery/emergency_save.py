@@ -137,10 +137,10 @@ def _joined(states: OwnStates) -> Capture:
 def _all_own_states(barrier: StepBarrier, step: int) -> list[OwnStates]:
     """Return the states of all ranks at the end of `step`, reconstructed for ranks that ended during it."""
     states = [_own_states(barrier, rank, step) for rank in range(barrier.size)]
-    before = _own_states(barrier, barrier.rank, step, prepared=True)
+    prepared = _own_states(barrier, barrier.rank, step, prepared=True)
     for rank in range(barrier.size):
         if barrier.completed(rank) < step:
-            states[rank], unknown = carry_over(states[rank], before, states[barrier.rank])
+            states[rank], unknown = carry_over(states[rank], prepared, states[barrier.rank])
             if unknown:
                 say(
                     f"note: rank {rank} ended between the optimizer and the end of step {step}, so later changes of "

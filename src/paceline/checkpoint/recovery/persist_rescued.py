@@ -60,15 +60,15 @@ def _copy(path: Path, step: int, store: Storage) -> Path:
 def _put_elsewhere(path: Path, key: str, destination: Path) -> str:
     """Copy the checkpoint `path` to the user's home folder; return the rest of the message."""
     try:
-        kept = Path(tempfile.mkdtemp(prefix=f"rescued-{key}-", dir=Path.home()))
+        fallback = Path(tempfile.mkdtemp(prefix=f"rescued-{key}-", dir=Path.home()))
         try:
-            shutil.copytree(path, kept / path.name)
+            shutil.copytree(path, fallback / path.name)
         except BaseException:
-            shutil.rmtree(kept, ignore_errors=True)
+            shutil.rmtree(fallback, ignore_errors=True)
             raise
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         return f"it is lost because it cannot be copied to the home folder either ({_reason(error)})"
-    return f"it is kept in {kept / path.name}; to resume from it, make room and move that folder to {destination}"
+    return f"it is kept in {fallback / path.name}; to resume from it, make room and move that folder to {destination}"
 
 
 def _reason(error: Exception) -> object:

@@ -112,10 +112,10 @@ class StopRequests:
             return self._boundary.wish
         if step < self._ask or self._boundary.joins:
             return 0
-        now, (asked, at) = time.monotonic(), self._asked
+        now, (asked_step, at) = time.monotonic(), self._asked
         # Number of steps until the next exchange; all ranks use rank 0's number.
-        steps = int((step - asked) * ASK_S / max(now - at, 1e-9)) if at else 1
-        answers = consensus.gather(world, [self._boundary.wish, max(1, min(steps, 2 * (step - asked)))])
+        steps = int((step - asked_step) * ASK_S / max(now - at, 1e-9)) if at else 1
+        answers = consensus.gather(world, [self._boundary.wish, max(1, min(steps, 2 * (step - asked_step)))])
         self._asked, self._ask = (step, now), step + int(answers[0][1])
         wishes = 0
         for wish, _ in answers:

@@ -107,8 +107,8 @@ class RunFolder:
         store = self._storage
         if step is not None:
             return store.path(step), self._read(step, read_whole)
-        if (whole := store.newest()) is not None:
-            return whole
+        if (stored := store.newest()) is not None:
+            return stored
         damaged = ", ".join(step_name(step) for step in store.steps())
         if damaged:
             raise NoCheckpoint(

@@ -42,11 +42,11 @@ def capture_all(
         states.
     """
     notes: list[Notes] = []
-    taken: list[Capture] = []
+    captured: list[Capture] = []
 
     def take() -> None:
-        taken.extend(captures.shared(entry, world.rank == 0) for entry in entries if not entry.per_rank)
-        taken.append(captures.own([*(entry for entry in entries if entry.per_rank), captures.generators()]))
+        captured.extend(captures.shared(entry, world.rank == 0) for entry in entries if not entry.per_rank)
+        captured.append(captures.own([*(entry for entry in entries if entry.per_rank), captures.generators()]))
 
     def prepare() -> None:
         notes.append(note())
@@ -64,11 +64,11 @@ def capture_all(
             take()
 
     names = [f"{entry.name} (per rank)" if entry.per_rank else entry.name for entry in entries]
-    sizes = _agree(world, step, names, prepare, taken)
-    if not taken:
+    sizes = _agree(world, step, names, prepare, captured)
+    if not captured:
         # DTensors are gathered after all ranks have prepared without an error, because a gather needs all ranks.
-        sizes = _agree(world, step, names, gather, taken)
-    return Save(step, world.size, sum(sizes), notes[0]), taken
+        sizes = _agree(world, step, names, gather, captured)
+    return Save(step, world.size, sum(sizes), notes[0]), captured
 
 
 def _check_can_be_saved(step: Any, entries: Iterable[Registered]) -> None:
@@ -79,25 +79,25 @@ def _check_can_be_saved(step: Any, entries: Iterable[Registered]) -> None:
 
 
 def _agree(
-    world: World, step: int, names: list[str], action: Callable[[], None], taken: Sequence[Capture]
+    world: World, step: int, names: list[str], action: Callable[[], None], captured: Sequence[Capture]
 ) -> list[int]:
     """Call `action` on every rank, compare `step` and `names`, and return the number of bytes that each rank saves."""
     error = consensus.error_of(action)
-    saved = taken if world.rank == 0 else taken[-1:]
+    saved = captured if world.rank == 0 else captured[-1:]
     size = sum(free_space.needed(capture.tensors.values()) for capture in saved)
     facts = consensus.agree(world, error, None if error else {"step": step, "names": names, "size": size})
-    for rank, other in enumerate(facts):
-        if other["names"] != names:
+    for rank, report in enumerate(facts):
+        if report["names"] != names:
             raise UsageError(
-                f"rank {rank} has registered {other['names']} but rank {world.rank} has registered {names}; register "
+                f"rank {rank} has registered {report['names']} but rank {world.rank} has registered {names}; register "
                 "the same objects in the same order on every rank"
             )
-        if other["step"] != step:
+        if report["step"] != step:
             raise DesyncError(
-                f"rank {rank} saves step {other['step']} but rank {world.rank} saves step {step}; "
+                f"rank {rank} saves step {report['step']} but rank {world.rank} saves step {step}; "
                 "save after the same number of steps on every rank"
             )
-    return [other["size"] for other in facts]
+    return [report["size"] for report in facts]
 
 
 @contextmanager

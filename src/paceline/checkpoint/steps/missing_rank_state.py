@@ -49,7 +49,7 @@ def _objects_at_end(lost: Capture, before: Capture, after: Capture, unknown: lis
 
 def _tensors_of(name: str, capture: Capture) -> dict[str, torch.Tensor]:
     """Return one object's tensors; each tensor belongs to the object whose name is its key's longest prefix."""
-    owners = {key: max((each for each in capture.nodes if key.startswith(each)), key=len) for key in capture.tensors}
+    owners = {key: max((node for node in capture.nodes if key.startswith(node)), key=len) for key in capture.tensors}
     return {key: tensor for key, tensor in capture.tensors.items() if owners[key] == name}
 
 
@@ -62,20 +62,20 @@ def _at_end(lost: Any, before: Any, after: Any, name: str, unknown: list[str]) -
     return lost
 
 
-def are_equal(one: Any, other: Any) -> bool:
+def are_equal(first: Any, second: Any) -> bool:
     """Return whether nested values are bitwise equal."""
-    if isinstance(one, torch.Tensor):
+    if isinstance(first, torch.Tensor):
         return (
-            isinstance(other, torch.Tensor)
-            and (one.dtype, one.shape) == (other.dtype, other.shape)
-            and bool(torch.equal(bytes_view(one.contiguous()), bytes_view(other.contiguous())))
+            isinstance(second, torch.Tensor)
+            and (first.dtype, first.shape) == (second.dtype, second.shape)
+            and bool(torch.equal(bytes_view(first.contiguous()), bytes_view(second.contiguous())))
         )
-    if isinstance(one, Mapping):
+    if isinstance(first, Mapping):
         return (
-            isinstance(other, Mapping)
-            and one.keys() == other.keys()
-            and all(are_equal(value, other[key]) for key, value in one.items())
+            isinstance(second, Mapping)
+            and first.keys() == second.keys()
+            and all(are_equal(value, second[key]) for key, value in first.items())
         )
-    if isinstance(one, Sequence) and not isinstance(one, str | bytes):
-        return isinstance(other, Sequence) and len(one) == len(other) and all(map(are_equal, one, other))
-    return bool(one == other)
+    if isinstance(first, Sequence) and not isinstance(first, str | bytes):
+        return isinstance(second, Sequence) and len(first) == len(second) and all(map(are_equal, first, second))
+    return bool(first == second)

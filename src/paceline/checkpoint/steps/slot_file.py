@@ -60,25 +60,25 @@ class SlotFile:
     def _capacity(self) -> int:
         return len(self._map) // SLOTS
 
-    def _grow(self, least: int) -> None:
+    def _grow(self, minimum: int) -> None:
         """Replace the file with a larger one that has the same slots."""
-        self._map = self._make(least + _FIRST, self._map)
+        self._map = self._make(minimum + _FIRST, self._map)
         self._address = _address_of(self._map)
 
-    def _make(self, capacity: int, before: mmap.mmap | None = None) -> mmap.mmap:
+    def _make(self, capacity: int, previous: mmap.mmap | None = None) -> mmap.mmap:
         size = SLOTS * -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
         # Built under another name, so that the old slots survive if the rank is killed here.
         new = self._path.with_name(f".{self._path.name}")
         with open(new, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             os.posix_fallocate(file.fileno(), 0, size)  # otherwise, a write into full memory causes a SIGBUS
-            made = mmap.mmap(file.fileno(), size)
-        if before is not None:
-            old, new_capacity = len(before) // SLOTS, size // SLOTS
-            with memoryview(before) as content:
+            mapping = mmap.mmap(file.fileno(), size)
+        if previous is not None:
+            old, new_capacity = len(previous) // SLOTS, size // SLOTS
+            with memoryview(previous) as content:
                 for slot in range(SLOTS):
-                    made[slot * new_capacity : slot * new_capacity + old] = content[slot * old : (slot + 1) * old]
+                    mapping[slot * new_capacity : slot * new_capacity + old] = content[slot * old : (slot + 1) * old]
         new.replace(self._path)
-        return made
+        return mapping
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ class StepBarrier:
 
     def completed(self, rank: int) -> int:
         """Return the last step that `rank` has completed; -1 for none."""
-        other = self.record if rank == self.rank else self._other(rank)
-        return -1 if other is None else other.completed
+        record = self.record if rank == self.rank else self._other(rank)
+        return -1 if record is None else record.completed
 
     def lost_ranks(self) -> list[int]:
         """Return the ranks that ended before their training did, except ranks that left on purpose."""
@@ -147,11 +147,11 @@ class StepBarrier:
         return [rank for rank in ranks if rank != self.rank and self._prepared(rank) < part]
 
     def _prepared(self, rank: int) -> int:
-        other = self._other(rank)
-        if other is None:
+        record = self._other(rank)
+        if record is None:
             return -1
         # A rank that steps alone never returns to the barrier.
-        return sys.maxsize if other.is_alone else other.prepared_part
+        return sys.maxsize if record.is_alone else record.prepared_part
 
     def _opened(self) -> dict[int, StepRecord]:
         """Return the records of the other ranks that have opened their Checkpointers."""

@@ -104,21 +104,21 @@ class Snapshotter:
         target = self.entry.object
         if isinstance(target, nn.Module):
             large = {name: getattr(part, attribute) for name, part, attribute in self._large}
-            taken = {name: None if buffer is None else Uncopied.of(buffer) for name, buffer in large.items()}
-            return taken, [snapshot(part.get_extra_state()) for part in self._extra]
+            copies = {name: None if buffer is None else Uncopied.of(buffer) for name, buffer in large.items()}
+            return copies, [snapshot(part.get_extra_state()) for part in self._extra]
         if isinstance(target, torch.optim.Optimizer):
             groups = target.param_groups
             return [{key: snapshot(value) for key, value in group.items() if key != "params"} for group in groups]
         return snapshot(target.state_dict())
 
 
-def object_from_snapshot(entry: Registered, taken: Any) -> Registered:
+def object_from_snapshot(entry: Registered, content: Any) -> Registered:
     """Return an entry whose object has the state that :meth:`Snapshotter.take` copied.
 
     Modules and optimizers are changed in place. :meth:`SmallBuffers.load` restores small buffers of modules.
     """
     if isinstance(entry.object, nn.Module):
-        module, (large, extra) = unwrap(entry.object), taken
+        module, (large, extra) = unwrap(entry.object), content
         for name in large.keys() & module.state_dict().keys():  # other buffers are not saved
             path, _, attribute = name.rpartition(".")
             buffer = from_snapshot(large[name], f"buffer {name!r} of {entry.name!r}")
@@ -127,21 +127,21 @@ def object_from_snapshot(entry: Registered, taken: Any) -> Registered:
             part.set_extra_state(from_snapshot(state, entry.name))
         return entry
     if isinstance(entry.object, torch.optim.Optimizer):
-        for group, options in zip(entry.object.param_groups, taken, strict=True):
+        for group, options in zip(entry.object.param_groups, content, strict=True):
             group.update(from_snapshot(options, entry.name))
         return entry
-    return replace(entry, object=holder_of(from_snapshot(taken, entry.name)))
+    return replace(entry, object=holder_of(from_snapshot(content, entry.name)))
 
 
 def parameters_of(entries: Iterable[Registered]) -> list[torch.Tensor]:
     """Return the parameters of modules and optimizers, some of them twice."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for entry in entries:
         if isinstance(entry.object, nn.Module):
-            found += entry.object.parameters()
+            tensors += entry.object.parameters()
         elif isinstance(entry.object, torch.optim.Optimizer):
-            found += parameters(entry.object)
-    return found
+            tensors += parameters(entry.object)
+    return tensors
 
 
 def _with_extra_state(module: nn.Module) -> list[nn.Module]:

@@ -45,8 +45,8 @@ class FolderLock:
 
     def is_on(self, folder: Path) -> bool:
         """Return whether the folder at this path is still the locked folder, and has not been replaced."""
-        here, locked = os.stat(folder), os.fstat(self._descriptor)
-        return (here.st_dev, here.st_ino) == (locked.st_dev, locked.st_ino)
+        current, locked = os.stat(folder), os.fstat(self._descriptor)
+        return (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino)
 
     def release(self) -> None:
         """Release the lock, if it is held."""

@@ -146,8 +146,8 @@ class Storage:
     def _rename(self, draft: Path, step: int) -> Path:
         final, replaced = self.path(step), self.folder / f".replaced-{step_name(step)}"
         self._named.discard(step)
-        again = final.exists()
-        if again:  # a rename cannot replace a non-empty folder
+        already_exists = final.exists()
+        if already_exists:  # a rename cannot replace a non-empty folder
             final.rename(replaced)
         try:
             draft.rename(final)
@@ -156,10 +156,10 @@ class Storage:
             # The new name may not be durable, so the save has failed, and the earlier checkpoint is restored.
             if final.exists():
                 final.rename(draft)
-            if again:
+            if already_exists:
                 replaced.rename(final)
             raise
-        if again:
+        if already_exists:
             with suppress(OSError):  # _clean() tries again
                 self._delete(replaced, step)
         return final

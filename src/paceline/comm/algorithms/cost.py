@@ -116,19 +116,19 @@ def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
     if not measured:
         raise UsageError("no measurement to fit; measure an algorithm with 2 ranks or more")
     rows = torch.tensor([[part / seconds for part in counts] for counts, seconds in measured], dtype=torch.float64)
-    best, least = [0.0, 0.0, 0.0], float("inf")
+    best, smallest_error = [0.0, 0.0, 0.0], float("inf")
     # The best model without negative costs is the least-squares solution for some subset of the three costs. There are
     # only seven, so all are tried, without SciPy.
-    for kept in (chosen for many in (1, 2, 3) for chosen in combinations(range(3), many)):
-        part = rows[:, list(kept)]
+    for kept_columns in (chosen for many in (1, 2, 3) for chosen in combinations(range(3), many)):
+        part = rows[:, list(kept_columns)]
         # Normalize the columns, because seconds per message and per byte differ by many orders of magnitude.
         scale = part.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
         costs = torch.linalg.lstsq(part / scale, torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0] / scale
         error = float((part @ costs - 1).norm())
         # Slightly below 1, so that the model with fewer costs wins a tie.
-        if bool((costs >= 0).all()) and error < least * 0.999999:
-            least, best = error, [0.0, 0.0, 0.0]
-            for index, value in zip(kept, costs.tolist(), strict=True):
+        if bool((costs >= 0).all()) and error < smallest_error * 0.999999:
+            smallest_error, best = error, [0.0, 0.0, 0.0]
+            for index, value in zip(kept_columns, costs.tolist(), strict=True):
                 best[index] = value
     return Model(best[0], best[1], best[2], cores)
 

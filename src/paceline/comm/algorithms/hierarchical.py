@@ -45,7 +45,7 @@ def all_reduce(hosts: Sequence[Hashable]) -> Schedule:
 
 
 def _fold(rows: Sequence[Sequence[int]], places: int, chunks: int) -> list[Step]:
-    """Build the rounds of messages to the first `places` ranks of each host from its other ranks."""
+    """Build the rounds in which each host's other ranks send messages to its first `places` ranks."""
     rounds: list[Step] = []
     # A rank receives at most one message per step, so several rounds may be needed.
     for start in range(places, max(map(len, rows)), places):

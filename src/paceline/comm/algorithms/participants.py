@@ -57,8 +57,8 @@ class Members:
         self._group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
-        known = group in get_known_groups()  # a bare ProcessGroupGloo is not registered
-        self.world_ranks: list[int] = dist.get_process_group_ranks(group) if known else list(range(self.size))
+        is_registered = group in get_known_groups()  # a bare ProcessGroupGloo is not registered
+        self.world_ranks: list[int] = dist.get_process_group_ranks(group) if is_registered else list(range(self.size))
         """The members' global ranks, which error messages use."""
 
     @property
@@ -108,12 +108,12 @@ class Members:
         calls = [Call(*fields.tolist()) for fields in received]
         if call.refused:  # this rank's own error is more specific
             return calls
-        if refusing := [rank for rank, other in zip(self.world_ranks, calls, strict=True) if other.refused]:
+        if refusing := [rank for rank, peer_call in zip(self.world_ranks, calls, strict=True) if peer_call.refused]:
             raise DesyncError(
                 f"{named_ranks(refusing)} refused its tensor or argument; see the error there"
             ).because_of(refusing)
         for field in _EQUAL:
-            values = [getattr(other, field) for other in calls]
+            values = [getattr(peer_call, field) for peer_call in calls]
             if len(set(values)) > 1:
                 raise DesyncError(self._difference(field, values))
         return calls

@@ -87,17 +87,17 @@ def holdings(schedule: Schedule) -> list[list[list[Terms]]]:
 
     After an all-reduce every entry is ``(0, 1, …, size - 1)``, after a broadcast ``(root,)``.
     """
-    now: list[list[Terms]] = [[(rank,)] * schedule.chunks for rank in range(schedule.size)]
-    history = [now]
+    current: list[list[Terms]] = [[(rank,)] * schedule.chunks for rank in range(schedule.size)]
+    history = [current]
     for step in schedule.steps:
-        after = [list(chunks) for chunks in now]
+        following = [list(chunks) for chunks in current]
         for transfer in step:
             for chunk in transfer.chunks:
-                arriving = now[transfer.src][chunk]
-                held = now[transfer.dst][chunk]
-                after[transfer.dst][chunk] = tuple(sorted(held + arriving)) if transfer.reduce else arriving
-        now = after
-        history.append(now)
+                arriving = current[transfer.src][chunk]
+                held = current[transfer.dst][chunk]
+                following[transfer.dst][chunk] = tuple(sorted(held + arriving)) if transfer.reduce else arriving
+        current = following
+        history.append(current)
     return history
 
 

@@ -48,10 +48,10 @@ class Flat:
     def __init__(self, tensor: Tensor, *, read: bool = True) -> None:
         self._tensor = tensor.detach()
         self._is_copy = not tensor.is_contiguous()
-        whole = self._tensor
+        flat = self._tensor
         if self._is_copy:
-            whole = whole.contiguous() if read else torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
-        self.flat = whole.view(-1)
+            flat = flat.contiguous() if read else torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
+        self.flat = flat.view(-1)
 
     def write_back(self) -> None:
         """Copy :attr:`flat` to the tensor."""

@@ -105,13 +105,13 @@ class Handle(dist.Work):
             if self._given is not None:
                 return self._given
             future = self._future = torch.futures.Future()
-            given = self._given = future.then(_value_of)
+            value_future = self._given = future.then(_value_of)
             finished = self._finished
         # Exactly one side completes the future: if run() had already finished, it did not see the future under the
         # lock.
         if finished:
             self._complete(future)
-        return given
+        return value_future
 
     def is_completed(self) -> bool:
         """Return whether it is finished."""

@@ -189,10 +189,10 @@ def available_memory() -> int:
                 break
     try:
         group = Path("/sys/fs/cgroup")
-        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        remaining = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
         for line in (group / "memory.stat").read_text().splitlines():
             if line.startswith(("inactive_file ", "active_file ")):
-                left += int(line.split()[1])  # the kernel would drop the page cache first
-        return max(0, min(available, left))
+                remaining += int(line.split()[1])  # the kernel would drop the page cache first
+        return max(0, min(available, remaining))
     except (OSError, ValueError):  # no limit, or a different kind of container
         return available

@@ -135,8 +135,8 @@ class Collectives:
                 row.copy_(input_tensor[start : start + count])
 
             def compute(shown: list[Shown]) -> None:
-                ours = slice(self.place * count, (self.place + 1) * count)
-                rows = self.engine.operands(shown, output.dtype, ours)
+                own_part = slice(self.place * count, (self.place + 1) * count)
+                rows = self.engine.operands(shown, output.dtype, own_part)
                 reduce_into([output[start : start + count]], rows, op, scale)
 
             return _header(Kind.reduce_scatter, output, start, op=op), self._show(staged), compute
@@ -170,17 +170,17 @@ class Collectives:
 
     def _reduce_shared(self, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None) -> None:
         """Reduce a tensor in place: in one piece or, if another rank stages its tensor, in that rank's chunks."""
-        start, total, taken = 0, tensor.numel(), 0
+        start, total, length = 0, tensor.numel(), 0
 
         def compute(shown: list[Shown]) -> None:
-            nonlocal taken
-            taken = min(view.length for view in shown)
+            nonlocal length
+            length = min(view.length for view in shown)
             self._reduce(tensor.dtype, op, scale, shown)
 
         while True:
             header = _header(Kind.all_reduce, tensor, start, op=op)
             self.engine.post(header, self._show(tensor[start:]), compute).wait()
-            start += taken
+            start += length
             if start >= total:
                 return
 
@@ -200,8 +200,8 @@ class Collectives:
 
     def _copy_others(self, target: Tensor, source: Tensor) -> None:
         """Copy the shares that other ranks reduce. This rank's own share never goes through the stage."""
-        ours = share(target.numel(), self.place, self.size)
-        for part in (slice(0, ours.start), slice(ours.stop, None)):
+        own_part = share(target.numel(), self.place, self.size)
+        for part in (slice(0, own_part.start), slice(own_part.stop, None)):
             target[part].copy_(source[part])
 
     def _reduce(
@@ -217,11 +217,11 @@ class Collectives:
         If `chunk` is given, it takes the place of this rank's own operand.
         """
         count = min(view.length for view in shown)
-        ours = share(count, self.place, self.size)
-        if ours.start < ours.stop:
-            parts = self.engine.operands(shown, dtype, ours)
+        own_part = share(count, self.place, self.size)
+        if own_part.start < own_part.stop:
+            parts = self.engine.operands(shown, dtype, own_part)
             if chunk is not None:
-                parts[self.place] = chunk[ours]
+                parts[self.place] = chunk[own_part]
             # The sum is computed in this rank's memory and copied to the other ranks'. The parts stay in rank order,
             # because the order determines the bits.
             results = [parts[self.place], *parts[: self.place], *parts[self.place + 1 :]]

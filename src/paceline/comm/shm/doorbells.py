@@ -68,13 +68,13 @@ class Signals:
             progress.done += value >> _DONE
         return bool(rung)
 
-    def posted(self, ours: int) -> int:
-        """Return how many operations all peers have posted; without peers, this rank's number, `ours`."""
-        return min((peer.posted for peer in self.progress.values()), default=ours)
+    def posted(self, local: int) -> int:
+        """Return how many operations all peers have posted; without peers, this rank's number, `local`."""
+        return min((peer.posted for peer in self.progress.values()), default=local)
 
-    def done(self, ours: int) -> int:
-        """Return how many operations all peers have done; without peers, this rank's number, `ours`."""
-        return min((peer.done for peer in self.progress.values()), default=ours)
+    def done(self, local: int) -> int:
+        """Return how many operations all peers have done; without peers, this rank's number, `local`."""
+        return min((peer.done for peer in self.progress.values()), default=local)
 
     def sleep(self, seconds: float, others: Sequence[Signals]) -> bool:
         """Sleep until a peer rings (here or in one of `others`) or ends; return whether that happened."""

@@ -216,7 +216,7 @@ class Engine:
         return [memory.operand(view.offset + start, count, dtype) for memory, view in pairs]
 
     def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
-        left = self.timeout.total_seconds()
+        remaining = self.timeout.total_seconds()
         with _BreaksOnError(self):
             self._look()
             if is_over(operation) or self._spin(operation, is_over):
@@ -224,7 +224,7 @@ class Engine:
             with waiting():
                 while not is_over(operation):
                     self._check_usable()
-                    left = self._block(operation, is_over, left)
+                    remaining = self._block(operation, is_over, remaining)
                     self._advance()
 
     def _spin(self, operation: Operation, is_over: Callable[[Operation], bool]) -> bool:
@@ -258,8 +258,8 @@ class Engine:
         # reuse memory only with the next ring, unless they are about to run out of it.
         if is_waited_for or self.signals.untold_done >= _UNTOLD:
             self.signals.ring()
-        done = self.signals.done(self._done)
-        while self._under_way and self._under_way[0].computed and self._under_way[0].number < done:
+        finished = self.signals.done(self._done)
+        while self._under_way and self._under_way[0].computed and self._under_way[0].number < finished:
             self._under_way.popleft().finished = True
 
     def _compute(self, operation: Operation) -> None:
@@ -287,8 +287,8 @@ class Engine:
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _block(self, operation: Operation, is_over: Callable[[Operation], bool], left: float) -> float:
-        """Sleep for at most a second until a peer rings or ends; return the seconds `left` of the timeout."""
+    def _block(self, operation: Operation, is_over: Callable[[Operation], bool], remaining: float) -> float:
+        """Sleep for at most a second until a peer rings or ends; return the `remaining` seconds of the timeout."""
         self.signals.ring()  # announce everything that peers may be waiting for
         counts = self.signals.progress
         reached = {rank: peer.posted if is_over is is_computed else peer.done for rank, peer in counts.items()}
@@ -296,21 +296,21 @@ class Engine:
         for peer in missing:
             if peer.rank in self.signals.ended:
                 self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
-        nap, began = min(left, _NAP_S), time.monotonic()
+        nap, began = min(remaining, _NAP_S), time.monotonic()
         # A peer may be waiting for this rank in another group while this rank waits for it here.
         others = [engine for engine in _engines() if engine is not self and engine._under_way]
         woken = self.signals.sleep(nap, [engine.signals for engine in others])
-        left -= min(time.monotonic() - began, nap)
+        remaining -= min(time.monotonic() - began, nap)
         self.signals.listen()
         for engine in others:
             with suppress(Exception):  # that engine's own wait raises the error
                 engine.progress()
-        if not woken and left <= 0:
-            late = [peer for peer in missing if counts[peer.rank].posted <= operation.number] or missing
-            begun = [f"has begun {counts[peer.rank].posted} operations of this group" for peer in late]
-            who = [f"rank {peer.name} (pid {peer.pid}, which {what})" for peer, what in zip(late, begun, strict=True)]
-            self._fail(f"{', '.join(who)} did not take part within {self.timeout.total_seconds():g} s", operation, late)
-        return left
+        if not woken and remaining <= 0:
+            idle = [peer for peer in missing if counts[peer.rank].posted <= operation.number] or missing
+            begun = [f"has begun {counts[peer.rank].posted} operations of this group" for peer in idle]
+            who = [f"rank {peer.name} (pid {peer.pid}, which {text})" for peer, text in zip(idle, begun, strict=True)]
+            self._fail(f"{', '.join(who)} did not take part within {self.timeout.total_seconds():g} s", operation, idle)
+        return remaining
 
     # -- failure and the end ------------------------------------------------------------------------------------
 
@@ -391,8 +391,8 @@ def _release_after_fork() -> None:
 
     def leave() -> None:
         global _registry
-        left, _registry = _engines(), ()
-        for engine in left:
+        engines, _registry = _engines(), ()
+        for engine in engines:
             engine.leave_to_parent()
 
     os.register_at_fork(after_in_child=leave)

@@ -102,25 +102,25 @@ def _advance(link: Introduction, rank: int, missing: set[int], connected: dict[i
     return False
 
 
-def _reach(address: str, rank: int, other: int, deadline: float, timeout: timedelta) -> socket.socket:
-    """Connect to rank `other`, which listens at `address`; waits if its queue is full of other processes."""
+def _reach(address: str, rank: int, peer: int, deadline: float, timeout: timedelta) -> socket.socket:
+    """Connect to rank `peer`, which listens at `address`; waits if its queue is full of other processes."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        left = max(0.01, deadline - time.monotonic())
+        seconds = max(0.01, deadline - time.monotonic())
         # Not settimeout(), which would retry; a blocking call keeps its place in the queue.
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(left), int(left % 1 * 1e6)))
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
         link.connect(address)
         if (user := credentials(link)[1]) != os.geteuid():
             raise CommunicationError(
-                f"rank {rank}: rank {other} has ended, and user {user} listens in its place; see that rank's error"
+                f"rank {rank}: rank {peer} has ended, and user {user} listens in its place; see that rank's error"
             )
         return link
     except BaseException as error:
         link.close()
         if isinstance(error, BlockingIOError):
-            raise late(rank, {other}, timeout) from error
+            raise late(rank, {peer}, timeout) from error
         if isinstance(error, ConnectionError):
-            raise _peer_ended(rank, other) from error
+            raise _peer_ended(rank, peer) from error
         raise
 
 
@@ -136,7 +136,7 @@ def _accept(listener: socket.socket) -> socket.socket | None:
     return link
 
 
-def _peer_ended(rank: int, other: int) -> CommunicationError:
+def _peer_ended(rank: int, peer: int) -> CommunicationError:
     return CommunicationError(
-        f"rank {rank}: rank {other} ended while the process group was created; see the error of rank {other}"
+        f"rank {rank}: rank {peer} ended while the process group was created; see the error of rank {peer}"
     )

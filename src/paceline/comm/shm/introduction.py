@@ -80,12 +80,12 @@ class Introduction:
         try:
             text, received, flags, _ = socket.recv_fds(self.link, 256, 2, socket.MSG_CMSG_CLOEXEC)
             if self._connected or self.expected is None:
-                other, self._name = self._read(text)
-                if other not in missing or self.expected not in (None, other):
+                peer_rank, self._name = self._read(text)
+                if peer_rank not in missing or self.expected not in (None, peer_rank):
                     raise Rejected("it is another rank")
                 if self.expected is None:
-                    self.expected = other
-                    self._send(self._hello(other))
+                    self.expected = peer_rank
+                    self._send(self._hello(peer_rank))
                     return None
             if flags & socket.MSG_CTRUNC:  # the kernel dropped descriptors that exceed this process's limit
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -116,9 +116,9 @@ class Introduction:
         ringing, self.ringing = self.ringing, -1
         return Peer(self.expected, self._name, pid, alive, memory, ringing, bell)
 
-    def _hello(self, other: int) -> bytes:
+    def _hello(self, peer_rank: int) -> bytes:
         who = _WHO.pack(self._rank, world_rank(self._rank))
-        return self._proof(who, other) + who
+        return self._proof(who, peer_rank) + who
 
     def _read(self, text: bytes) -> tuple[int, int]:
         """Return the sender's rank in the group and its global rank."""
@@ -128,9 +128,9 @@ class Introduction:
         rank, name = _WHO.unpack(who)
         return rank, name
 
-    def _proof(self, who: bytes, other: int) -> bytes:
-        """Return the proof, meant for rank `other`, that the sender `who` knows the secret."""
-        return hmac.digest(self._secret, who + _WHO.pack(other, 0), "sha256")
+    def _proof(self, who: bytes, peer_rank: int) -> bytes:
+        """Return the proof, meant for rank `peer_rank`, that the sender `who` knows the secret."""
+        return hmac.digest(self._secret, who + _WHO.pack(peer_rank, 0), "sha256")
 
     def _send(self, text: bytes) -> None:
         """Send the descriptors of our memory and of an eventfd that the peer will ring."""

@@ -15,9 +15,9 @@ from paceline.core.output.messages import end_echo, say
 from paceline.errors import UsageError
 
 
-def or_near(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean --nproc?" if one of the `known` names is close to `name`; empty otherwise."""
-    names = list(known)
+def or_near(name: str, candidates: Iterable[str]) -> str:
+    """Return "; did you mean --nproc?" if one of the `candidates` is close to `name`; empty otherwise."""
+    names = list(candidates)
     if name.startswith("-n") and "--nproc" in names:  # mpirun and srun accept -n 2, -n2 and -np 2
         return "; did you mean --nproc?"
     near = get_close_matches(name.partition("=")[0], names, 1)
@@ -50,14 +50,14 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command named by the first of `args`."""
-        known = self.list_commands(ctx)
-        if args[0] not in known and not args[0].startswith("-"):
+        commands = self.list_commands(ctx)
+        if args[0] not in commands and not args[0].startswith("-"):
             if f"--{args[0]}" in options_of(ctx):  # help, version
                 remedy = f"; did you mean {ctx.command_path} --{args[0]}?"
-            elif "run" in known and args[0].endswith(".py"):
+            elif "run" in commands and args[0].endswith(".py"):
                 remedy = f"; did you mean {ctx.command_path} run {args[0]}?"
             else:
-                remedy = or_near(args[0], known) or f"; known {self.noun}s: {', '.join(known)}"
+                remedy = or_near(args[0], commands) or f"; known {self.noun}s: {', '.join(commands)}"
             raise UsageError(f"unknown {self.noun} {args[0]!r}{remedy}")
         return super().resolve_command(ctx, args)
 

@@ -46,8 +46,8 @@ def new_table(
     )
     for name in columns:
         # For a column that does not wrap, rich would reserve only the width of its longest word.
-        whole = max(map(len, name.split("\n")))
-        table.add_column(name, justify="left" if name in words else "right", no_wrap=name not in wraps, min_width=whole)
+        width = max(map(len, name.split("\n")))
+        table.add_column(name, justify="left" if name in words else "right", no_wrap=name not in wraps, min_width=width)
     return table
 
 
@@ -92,8 +92,8 @@ def _whole(console: Console, column: Column) -> Column:
     """Return `column` with the minimum width that keeps rich from cutting its cells."""
     options = console.options.update(max_width=UNBOUNDED)
     widths = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
-    least = max(width.maximum if column.no_wrap else width.minimum for width in widths)
-    return replace(column, min_width=max(least, column.min_width or 0))
+    min_width = max(width.maximum if column.no_wrap else width.minimum for width in widths)
+    return replace(column, min_width=max(min_width, column.min_width or 0))
 
 
 def _part(table: Table, columns: Sequence[Column]) -> Table:

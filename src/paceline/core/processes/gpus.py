@@ -38,9 +38,9 @@ def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
 def check_own_gpu(store: Store, rank: int, size: int, gpu: str) -> None:
     """Raise if another rank uses the GPU with this :func:`gpu_name`. All ranks call this with the same store."""
     store.set(f"gpu/{rank}", gpu)
-    for other in range(size):
-        if other != rank and store.get(f"gpu/{other}").decode() == gpu:
+    for peer in range(size):
+        if peer != rank and store.get(f"gpu/{peer}").decode() == gpu:
             raise WorldError(
-                f"rank {rank}: rank {other} has the same GPU {gpu}, and NCCL allows one rank per GPU; start at most "
+                f"rank {rank}: rank {peer} has the same GPU {gpu}, and NCCL allows one rank per GPU; start at most "
                 f"as many ranks as GPUs, {_REMEDY}"
             )

@@ -133,16 +133,16 @@ def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta
         ) from error
 
 
-def read_from(store: Store, key: str, me: int, other: int, timeout: timedelta) -> Any:
-    """Wait until rank `other` has written `key`, and return its value."""
+def read_from(store: Store, key: str, me: int, peer: int, timeout: timedelta) -> Any:
+    """Wait until rank `peer` has written `key`, and return its value."""
     try:
         if missing_from(store, [key], timeout.total_seconds()):  # faster than FileStore's wait, which polls every 10 ms
-            raise late(me, {other}, timeout)
+            raise late(me, {peer}, timeout)
         return store.get(key)
     except CommunicationError:
         raise
     except RuntimeError as error:
-        raise late(me, {other}, timeout) from error
+        raise late(me, {peer}, timeout) from error
 
 
 def late(me: int, missing: Collection[int], timeout: timedelta) -> CommunicationError:
@@ -164,10 +164,10 @@ def missing_from(store: Store, keys: Sequence[str], seconds: float = 0) -> list[
     deadline, nap = time.monotonic() + seconds, 0.0005
     with waiting():
         while not store.check(list(keys)):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return [index for index, key in enumerate(keys) if not store.check([key])]
-            time.sleep(min(nap, left))
+            time.sleep(min(nap, remaining))
             nap = min(nap * 1.5, 0.02)
     return []
 

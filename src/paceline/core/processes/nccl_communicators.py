@@ -58,13 +58,13 @@ def release(group: Any, *, is_clean: bool) -> None:
         is_clean: whether this rank has waited for all its collectives. Otherwise the group is aborted, because
             destroying it would wait for collectives that may never end.
     """
-    kept = opened.get(group.group_name)
+    entry = opened.get(group.group_name)
     if not _has_communicator(group):
         group.shutdown()
-        if kept is not None:
-            kept.group = None
-    if kept is not None:
-        kept.is_clean, kept.is_released = is_clean, True
+        if entry is not None:
+            entry.group = None
+    if entry is not None:
+        entry.is_clean, entry.is_released = is_clean, True
 
 
 def destroy_released(ranks: Sequence[int], rank: int, store: Store) -> None:
@@ -72,16 +72,16 @@ def destroy_released(ranks: Sequence[int], rank: int, store: Store) -> None:
 
     `rank` is this rank's index in `ranks`; `store` must be new for each call.
     """
-    ours = {name: kept for name, kept in opened.items() if kept.ranks == tuple(ranks)}
-    if not ours:
+    entries = {name: entry for name, entry in opened.items() if entry.ranks == tuple(ranks)}
+    if not entries:
         return
-    mine = {name: kept.is_clean for name, kept in ours.items() if kept.is_released}
-    store.set(f"released/{rank}", json.dumps(mine))
+    local_flags = {name: entry.is_clean for name, entry in entries.items() if entry.is_released}
+    store.set(f"released/{rank}", json.dumps(local_flags))
     # Rank 0 decides for all, because a finalizer may release another group at any moment.
     if rank == 0:
-        everyone = [json.loads(store.get(f"released/{other}")) for other in range(len(ranks))]
-        agreed = sorted(set.intersection(*map(set, everyone)))
-        store.set("destroyed", json.dumps({name: all(released[name] for released in everyone) for name in agreed}))
+        reports = [json.loads(store.get(f"released/{peer}")) for peer in range(len(ranks))]
+        agreed = sorted(set.intersection(*map(set, reports)))
+        store.set("destroyed", json.dumps({name: all(released[name] for released in reports) for name in agreed}))
     for name, is_clean in json.loads(store.get("destroyed")).items():
         group = opened.pop(name).group
         if group is not None:
@@ -109,12 +109,12 @@ def _all() -> list[tuple[Any, bool]]:
 
     Groups without a communicator, such as all groups on a host without GPUs, remain with their owners.
     """
-    left = [opened.pop(name) for name in sorted(opened)]
-    ours = [kept for kept in left if kept.group is not None and kept.process == os.getpid()]
-    return [(kept.group, kept.is_clean) for kept in ours if _has_communicator(kept.group)]
+    remaining = [opened.pop(name) for name in sorted(opened)]
+    owned = [entry for entry in remaining if entry.group is not None and entry.process == os.getpid()]
+    return [(entry.group, entry.is_clean) for entry in owned if _has_communicator(entry.group)]
 
 
 def _has_communicator(group: Any) -> bool:
-    """Return whether NCCL has created a communicator for `group`, which it does at the latest for the first tensor."""
+    """Return whether NCCL has created a communicator for `group`, which happens no later than the first collective."""
     nccl = nccl_of(group)
     return nccl is not None and nccl._is_initialized()

@@ -144,8 +144,8 @@ def store_of_group(store: Store, rank: int, size: int, timeout: timedelta, names
     It is private if all ranks are on this host.
     """
     # If each rank creates only its own group, torch gives these groups the same name, and therefore the same store.
-    own = PrefixStore("-".join(map(str, names)) + "/", store)
-    unused = PrefixStore(f"{meet(own, rank, size, timeout, names)}/", own)
+    group_store = PrefixStore("-".join(map(str, names)) + "/", store)
+    unused = PrefixStore(f"{meet(group_store, rank, size, timeout, names)}/", group_store)
     base = _base(store)
     address = base.host if isinstance(base, TCPStore) else ""
     if sys.platform != "linux" or not is_one_host(os.environ, address):

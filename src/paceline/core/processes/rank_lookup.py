@@ -147,8 +147,8 @@ class Get:
         try:
             return mesh[name]
         except KeyError:
-            known = ", ".join(map(repr, mesh.mesh_dim_names))
-            raise UsageError(f"the registered mesh has no dimension {name!r}; it has {known}") from None
+            names = ", ".join(map(repr, mesh.mesh_dim_names))
+            raise UsageError(f"the registered mesh has no dimension {name!r}; it has {names}") from None
 
 
 class cache_mesh(Generic[Answer]):

@@ -75,50 +75,50 @@ def connecting(
             place.set(f"done/{rank}", "failed")
         raise
     place.set(f"done/{rank}", "")
-    done = [f"done/{other}" for other in range(size)]
-    if missing := missing_from(place, done, timeout.total_seconds()):
-        raise late(called[rank], [called[other] for other in missing], timeout)
-    if failed := [called[other] for other, key in enumerate(done) if place.get(key)]:
+    keys = [f"done/{peer}" for peer in range(size)]
+    if missing := missing_from(place, keys, timeout.total_seconds()):
+        raise late(called[rank], [called[peer] for peer in missing], timeout)
+    if failed := [called[peer] for peer, key in enumerate(keys) if place.get(key)]:
         raise CommunicationError(
             f"rank {called[rank]}: {named_ranks(failed)} could not connect with the others; see the error there"
         ).because_of(failed)
     place.set(f"seen/{rank}", "")
     if rank == 0:  # rank 0 leaves last, because it may serve the store
-        missing_from(place, [f"seen/{other}" for other in range(size)], timeout.total_seconds())
+        missing_from(place, [f"seen/{peer}" for peer in range(size)], timeout.total_seconds())
 
 
-def _take_part(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[str, list[int]]:
+def _take_part(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[str, list[int]]:
     """Ask for a number; return it and the missing ranks."""
-    turn = asked.add(f"asked/{rank}", 1)
-    asked.set(f"asked/{rank}/{turn}", "")
+    turn = store.add(f"asked/{rank}", 1)
+    store.set(f"asked/{rank}/{turn}", "")
     if rank == 0:
-        _answer(asked, size, timeout)
+        _answer(store, size, timeout)
     key = f"answer/{rank}/{turn}"
-    if missing_from(asked, [key], timeout.total_seconds()):  # rank 0 itself is late
-        absent = [other for other in range(size) if not _is_waiting(asked, other)]
+    if missing_from(store, [key], timeout.total_seconds()):  # rank 0 itself is late
+        absent = [peer for peer in range(size) if not _is_waiting(store, peer)]
         # Rank 0 may be timing out as well, after it has counted some questions as answered.
-        if missing_from(asked, [key], GRACE_S):
+        if missing_from(store, [key], GRACE_S):
             return "", absent
-    number, _, missing = asked.get(key).decode().partition(" missing ")
+    number, _, missing = store.get(key).decode().partition(" missing ")
     if missing and rank == 0:
         time.sleep(_FAREWELL_S)
-    return number, [int(other) for other in missing.split()]
+    return number, [int(peer) for peer in missing.split()]
 
 
-def _answer(asked: Store, size: int, timeout: timedelta) -> None:
+def _answer(store: Store, size: int, timeout: timedelta) -> None:
     """On rank 0, wait until every rank has asked, then answer with a new number and the missing ranks."""
-    answered = [asked.add(f"answered/{other}", 0) for other in range(size)]
-    questions = [f"asked/{other}/{turn + 1}" for other, turn in enumerate(answered)]
-    missing = missing_from(asked, questions, timeout.total_seconds())
-    number = str(asked.add("meetings", 1))
+    answered = [store.add(f"answered/{peer}", 0) for peer in range(size)]
+    questions = [f"asked/{peer}/{turn + 1}" for peer, turn in enumerate(answered)]
+    missing = missing_from(store, questions, timeout.total_seconds())
+    number = str(store.add("meetings", 1))
     if missing:
         number += " missing " + " ".join(map(str, missing))
-    for other, count in enumerate(answered):
-        if other not in missing:
-            latest = asked.add(f"asked/{other}", 0)
-            asked.add(f"answered/{other}", latest - count)
-            asked.set(f"answer/{other}/{latest}", number)
+    for peer, count in enumerate(answered):
+        if peer not in missing:
+            latest = store.add(f"asked/{peer}", 0)
+            store.add(f"answered/{peer}", latest - count)
+            store.set(f"answer/{peer}/{latest}", number)
 
 
-def _is_waiting(asked: Store, rank: int) -> bool:
-    return asked.add(f"asked/{rank}", 0) > asked.add(f"answered/{rank}", 0)
+def _is_waiting(store: Store, rank: int) -> bool:
+    return store.add(f"asked/{rank}", 0) > store.add(f"answered/{rank}", 0)

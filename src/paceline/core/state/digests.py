@@ -37,10 +37,10 @@ def quick_digest(tensor: Tensor) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     bytes_ = flat.view(torch.uint8)
-    whole = len(bytes_) // 8 * 8
+    aligned = len(bytes_) // 8 * 8
     if bytes_.storage_offset() % 8:
         bytes_ = bytes_.clone()  # words must be aligned
-    words, tail = bytes_[:whole].view(torch.int64), bytes_[whole:]
+    words, tail = bytes_[:aligned].view(torch.int64), bytes_[aligned:]
     piece = PIECE if words.device.type == "cpu" else 64 * PIECE
     sums = [_mixed_sum(part) for part in words.split(piece)] if len(words) else []
     if len(tail):

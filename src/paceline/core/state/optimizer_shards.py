@@ -40,12 +40,12 @@ class Window:
         """Number of elements of the whole parameter."""
         return torch.Size(self.shape).numel()
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """Return the wanted part of the `whole` tensor of :attr:`shape`."""
+    def cut(self, full: Tensor) -> Tensor:
+        """Return the wanted part of the `full` tensor of :attr:`shape`."""
         if self.piece is None:
-            return whole
+            return full
         start, stop = self.piece
-        laid_out = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
+        laid_out = torch.empty_strided(self.shape, self.stride, dtype=full.dtype, device=full.device).copy_(full)
         # A view would keep the whole tensor in memory.
         return laid_out.as_strided((self.numel,), (1,))[start:stop].clone()
 

@@ -98,9 +98,9 @@ def _lost_rank(error: BaseException) -> BaseException | None:
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield `error` and the chain of its causes and contexts."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 

@@ -194,11 +194,11 @@ class StepRecord:
 
         A step with several backward passes and optimizers calls this several times. Returns :attr:`prepared_part`.
         """
-        again = step == self.prepared
+        is_repeated = step == self.prepared
         # Write the requests before the number that tells other ranks to read them. Two alternating slots are enough,
         # because the barrier of each step keeps this rank from being two steps ahead of a reader.
         self.numbers[_WISHES + step % 2] = wish
-        self.prepared_part = self.prepared_part + 1 if again else step * PARTS
+        self.prepared_part = self.prepared_part + 1 if is_repeated else step * PARTS
         return self.prepared_part
 
     def complete(self, step: int, seconds: float = 0.0) -> None:

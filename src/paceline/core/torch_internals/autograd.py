@@ -103,8 +103,8 @@ def has_ended(number: int) -> bool:
     It has ended if this thread is outside of the task and no thread waits for it. The backward pass of a reentrant
     checkpoint is inside the task that runs it.
     """
-    now = current_task()
-    return now != number and count_running_calls() <= (now != -1)
+    current = current_task()
+    return current != number and count_running_calls() <= (current != -1)
 
 
 def count_running_calls() -> int:

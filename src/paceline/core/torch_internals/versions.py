@@ -37,5 +37,5 @@ def warn_if_untested() -> None:
     version = str(torch.__version__)
     matter = untested(version)
     if matter and "PACELINE_LAUNCHER" not in os.environ and os.environ.get("RANK", "0") == "0":
-        said = f"torch {version} is {matter}; if something goes wrong, try {INSTALL}"
-        warnings.warn(said, UntestedTorchWarning, stacklevel=3)
+        message = f"torch {version} is {matter}; if something goes wrong, try {INSTALL}"
+        warnings.warn(message, UntestedTorchWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Splits global batches among ranks by the cost of samples, so that no rank waits for one with longer samples."""
+"""Splits global batches among ranks by the cost of samples, so that no rank waits for a rank with longer samples."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def split_by_cost(
 ) -> tuple[list[list[int]], list[float]]:
     """Split samples among ranks by the longest-processing-time rule.
 
-    The most expensive remaining sample goes to the rank with the smallest load. From empty loads, the largest load is
-    at most 4/3 - 1/(3 * world_size) times that of the best split (Graham, "Bounds on Multiprocessing Timing Anomalies",
-    SIAM J. Appl. Math. 17, 1969). Every rank gets a sample if there are enough, regardless of its load.
+    The most expensive remaining sample goes to the rank with the smallest load. Starting from empty loads, the largest
+    load is at most 4/3 - 1/(3 * world_size) times the largest load of the best split (Graham, "Bounds on
+    Multiprocessing Timing Anomalies", SIAM J. Appl. Math. 17, 1969). Every rank gets a sample if there are enough,
+    regardless of its load.
 
-    With `speeds` the sample goes to the rank that would finish it first. From empty loads this takes less than twice
-    the time of the best split (Gonzalez, Ibarra and Sahni, "Bounds for LPT Schedules on Uniform Processors", SIAM J.
-    Comput. 6, 1977).
+    With `speeds`, the sample goes to the rank that would finish it first. Starting from empty loads, this takes less
+    than twice the time of the best split (Gonzalez, Ibarra and Sahni, "Bounds for LPT Schedules on Uniform Processors",
+    SIAM J. Comput. 6, 1977).
 
     Args:
         costs: one finite number >= 0 for each sample of a global batch.
@@ -48,9 +49,9 @@ def split_by_cost(
     def finish(rank: int, cost: float) -> float:
         return totals[rank] if speeds is None else (totals[rank] + cost) / speeds[rank]
 
-    for done, place in enumerate(sorted(range(len(costs)), key=lambda place: (-costs[place], place))):
-        # If only as many samples are left as there are ranks without one, these ranks get them.
-        candidates = empty if len(empty) >= len(costs) - done else range(world_size)
+    for placed, place in enumerate(sorted(range(len(costs)), key=lambda place: (-costs[place], place))):
+        # If the remaining samples are just enough for the ranks without a sample, these ranks get them.
+        candidates = empty if len(empty) >= len(costs) - placed else range(world_size)
         # For equal loads, prefer the rank with fewer samples, so that samples without cost are also spread.
         rank = min(candidates, key=lambda rank: (finish(rank, costs[place]), len(shares[rank]), rank))
         shares[rank].append(place)
@@ -109,15 +110,15 @@ def _groups_below(
     limit: float, descending: Sequence[float], loads: Sequence[float], speeds: Sequence[float]
 ) -> list[int]:
     """Return the ends of groups with loads below `limit`; every rank takes a sample if there are enough."""
-    ends, taken = [], 0
+    ends, assigned = [], 0
     for later, load, speed in zip(range(len(loads) - 1, -1, -1), loads, speeds, strict=True):
-        left = len(descending) - taken
-        if left:
-            each = descending[taken]
-            fitting = left if each <= 0 else int(min(max(0.0, limit * speed - load) / each, left))
+        remaining = len(descending) - assigned
+        if remaining:
+            cost = descending[assigned]
+            fitting = remaining if cost <= 0 else int(min(max(0.0, limit * speed - load) / cost, remaining))
             # Take at least one sample, and leave one for each later rank, if there are enough.
-            taken += min(max(fitting, 1), max(left - later, 1))
-        ends.append(taken)
+            assigned += min(max(fitting, 1), max(remaining - later, 1))
+        ends.append(assigned)
     return ends
 
 

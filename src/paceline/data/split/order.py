@@ -17,11 +17,12 @@ Indices = Sequence[int] | torch.Tensor
 
 
 class EpochOrder:
-    """The order of each epoch: sequential, shuffled by (seed, epoch), or the user's.
+    """The order of each epoch: sequential, shuffled by (seed, epoch), or user-defined.
 
     Args:
         size: number of samples in the data set; may change between epochs.
-        users: the user's order, or a function from epoch to order; None for a sequential or shuffled order.
+        users: a user-defined order, or a function that maps an epoch to an order; None for a sequential or shuffled
+            order.
         shuffle: whether the order is shuffled.
         seed: determines the permutations, and seeds the global generators for the user's function.
     """

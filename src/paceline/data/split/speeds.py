@@ -1,7 +1,7 @@
 """Slices in proportion to the ranks' speeds, so that a slower rank gets fewer samples.
 
-If rank r computes v_r samples per second, a step of B samples takes at least B / Σ v. It reaches this harmonic ideal if
-all ranks finish at the same time. With equal slices it takes B / (N · min v). See decision 0054.
+If rank r computes v_r samples per second, a step of B samples takes at least B / Σ v. This bound is reached if all
+ranks finish at the same time. With equal slices it takes B / (N · min v). See decision 0054.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def shares_by_speed(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     scaled = [speed / largest for speed in speeds]  # so that the sum is finite
     free, quotas = list(ranks), [0.0]
     while min(quotas) < 1:  # ranks with less than one sample get one, and the others share the rest
-        left, total = count - len(speeds) + len(free), math.fsum(scaled[rank] for rank in free)
-        quotas = [left * scaled[rank] / total for rank in free]
+        remaining, total = count - len(speeds) + len(free), math.fsum(scaled[rank] for rank in free)
+        quotas = [remaining * scaled[rank] / total for rank in free]
         free = [rank for rank, quota in zip(free, quotas, strict=True) if quota >= 1]
     shares = [1] * len(speeds)
     remainders = []

@@ -232,14 +232,14 @@ class ControlBlock:
             if len(set(values.values())) > 1:
                 raise DesyncError(f"ranks differ: {who_has(values, noun)}; {remedy}")
         origins = {rank: status.data for rank, status in enumerate(statuses) if not status.joined}
-        if len(set(origins.values())) > 1 and (found := difference(origins)):
-            raise DesyncError(found)
+        if len(set(origins.values())) > 1 and (text := difference(origins)):
+            raise DesyncError(text)
         modes = [status.weighting for status in statuses]
         plain = UNWEIGHTED, WEIGHTED | UNWEIGHTED, WEIGHTED | BY_SLICE
         without = [rank for rank, mode in enumerate(modes) if mode in plain]
         if without and any(mode & WEIGHTED and not mode & BY_SLICE for mode in modes):
             raise DesyncError(
-                f"ranks differ: {named_ranks(without)} ran backward outside model.weight(), the others inside; "
+                f"ranks differ: {named_ranks(without)} ran backward outside model.weight(), the other ranks inside; "
                 "use model.weight() for every micro-batch on every rank, or for none"
             )
         if bad := self._marked(1):

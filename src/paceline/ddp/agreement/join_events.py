@@ -90,7 +90,7 @@ def encode(message: Message | None, wrapper: int, rank: int, size: int) -> list[
     if message is None:
         return [*[NOTHING] * 6, wrapper, -wrapper, *[0] * size]
     values = message.event, message.layer, message.code
-    return [*values, *(-value for value in values), wrapper, -wrapper, *(int(other == rank) for other in range(size))]
+    return [*values, *(-value for value in values), wrapper, -wrapper, *(int(index == rank) for index in range(size))]
 
 
 def decode(vector: Tensor) -> tuple[Message | None, list[int]]:

@@ -80,10 +80,10 @@ class KeptGradients:
                 self._keep(kept, is_last=is_last)
                 self._keep_if_more_arrives(new, is_last=is_last)
         elif self._copies:
-            before, self._weight = self._weight, weight()
+            previous, self._weight = self._weight, weight()
             for parameter, gradient in self._copies:
                 if parameter.grad is not None:
-                    more = gradient * (self._weight - before)
+                    more = gradient * (self._weight - previous)
                     parameter.grad = parameter.grad + more if more.is_sparse else parameter.grad.add_(more)
             self._is_settled = is_last
 
@@ -112,9 +112,9 @@ class KeptGradients:
         if parameters:
             assert self._copies is not None
             if not is_last:
-                self._copies += [(each, each.grad.clone()) for each in parameters if each.grad is not None]
+                self._copies += [(param, param.grad.clone()) for param in parameters if param.grad is not None]
             self._is_settled = is_last
-            _multiply(parameters, self._weight)
+            multiply(parameters, self._weight)
 
     def _keep_if_more_arrives(self, parameters: Sequence[Tensor], *, is_last: bool) -> None:
         """Keep gradients that appeared between the forward and the backward pass that is starting.
@@ -160,7 +160,8 @@ def _is_any(gradient: Tensor) -> bool:
     return bool((gradient._values() if gradient.is_sparse else gradient).any())
 
 
-def _multiply(parameters: Iterable[Tensor], weight: float) -> None:
+def multiply(parameters: Iterable[Tensor], weight: float) -> None:
+    """Multiply the gradients of `parameters`; not in place if a gradient's elements may overlap in memory."""
     dense = []
     for parameter in parameters:
         assert parameter.grad is not None

@@ -58,7 +58,7 @@ class Ledger:
         self.kept = KeptGradients()
         """Keeps gradients from before the current step."""
         self.current: Block | None = None
-        """Block of the latest backward."""
+        """Block of the latest backward pass."""
         self.task = self._local_task = -1
         self._other_backwards = 0  # number of times that other backward passes ran in between
         self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward pass with multiplied gradients
@@ -74,11 +74,11 @@ class Ledger:
         """Return the rank's current status, with these `flags`, for a group of `size` ranks."""
         self.add_up()
         compares = self.synchronizations >= self.compare_at
-        now: dict[str, Any] = {"compares": compares, "data": data_position.report(size)}
+        values: dict[str, Any] = {"compares": compares, "data": data_position.report(size)}
         if self.synchronizations == 0:
-            now["inputs"] = self.inputs or 0
+            values["inputs"] = self.inputs or 0
         # A copy, because control blocks may be read after the ledger has counted further.
-        return Status(**vars(self.status) | now | flags)
+        return Status(**vars(self.status) | values | flags)
 
     def position(self, size: int) -> tuple[int, ...] | None:
         """Return the numbers that describe this rank's progress and must be equal on all `size` ranks of the group.
@@ -150,9 +150,9 @@ class Ledger:
         """The counts of forward passes, to pass to :meth:`take_back_forwards`."""
         return self.status.forwards, self.forwards_since_sync
 
-    def take_back_forwards(self, before: tuple[int, int]) -> None:
-        """Reset the counts of forward passes to `before`, because later ones may not have run on all ranks."""
-        self.status.forwards, self.forwards_since_sync = before
+    def take_back_forwards(self, counts: tuple[int, int]) -> None:
+        """Reset the counts of forward passes to `counts`, because later ones may not have run on all ranks."""
+        self.status.forwards, self.forwards_since_sync = counts
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Ledger:
         return bool(self.status.weighting & WEIGHTED)
 
     def count_unused_blocks(self, local_gradient: Callable[[], str | None]) -> None:
-        """Count unused blocks if ``sync_gradients()`` has only gradients to average that bypassed the wrapper."""
+        """Count unused blocks if all gradients that ``sync_gradients()`` will average bypassed the wrapper."""
         if not (self._counted or self.local_backwards or self.gradients_are_set_aside):
             unused = self.blocks.without_forward()
             if unused and local_gradient() is not None:

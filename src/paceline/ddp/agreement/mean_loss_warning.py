@@ -68,8 +68,8 @@ class MistakenMeans:
 
 
 def _roots(call: FrameType) -> list[Tensor]:
-    given = call.f_locals.get("tensors")
-    tensors = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, tuple | list) else []
+    value = call.f_locals.get("tensors")
+    tensors = [value] if isinstance(value, Tensor) else list(value) if isinstance(value, tuple | list) else []
     return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel() == 1]
 
 

@@ -177,12 +177,12 @@ def _known() -> set[int]:
 
 
 def _find_strangers(optimizer: Optimizer) -> list[Stranger]:
-    known = _known()
+    known_ids = _known()
     return [
         Stranger(number, place, parameter)
         for number, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
-        if parameter.requires_grad and parameter.is_leaf and id(parameter) not in known
+        if parameter.requires_grad and parameter.is_leaf and id(parameter) not in known_ids
     ]
 
 
@@ -203,13 +203,13 @@ def _guards() -> WeakSet[StepGuard]:
         has_closure = callable(closure)
         for guard in list(guards):
             guard.before(optimizer, has_closure=has_closure)
-        count, found = strangers.get(optimizer, (-1, []))
-        if count == (now := sum(map(len, map(_params, optimizer.param_groups)))):
-            for stranger in found:
+        count, previous = strangers.get(optimizer, (-1, []))
+        if count == (size := sum(map(len, map(_params, optimizer.param_groups)))):
+            for stranger in previous:
                 for guard in list(guards):
                     guard.refuse(stranger, optimizer)
         elif any(guard.has_peers for guard in list(guards)):
-            strangers[optimizer] = now, _find_strangers(optimizer)
+            strangers[optimizer] = size, _find_strangers(optimizer)
         return _with_check(optimizer, closure, args, kwargs) if has_closure else None
 
     @never_compiled

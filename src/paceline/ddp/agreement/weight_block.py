@@ -118,7 +118,7 @@ class Blocks:
         block = self.open[-1]
         if not block.has_forward:
             block.has_forward = True
-            self._with_forward = [each for each in self._with_forward if _waits(each())]
+            self._with_forward = [reference for reference in self._with_forward if _waits(reference())]
             self._with_forward.append(weakref.ref(block))
         return block
 
@@ -135,7 +135,7 @@ class Blocks:
 
         Returns None if no block is waiting for its backward pass.
         """
-        blocks = self.open[-1:] if self.open else (each() for each in self._with_forward)
+        blocks = self.open[-1:] if self.open else (reference() for reference in self._with_forward)
         return next((block for block in blocks if _waits(block)), None)
 
     def without_forward(self) -> list[Block]:

@@ -33,10 +33,10 @@ class Buffers:
         synchronized once it is a tensor. A buffer that is registered later, or that is None and not persistent, stays
         local: it is usually a cache, and its size may differ between ranks.
         """
-        before = {(id(part), name) for _, part, name in self.places}
-        known, self.places = self._parts, []
+        previous = {(id(part), name) for _, part, name in self.places}
+        known_parts, self.places = self._parts, []
         self._parts = WeakSet(module.modules())
-        seen: set[int] = set()
+        visited: set[int] = set()
         self._left_out = []
         for prefix, part in module.named_modules():
             for name, buffer in part._buffers.items():
@@ -45,11 +45,11 @@ class Buffers:
                     self._left_out.append((full, part, name))
                 # Norm layers without statistics keep these buffer names with the value None.
                 is_left_out = name in part._non_persistent_buffers_set or not getattr(part, "track_running_stats", True)
-                if (buffer is None and is_left_out) or full in self._ignored or id(buffer) in seen:
+                if (buffer is None and is_left_out) or full in self._ignored or id(buffer) in visited:
                     continue
                 if buffer is not None:
-                    seen.add(id(buffer))  # broadcast only once if two modules share it
-                if part not in known or (id(part), name) in before:
+                    visited.add(id(buffer))  # broadcast only once if two modules share it
+                if part not in known_parts or (id(part), name) in previous:
                     self.places.append((full, part, name))
 
     def __len__(self) -> int:
@@ -64,8 +64,7 @@ class Buffers:
         return _present(self._left_out)
 
     def broadcast(self, channel: Channel, source: int = 0) -> None:
-        # Through .data, so that autograd's version counters stay the same: a backward pass may still follow an earlier
-        # forward.
+        # Through .data, so that autograd's version counters do not change: two forwards may precede a backward pass.
         channel.broadcast([local_of(buffer.data) for buffer in self.named().values()], source)
 
 

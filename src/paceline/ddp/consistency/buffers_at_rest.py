@@ -135,10 +135,10 @@ class BuffersAtRest:
 
     def _check_same_layout(self) -> None:
         """Compare the ranks' layouts, which are sent with the first broadcast of this rank's layout."""
-        own = self._digest()
+        own_digest = self._digest()
         for flat in self._flats:
             for rank, digest in enumerate(flat[: self._channel.size].tolist()):
-                if digest != own:
+                if digest != own_digest:
                     raise self._of_other_forms(f"rank {self._channel.members[rank]}")
 
     def _of_other_forms(self, others: str, reason: str = "") -> DesyncError:

@@ -59,10 +59,10 @@ def _value(tensor: Tensor) -> _Value:
 def _compare(
     channel: Channel, described: list[tuple[str, str]], remedy: str = "build the same model on every rank"
 ) -> None:
-    everyone = channel.all_gather_object(described)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise ReplicaMismatch(_first_difference(everyone[0], theirs, rank, remedy))
+    descriptions = channel.all_gather_object(described)
+    for rank, actual in enumerate(descriptions):
+        if actual != descriptions[0]:
+            raise ReplicaMismatch(_first_difference(descriptions[0], actual, rank, remedy))
 
 
 def check_same_change(channel: Channel, named: Named, new: Named) -> None:
@@ -79,22 +79,22 @@ def check_same_change(channel: Channel, named: Named, new: Named) -> None:
         raise ReplicaMismatch(f"the module's parameters were changed after it was wrapped: {error}") from None
 
 
-def _first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int, remedy: str) -> str:
+def _first_difference(reference: list[tuple[str, str]], actual: list[tuple[str, str]], rank: int, remedy: str) -> str:
     """Describe in one sentence how rank `rank` differs from rank 0, followed by the `remedy`."""
-    here, there = dict(reference), dict(theirs)
+    expected_forms, actual_forms = dict(reference), dict(actual)
     for name, form in reference:
-        if name not in there:
+        if name not in actual_forms:
             return f"{name!r} is in the model of rank 0 but not on rank {rank}; {remedy}"
-        if there[name] != form:
+        if actual_forms[name] != form:
             if isinstance(form, _Value):
                 return f"{name!r} has different values on rank {rank} than on rank 0; {remedy}"
-            return f"{name!r} has {there[name]} on rank {rank} but {form} on rank 0; {remedy}"
-    for name in there:
-        if name not in here:
+            return f"{name!r} has {actual_forms[name]} on rank {rank} but {form} on rank 0; {remedy}"
+    for name in actual_forms:
+        if name not in expected_forms:
             return f"{name!r} is in the model of rank {rank} but not on rank 0; {remedy}"
     # The names and shapes are the same, so only the order differs; buckets are assigned in this order.
-    place = next(place for place, (a, b) in enumerate(zip(reference, theirs, strict=True)) if a != b)
+    place = next(place for place, (a, b) in enumerate(zip(reference, actual, strict=True)) if a != b)
     return (
-        f"parameter {place} is {theirs[place][0]!r} on rank {rank} but {reference[place][0]!r} on rank 0, so the order "
+        f"parameter {place} is {actual[place][0]!r} on rank {rank} but {reference[place][0]!r} on rank 0, so the order "
         f"differs; {remedy}"
     )

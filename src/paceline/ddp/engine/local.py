@@ -17,8 +17,8 @@ from torch import Tensor
 from paceline.core.state.device_streams import is_capturing
 from paceline.core.torch_internals.autograd import Accumulators, GraphTask, has_ended, queue_callback
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
-from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import non_finite
+from paceline.ddp.agreement.kept_gradients import multiply
 from paceline.ddp.agreement.weight_block import UNWEIGHTED, WEIGHTED, Block, compute_scale
 from paceline.ddp.consistency.module_changes import Named, OnChange, Trained
 from paceline.ddp.engine.replica import Replica
@@ -176,13 +176,8 @@ class LocalEngine:
 
     def _scale(self, scale: float) -> None:
         pairs = enumerate(self._trained.parameters)
-        parameters = [parameter for index, parameter in pairs if index not in self._share.averaged_elsewhere]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
-            multiply_each(dense, scale)
-        for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad * scale  # not in place, because its values may be expanded
+        averaged = [parameter for index, parameter in pairs if index not in self._share.averaged_elsewhere]
+        multiply((parameter for parameter in averaged if parameter.grad is not None), scale)
 
     def _refuse_non_finite(self) -> None:
         gradients = {index: parameter.grad for index, parameter in enumerate(self._trained.parameters)}

@@ -35,8 +35,8 @@ class OutOfBucket(Extension):
             yield from _add_late(dense, targets, scale, self._channel)
         averages = {index: target for index, target in targets.items() if index in self._buckets.unbucketed}
         if sparse:
-            found = average_sparse(sparse, local, trained.parameters, trained.names, scale, self._channel)
-            averages |= yield from found
+            pending = average_sparse(sparse, local, trained.parameters, trained.names, scale, self._channel)
+            averages |= yield from pending
         backward.out_of_bucket_averages = averages
 
     def _target(self, index: int) -> Tensor:

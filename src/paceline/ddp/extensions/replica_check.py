@@ -96,7 +96,7 @@ class ReplicaCheck(Extension):
         # The decision is based on the statuses, which are the same on every rank, rather than on this rank's own count.
         steps, ledger = statuses[0].optimizer_steps, self._ledger
         # A rank that has run out of data inside join() takes no steps; it receives the final model when join() ends.
-        stands_apart = any(one.aborted or one.joined or one.optimizer_steps != steps for one in statuses)
+        stands_apart = any(report.aborted or report.joined or report.optimizer_steps != steps for report in statuses)
         is_asked = all(status.compares for status in statuses)
         if any(status.compares for status in statuses) or ledger.synchronizations >= ledger.compare_at:
             # The interval doubles, so the cost becomes negligible. If only some ranks made a request out of turn, the
@@ -156,7 +156,7 @@ def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> st
     if not differing:
         return None
     # Report parameters first, because differences in optimizer state follow from them.
-    name = next((each for each in differing if each.startswith("parameter ")), differing[0])
+    name = next((entry for entry in differing if entry.startswith("parameter ")), differing[0])
     column = columns[name]
     counts = Counter(column)
     usual = max(counts, key=lambda value: (counts[value], value == column[0]))
@@ -164,7 +164,7 @@ def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> st
     others = f" (and {len(differing) - 1} more tensors)" if len(differing) > 1 else ""
     return (
         f"after optimizer step {steps}, {name!r}{others} has different bits on {named_ranks(odd)} than on "
-        f"rank {column.index(usual)}, so the replicas have drifted apart; restart from the last checkpoint, and look "
+        f"rank {column.index(usual)}, so the replicas have drifted apart; start again from the last checkpoint; look "
         "for a backward pass that bypasses the wrapper, an update from gradients under no_sync() (in SAM, synchronize "
         "the first backward pass too), a hook or a forward that changes weights based on one rank's samples, or "
         "faulty memory; list parameters that may differ in module._ddp_params_and_buffers_to_ignore"

@@ -118,11 +118,11 @@ class Sharing:
             set_aside = {}
             # Every decision here must be the same on all ranks, although the order of backward passes through common
             # parameters may differ. So an average is not set aside if it may contain local gradients on some ranks.
-            everyone = [self, *self._partners]
-            is_accumulated = any(sharing._ledger.local_backwards for sharing in everyone)
+            sharings = [self, *self._partners]
+            is_accumulated = any(sharing._ledger.local_backwards for sharing in sharings)
             for index in () if is_accumulated else self.common - elsewhere.keys():
                 gradient = self._parameters[index].grad
-                if gradient is not None and self._was_shown(index, gradient, everyone):
+                if gradient is not None and self._was_shown(index, gradient, sharings):
                     # A copy, because the gradient may be part of the partner's bucket, which the next backward pass
                     # overwrites.
                     set_aside[index] = gradient.detach().clone()
@@ -215,7 +215,7 @@ class Sharing:
         # weight.
         is_inside = weight is None and len(elsewhere) == len(self._parameters)
         if weight != theirs and not is_inside:
-            shown = [f"model.weight({given:g})" if given is not None else "no weight" for given in (theirs, weight)]
+            shown = [f"model.weight({value:g})" if value is not None else "no weight" for value in (theirs, weight)]
             raise UsageError(
                 f"one backward pass runs through two DistributedDataParallel wrappers that share {name!r}, one with "
                 f"{shown[0]} and the other with {shown[1]}, so their gradients cannot be separated; give both the same "

@@ -36,17 +36,17 @@ class UnusedParameters(Extension):
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
         """Find out which ranks lack gradients for parameters that are missing somewhere and not yet reported."""
         missing = exchanged.control.missing_somewhere(exchanged.statuses)
-        asked = [index for index in missing if index not in self._expected]
-        if not asked or self._mode == "allow":
+        unexpected = [index for index in missing if index not in self._expected]
+        if not unexpected or self._mode == "allow":
             return
         if self._mode == "warn":  # errors are raised every time
-            self._expected.update(asked)
+            self._expected.update(unexpected)
         names, parameters = self._trained.names, self._trained.parameters
         is_idle = len(backward.absent) == len(names)  # this rank has no data, so all parameters are absent
         lacking = set() if is_idle else set(backward.absent)
-        lacks = [int(index in lacking and parameters[index].requires_grad) for index in asked]
+        lacks = [int(index in lacking and parameters[index].requires_grad) for index in unexpected]
         without = yield from self._channel.gather_numbers(lacks, "exchange of unused parameters")
-        message = unused_message([names[index] for index in asked], list(zip(*without, strict=True)))
+        message = unused_message([names[index] for index in unexpected], list(zip(*without, strict=True)))
         if message is not None:
             backward.defer(partial(self._report, message))
 

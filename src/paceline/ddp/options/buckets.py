@@ -1,6 +1,6 @@
 """The bucket: a flat tensor that holds the gradients of neighboring parameters, which are reduced together.
 
-The assignment of parameters to buckets depends only on plain values, so every rank computes the same one. Bucketing and
+Parameters are assigned to buckets based on plain values only, so every rank computes the same assignment. Bucketing and
 its overlap with backward follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020.
 """
@@ -18,26 +18,26 @@ from paceline.core.state.flat_views import views_of
 
 MIB = 2**20
 FIRST_CAPACITY = MIB
-"""Bytes of the first bucket launched: small, so that communication starts early in backward."""
+"""Bytes of the first bucket to launch: small, so that communication starts early in backward."""
 CAPACITY = 25 * MIB
-"""Bytes of every other bucket. Measured on two cores through shared memory, with models of 3 to 17 million parameters:
-1, 4, 25 and 100 MiB differ by less than the noise (benchmarks/results, step-time-variants)."""
+"""Bytes of every other bucket. Measured through shared memory on two cores, with models of 3 to 17 million parameters:
+the differences between 1, 4, 25 and 100 MiB are below the noise (benchmarks/results, step-time-variants)."""
 
 
 def assign(
     sizes: Sequence[int], kinds: Sequence[Hashable], order: Sequence[int], capacities: Sequence[int]
 ) -> list[list[int]]:
-    """Split the parameters in `order` into buckets that each hold one dtype on one device.
+    """Split the parameters in `order` into buckets, each with one dtype on one device.
 
     Args:
         sizes: bytes of each parameter's gradient.
-        kinds: (dtype, device) for each parameter; a bucket cannot mix them.
+        kinds: (dtype, device) of each parameter; a bucket cannot mix them.
         order: indices of all parameters in the expected order of arrival during backward.
-        capacities: bytes of the first, second, … bucket; the last one applies to all further buckets. A bucket is
+        capacities: bytes of the first, second, … bucket; the last value applies to all further buckets. A bucket is
             closed by the parameter that fills it, so it may exceed its capacity by one parameter.
 
     Returns:
-        Parameter indices of each bucket. Buckets are in the order they fill up and are launched.
+        The parameter indices of each bucket. Buckets are in the order that they fill up and are launched.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[Hashable, list[int]] = {}
@@ -48,7 +48,8 @@ def assign(
         bucket = open_buckets.setdefault(kind, [])
         bucket.append(index)
         filled[kind] = filled.get(kind, 0) + sizes[index]
-        # The number of closed buckets is this bucket's place in the launch order, because closed buckets launch first.
+        # The number of closed buckets is this bucket's position in the launch order, because closed buckets launch
+        # first.
         if filled[kind] >= capacities[min(len(buckets), len(capacities) - 1)]:
             buckets.append(open_buckets.pop(kind))
             del filled[kind]
@@ -57,18 +58,18 @@ def assign(
 
 
 def arrival_order(observed: Sequence[int], count: int) -> list[int]:
-    """Return all `count` parameters in the `observed` order of arrival; unobserved ones come last, in reverse order.
+    """Return all `count` parameters in `observed` order of arrival; unobserved ones come last, in reverse order.
 
-    If a parameter arrived more than once (reentrant checkpointing), its last arrival counts.
+    If a parameter arrived several times (reentrant checkpointing), its last arrival counts.
     """
     last = {index: place for place, index in enumerate(observed)}
-    seen = sorted(last, key=last.__getitem__)
-    return seen + [index for index in reversed(range(count)) if index not in last]
+    arrived = sorted(last, key=last.__getitem__)
+    return arrived + [index for index in reversed(range(count)) if index not in last]
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Timeline of one backward: seconds from its start, one entry per bucket in the order of launch."""
+    """Timeline of one backward pass: seconds from its start, with one entry per bucket in launch order."""
 
     full: tuple[float, ...]
     """Arrival time of the bucket's last gradient."""
@@ -79,17 +80,17 @@ class Overlap:
 
     @property
     def exposed(self) -> float:
-        """Seconds that backward waits for communication when it ends."""
+        """Seconds that the backward pass waits for communication at its end."""
         return max(0.0, self.end[-1] - self.full[-1])
 
 
 def overlap(backward: Sequence[float], reduce: Sequence[float], launch_when_full: bool = True) -> Overlap:
-    """Return the timeline of a backward whose buckets are reduced one after another.
+    """Return the timeline of a backward pass whose buckets are reduced one after another.
 
     Args:
-        backward: seconds that backward takes to fill each bucket, in the order of launch; one or more.
-        reduce: seconds of each bucket's all-reduce, assumed not to slow backward down, as on a network card.
-        launch_when_full: whether each bucket is launched as soon as it is full, or all of them after backward.
+        backward: seconds that backward takes to fill each bucket, in launch order; must not be empty.
+        reduce: seconds of each bucket's all-reduce, assumed not to slow down backward (as with a network card).
+        launch_when_full: whether each bucket is launched as soon as it is full, rather than all after backward.
     """
     full = tuple(accumulate(backward))
     begin: list[float] = []
@@ -105,24 +106,24 @@ NOTHING = torch.empty(0)
 
 @dataclass
 class Bucket:
-    """A flat gradient buffer and the place of each parameter's gradient in it."""
+    """A flat gradient buffer with a view for each parameter's gradient."""
 
     indices: list[int]
-    """Parameters, by their index in the reducer."""
+    """The parameters, by index in the reducer."""
     flat: Tensor
     """All gradients, one after another, without gaps."""
     views: list[Tensor] = field(default_factory=list)
-    """Views of ``flat`` as each parameter's gradient: same shape, and same strides if those are dense."""
+    """Views of ``flat`` for each parameter's gradient: same shape, and same strides if those are dense."""
     largest: int = 0
     """Number of elements in the largest gradient."""
     is_last: bool = False
-    """Whether this is the last bucket to be launched."""
+    """Whether this bucket is launched last."""
     prescale: float = 1.0
-    """The factor applied to gradients as they are copied in; unless it is 1, the bucket holds means, not sums."""
+    """Factor applied to gradients when they are copied in; unless it is 1, the bucket holds means instead of sums."""
     memory: Tensor = field(default=NOTHING)
     """The whole allocation: ``flat`` followed by the tail."""
     tail: Tensor = field(default=NOTHING)
-    """Elements after the gradients that are reduced with them but are not gradients."""
+    """Additional elements after the gradients that are reduced along with them."""
 
     @classmethod
     def allocate(
@@ -133,9 +134,9 @@ class Bucket:
         dtype: torch.dtype | None = None,
         tail: int = 0,
     ) -> Bucket:
-        """Return a zeroed bucket for `indices` of `parameters`, which share a device; `dtype` is theirs by default.
+        """Return a zeroed bucket for `parameters` at `indices`, which share a device; `dtype` defaults to theirs.
 
-        ``allocate(numel, dtype=…, device=…)`` provides its memory, with room for `tail` more elements.
+        ``allocate(numel, dtype=…, device=…)`` provides the memory, including room for `tail` additional elements.
         """
         members = [parameters[index] for index in indices]
         total = sum(parameter.numel() for parameter in members)

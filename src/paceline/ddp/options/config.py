@@ -1,4 +1,4 @@
-"""The wrapper's arguments, checked before ranks communicate."""
+"""The wrapper's arguments, which are checked before ranks communicate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ InitSync = Literal[True, False, "verify"]
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the gradient averaging, checked once by the wrapper."""
+    """Settings of the wrapper, checked once."""
 
     capacities: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
     """Bytes of the first, second, … bucket; the last one applies to all further buckets."""
@@ -37,15 +37,16 @@ class Options:
     algorithm: Algorithm | None = None
     """The algorithm that sums the buckets; None for the backend's own all-reduce."""
     init_sync: InitSync = True
-    """Whether the replicas are made equal at the start, or compared."""
+    """Whether the replicas are made equal at the start (``True``), compared (``"verify"``) or neither (``False``)."""
     syncs_buffers: bool = True
-    """Whether training forwards initially synchronize buffers; frameworks may change the wrapper's attribute."""
+    """Whether forward passes in training mode initially synchronize buffers; frameworks may change the wrapper's
+    attribute."""
     syncs_initial_buffers: bool = True
     """Whether buffers are made equal at the start."""
     check_replicas_every: int = 0
-    """Optimizer steps between two comparisons of the replicas; 0 for none."""
+    """Number of optimizer steps between comparisons of the replicas; 0 for no comparisons."""
     check_compute_every: int = 0
-    """Steps between two checks that a slice's gradients are computed correctly; 0 for none."""
+    """Number of steps between checks that a slice's gradients are computed correctly; 0 for no checks."""
     virtual_ranks: int = 0
     """Number of slices over which a step's gradient is summed in a fixed tree; 0 for an ordinary step."""
 
@@ -94,11 +95,11 @@ class Options:
 
 def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
     """Return bucket capacities in bytes: first, second, …; the last one applies to all further buckets."""
-    asked = list(cap_mb_list or ([] if cap_mb is None else [cap_mb]))  # the list wins, as in torch
-    for value in asked:
+    caps = list(cap_mb_list or ([] if cap_mb is None else [cap_mb]))  # the list takes precedence, as in torch
+    for value in caps:
         if not (value > 0 and math.isfinite(value)):
             raise UsageError(f"a bucket's capacity must be a number of MiB > 0, not {value!r}")
-    sizes = [max(1, int(value * MIB)) for value in asked]
+    sizes = [max(1, int(value * MIB)) for value in caps]
     if cap_mb_list:
         return tuple(sizes)
     capacity = sizes[0] if sizes else CAPACITY
@@ -106,11 +107,11 @@ def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tup
 
 
 def check_lazy(lazy_bucket_allocation: bool) -> None:
-    """Refuse torch 2.15's buckets that exist only during backward, because a user would rely on the memory saved."""
+    """Refuse torch 2.15's buckets that exist only during backward, because users would rely on the memory savings."""
     if lazy_bucket_allocation:
         raise UsageError(
             f"lazy_bucket_allocation={lazy_bucket_allocation!r} is not supported: Paceline keeps gradients in its "
-            "buckets between steps, without the second copy that torch makes by default; leave it out"
+            "buckets between steps and does not make torch's second copy; leave it out"
         )
 
 
@@ -121,7 +122,7 @@ def check_reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    """Return the group of the ranks to average over."""
+    """Return the process group to average over."""
     if process_group is not None and device_mesh is not None:
         raise WrapError("Cannot specify both process_group and device_mesh arguments; leave one of them out")
     if not dist.is_initialized():
@@ -138,7 +139,7 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
 
 
 def check_delayed(named: Any, hooked: Any, module: nn.Module) -> None:
-    """Refuse delayed all-reduces of parameters outside `module`; parameters inside are in ordinary buckets here."""
+    """Refuse delayed all-reduces of parameters outside `module`; parameters inside are put in ordinary buckets."""
     if (named is None) != (hooked is None):
         raise UsageError("give both delay_all_reduce_named_params and param_to_hook_all_reduce, or neither")
     inside = set(map(id, module.parameters()))
@@ -166,14 +167,14 @@ def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameter
 
 
 def check_init_sync(value: object) -> InitSync:
-    # By identity, because 1 == True.
+    # By identity, because 1 == True
     if value is True or value is False or value == "verify":
         return value
     raise UsageError(f"init_sync must be True, False or 'verify', not {value!r}")
 
 
 def check_interval(name: str, every: int | None) -> int:
-    """Return the interval, in optimizer steps, given by the argument `name`; 0 for none."""
+    """Check the argument `name`, and return it as a number of optimizer steps; 0 if it is None."""
     if every is None:
         return 0
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -182,7 +183,7 @@ def check_interval(name: str, every: int | None) -> int:
 
 
 def check_computed(every: int | None, virtual_ranks: int | None) -> int:
-    """Return the interval of ``check_compute_every``; 0 for none."""
+    """Check ``check_compute_every``, and return it as a number of steps; 0 if it is None."""
     interval = check_interval("check_compute_every", every)
     if interval and virtual_ranks is None:
         raise UsageError(
@@ -192,7 +193,7 @@ def check_computed(every: int | None, virtual_ranks: int | None) -> int:
 
 
 def check_summable(count: int | None, algorithm: object, reduce_dtype: torch.dtype | None) -> int:
-    """Return the number of virtual ranks; 0 for none."""
+    """Check the number of virtual ranks, and return it; 0 if it is None."""
     if count is None:
         return 0
     count = check_virtual_ranks("virtual_ranks", count)

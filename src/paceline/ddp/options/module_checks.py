@@ -15,7 +15,7 @@ from paceline.errors import UsageError, WrapError
 
 
 def trained_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters to average in the module's order, each one only once even if it is shared."""
+    """Return the parameters to average in the module's order; a parameter that is used twice is listed once."""
     trained = [
         (name, parameter)
         for name, parameter in module.named_parameters()
@@ -35,7 +35,7 @@ def trained_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, 
 
 
 def check_initialized(module: nn.Module) -> None:
-    """Refuse a module with lazy layers whose shapes are not known yet."""
+    """Refuse a module with lazy layers that do not have shapes yet."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise WrapError(
@@ -45,7 +45,7 @@ def check_initialized(module: nn.Module) -> None:
 
 
 def check_lookups(module: nn.Module, ignored: set[str], *, warns: bool) -> None:
-    """Refuse embeddings whose forward rescales the rows that a rank reads, and warn if row frequencies are per rank."""
+    """Refuse embeddings that rescale the rows a rank reads; warn if each rank counts row frequencies separately."""
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or f"{name}.weight".lstrip(".") in ignored:
             continue
@@ -65,7 +65,7 @@ def check_lookups(module: nn.Module, ignored: set[str], *, warns: bool) -> None:
 
 
 def check_averaged(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters whose gradients cannot be summed over ranks, or are used before they are summed."""
+    """Refuse parameters whose gradients cannot be summed over ranks or are consumed before they are summed."""
     for name, parameter in named:
         if hasattr(parameter, "_in_backward_optimizers"):
             raise UsageError(
@@ -85,7 +85,7 @@ def check_broadcast(named: Sequence[tuple[str, Tensor]], backend: str) -> None:
     unfit = _NEVER_BROADCAST if "gloo" not in backend else (*_NEVER_BROADCAST, torch.int16)
     for name, tensor in named:
         obstacle = _unfit_layout(tensor)
-        # A one-byte floating-point dtype is one of the float8 dtypes.
+        # the only one-byte floating-point dtypes are the float8 dtypes
         if not obstacle and (tensor.dtype in unfit or (tensor.dtype.itemsize == 1 and tensor.is_floating_point())):
             obstacle = f"of dtype {tensor.dtype}"
         if not obstacle and has_overlap(tensor):
@@ -118,7 +118,7 @@ def check_devices(
     output_device: int | torch.device | None,
     device: torch.device,
 ) -> torch.device | None:
-    """Return the device for inputs: the one in `device_ids`, if any."""
+    """Return the device that inputs are moved to: the one in `device_ids`, if given."""
     ids = list(device_ids or [])
     if not ids:
         if output_device is not None and device.type == "cpu":
@@ -127,7 +127,7 @@ def check_devices(
     wanted = [torch.device("cuda", number) if isinstance(number, int) else torch.device(number) for number in ids]
     if wanted != [device]:
         raise UsageError(
-            f"device_ids={ids} but the module's parameters are on {device}; give one rank one device, the module's "
-            "own, or leave device_ids out"
+            f"device_ids={ids} but the module's parameters are on {device}; pass the module's device alone, or leave "
+            "device_ids out"
         )
     return device

@@ -51,7 +51,7 @@ class Member(Protocol):
         """Run the end of the backward pass up to its next pause; returns whether to continue immediately."""
 
     def resync_aborted(self) -> None:
-        """Run the collectives that other ranks are still waiting for after an exception ended a backward here."""
+        """Run the collectives that other ranks still wait for after an exception ended a backward pass here."""
 
     def complete(self) -> None:
         while self.advance():
@@ -61,8 +61,8 @@ class Member(Protocol):
 unfinished: set[int] = set()
 """Numbers of the reducers whose latest backward pass is incomplete; empty between ordinary steps."""
 _ENDING = threading.RLock()
-"""Lock held while the end of a backward is handled: an autograd thread may drop the task while the main thread also
-notices the exception. Reentrant, because garbage collection may drop another task while the lock is held."""
+"""Held while handling the end of a backward pass, because an autograd thread may drop the task while the main thread
+also detects the exception. Reentrant, because garbage collection may drop another task meanwhile."""
 
 
 # -- one wrapper ---------------------------------------------------------------------------------------------------
@@ -71,9 +71,9 @@ notices the exception. Reentrant, because garbage collection may drop another ta
 def watch_task(member: Member, backward: Backward, callback: Callable[[], Any], number: int) -> None:
     """Watch for autograd to drop graph task `number`, which holds the only reference to `callback`.
 
-    If `backward` is still under way at that point, an exception has ended it.
+    If `backward` is still in progress at that point, an exception has ended it.
     """
-    # Weak references, because `backward` refers to `ended` through its `task`: a cycle would keep launched works alive.
+    # Weak references, because `backward` references `ended` through `task`; a cycle would keep launched works alive.
     ended = partial(_task_ended, weakref.ref(member), weakref.ref(backward))
     backward.task, backward.task_number = weakref.ref(callback, ended), number
 
@@ -188,14 +188,14 @@ def in_turn(member: Member) -> Member:
     if member.backward is not None and member.backward.phase is Phase.LAUNCHING:
         return member
     task = current_task()
-    for each in _in_order():
-        if (backward := each.backward) is not None and backward.phase is Phase.WAITING and backward.task_number == task:
-            return each
+    for item in _in_order():
+        if (backward := item.backward) is not None and backward.phase is Phase.WAITING and backward.task_number == task:
+            return item
     return member
 
 
 def resync_all() -> None:
-    """Run the collectives owed by every wrapper whose backward was ended by an exception."""
+    """Run the collectives that wrappers owe because an exception ended their backward pass."""
     running = []
     for member in _in_order():
         notice_exception(member)
@@ -203,12 +203,12 @@ def resync_all() -> None:
             running.append(resync(member, backward))
     try:
         for _ in range(2):
-            for each in running:
-                next(each, None)
+            for generator in running:
+                next(generator, None)
     finally:
         # In reverse order, because each one restores the gradients that it saw, and the first one saw the user's.
-        for each in reversed(running):
-            each.close()
+        for generator in reversed(running):
+            generator.close()
 
 
 def read_all() -> None:

@@ -33,11 +33,11 @@ class Arrivals:
     """
 
     observed: list[int]
-    """Parameters in the order their gradients arrived in a backward pass that had hooks on all of them."""
+    """Parameters in the order their gradients arrived, from a backward pass with every parameter hooked."""
     order_known: bool
     """Whether buckets follow the arrival order, so that a few hooks are enough."""
     counts_each: bool
-    """Whether :meth:`arrived` must be called for each gradient in this backward."""
+    """Whether :meth:`arrived` must be called for each gradient in this backward pass."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], hook: Callable[[int, Tensor], None]) -> None:
         self.observed = []
@@ -47,7 +47,7 @@ class Arrivals:
         self._hooked: list[nn.Parameter] = []  # the parameter objects of `_wanted`
         self._content = content_of(parameters)
         self._absences = [0] * len(parameters)  # per parameter: consecutive passes without a gradient
-        self._had_absent = False  # whether a gradient was absent in the latest backward
+        self._had_absent = False  # whether a gradient was absent in the latest backward pass
         # Position of each parameter in this rank's order of arrival. Initially in reverse, which is the usual order.
         self._place = [-index for index in range(len(parameters))]
 
@@ -63,7 +63,7 @@ class Arrivals:
         self._plan_hooks()
 
     def begin(self, *, grads_were_none: bool, hook_all: bool = False) -> None:
-        """Prepare the hooks for a backward.
+        """Prepare the hooks for a backward pass.
 
         Args:
             grads_were_none: whether no parameter has a gradient yet, so that any gradient seen later has arrived.
@@ -107,7 +107,7 @@ class Arrivals:
         # The cheap check first: usually the bucket is not complete yet.
         if self._pending[number] if self.counts_each else awaited and awaited[-1].grad is None:
             return None
-        # Read once and passed on: torch creates a Python object for each gradient read, which costs as much as a copy.
+        # Read gradients only once, because torch creates a Python object for each read, which takes as long as a copy.
         gradients = list(map(gradient_of, owned))
         if not self.counts_each and any(map(is_none, gradients if awaited is owned else map(gradient_of, awaited))):
             return None
@@ -116,7 +116,7 @@ class Arrivals:
 
     def end(self, absent: Sequence[int]) -> None:
         """Record that a backward pass ended without gradients for the `absent` parameters on this rank."""
-        if not (absent or self._had_absent):  # true for most backwards
+        if not (absent or self._had_absent):  # true for most backward passes
             return
         self._had_absent = bool(absent)
         missed = [0] * len(self._parameters)
@@ -145,7 +145,7 @@ class Arrivals:
 
     def _set_hooks(self, wanted: frozenset[int]) -> None:
         self._wanted, self._hooked = wanted, [self._parameters[index] for index in wanted]
-        # torch rejects a hook on a frozen parameter; the parameter gets one in the first backward after it is unfrozen.
+        # torch rejects a hook on a frozen parameter; it gets one in the first backward pass after unfreezing.
         wanted = frozenset(index for index in wanted if self._parameters[index].requires_grad)
         for index in self._handles.keys() - wanted:
             self._handles.pop(index).remove()

@@ -1,8 +1,8 @@
 """Keeps track of the averages that a wrapper has put in ``p.grad``, and of whether they are final.
 
-With GPUs, a backward publishes averages before it has read the other ranks' control blocks. Usually the blocks do
-not affect the averages. If a rank reports a gradient outside the buckets, however, its average is complete only after
-the blocks are read. Code that used the average earlier used a wrong value.
+With GPUs, averages are published before the other ranks' control blocks have been read. Usually the blocks do not
+affect the averages. If a rank reports a gradient outside the buckets, however, its average is complete only after the
+blocks are read. Code that used the average earlier used a wrong value.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Averages:
 
 
 class EarlyAverages:
-    """Averages as first put in ``p.grad``, and whether they have been changed or used since.
+    """Averages as first published in ``p.grad``, with a check of whether they have been changed or used since.
 
     Args:
         rank: this rank.
@@ -91,7 +91,8 @@ class EarlyAverages:
         """Return an error if one of the `unfinished` averages was used or changed before it was final."""
         if not unfinished:
             return None
-        # A GradScaler unscales gradients without incrementing their versions, so after it all of them count as used.
+        # A GradScaler unscales gradients without incrementing their versions, so afterwards all gradients count as
+        # used.
         all_used = sum(map(_version_of, self._parameters)) != self._updates or have_unscaled()
         used = [index for index in sorted(unfinished) if all_used or self._was_changed(index)]
         return self._error(used[0]) if used else None

@@ -30,7 +30,7 @@ NEXT = {
     Phase.LAUNCHING: {Phase.WAITING, Phase.ABORTED, Phase.BROKEN},
     Phase.WAITING: {Phase.OVER, Phase.UNREAD, Phase.ABORTED, Phase.BROKEN},
     Phase.UNREAD: {Phase.WAITING, Phase.BROKEN},
-    Phase.ABORTED: {Phase.LAUNCHING, Phase.WAITING},  # when the owed collectives are run
+    Phase.ABORTED: {Phase.LAUNCHING, Phase.WAITING},  # when the owed collectives run
     Phase.BROKEN: set[Phase](),
     Phase.OVER: set[Phase](),
 }
@@ -65,18 +65,18 @@ class Backward:
     launches_at_end: bool
     """Whether buckets are launched when backward has ended rather than as they fill."""
     averaged_elsewhere: Collection[int] = frozenset()
-    """Parameters whose gradients another wrapper averages in this backward; our buckets hold zeros for them."""
+    """Parameters whose gradients another wrapper averages in this backward pass; our buckets hold zeros for them."""
     launched: list[Launched]
     """The collectives of the buckets, in the order of launch."""
     absent: Sequence[int] = ()
     """Parameters without a gradient on this rank."""
     saved_gradients: Mapping[int, Tensor] = _NONE
-    """Gradients that existed before backward, by parameter, and whose values have been copied into launched buckets;
-    they are restored to ``p.grad`` if an exception ends backward."""
+    """Gradients from before backward, by parameter, that have been copied into launched buckets. They are restored to
+    ``p.grad`` if an exception ends backward."""
     sparse_in_buckets: Sequence[int] = ()
     """Parameters with a place in a bucket but a sparse gradient; zeros were launched for them."""
     out_of_bucket: Mapping[int, Tensor] = _NONE
-    """This rank's gradients that are in no bucket, by parameter: late deltas and sparse gradients."""
+    """This rank's gradients outside buckets, by parameter: late deltas and sparse gradients."""
     late: Sequence[int] = ()
     """Parameters with a late delta: a gradient that arrived after its bucket was launched."""
     sparse: Sequence[int] = ()
@@ -97,10 +97,10 @@ class Backward:
     is_cut_short = False
     """Whether an exception ended backward before everything was launched; the control block reports it."""
     is_resyncing = False
-    """Whether this backward is being completed after an exception, which the user has already seen."""
+    """Whether this backward pass is being completed after an exception, which the user has already seen."""
     task: weakref.ref[Any] | None = None
-    """Weak reference to a callback that lives exactly as long as autograd's graph task; None without a task
-    (``sync_gradients()``), and when backward has ended."""
+    """Weak reference to a callback that lives exactly as long as autograd's graph task. None without a task
+    (``sync_gradients()``) and after backward has ended."""
     task_number = -1
     """Number of the graph task."""
 
@@ -110,17 +110,17 @@ class Backward:
 
     def enter(self, phase: Phase) -> None:
         if phase not in NEXT[self.phase]:
-            raise AssertionError(f"a backward that is {self.phase.name} cannot become {phase.name}")
+            raise AssertionError(f"a backward pass cannot go from {self.phase.name} to {phase.name}")
         self.phase = phase
 
     @property
     def is_under_way(self) -> bool:
-        """Whether this backward has neither ended nor failed."""
+        """Whether this backward pass has neither ended nor failed."""
         return self.phase in (Phase.LAUNCHING, Phase.WAITING)
 
     def defer(self, function: Callable[[], None]) -> None:
         """Call `function` once averages are published, after the functions deferred before it."""
-        # A new list, because the default on the class is shared by all backwards.
+        # A new list, because all backward passes share the class's default.
         self.deferred = [*self.deferred, function]
 
     def defer_error(self, error: PacelineError) -> None:

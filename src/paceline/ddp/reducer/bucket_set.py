@@ -16,7 +16,7 @@ from paceline.ddp.transport.channel import Channel
 from paceline.errors import CheckpointMismatch
 
 _LISTS = 2
-"""Number of our lists that hold each view: its bucket's and the bucket set's."""
+"""Number of internal lists that hold each view: one in its bucket, and one in the bucket set."""
 
 
 class BucketSet:
@@ -27,7 +27,7 @@ class BucketSet:
         parameters: in the module's order.
         capacities: size in bytes of the first, second, … bucket; see :func:`paceline.ddp.options.buckets.assign`.
         channel: allocates the buckets.
-        unbucketed: indices of parameters that get no place in a bucket.
+        unbucketed: indices of parameters that are not assigned to a bucket.
         reduce_dtype: dtype of the buckets of real parameters; None for each parameter's own.
         tail: number of extra elements after the gradients of the last bucket, if it holds real numbers; see
             :mod:`.digest`.
@@ -36,7 +36,7 @@ class BucketSet:
     views: list[Tensor]
     """For each parameter, its bucket view; an empty tensor for an unbucketed parameter."""
     unbucketed: frozenset[int]
-    """Parameters that have no place in a bucket."""
+    """Parameters that are not assigned to a bucket."""
     owned: list[list[nn.Parameter]]
     """The parameters of each bucket."""
     rest: list[nn.Parameter]
@@ -59,8 +59,7 @@ class BucketSet:
         self._tail = tail
         self._names, self._parameters, self._capacities, self._channel = names, parameters, capacities, channel
         self._reduce_dtype = reduce_dtype
-        # Averages that are not bucket views, and their addresses. Weak, so that their memory is freed when the user
-        # drops them.
+        # Averages that are not bucket views, and their addresses. Weak, so that averages dropped by the user are freed.
         self._copies: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # Numbers of buckets that publish copies because a user has kept gradients, with the latest copies' memory.
         self._shown_copies: dict[int, list[StorageWeakRef]] = {}
@@ -87,12 +86,12 @@ class BucketSet:
 
     def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
         """Rebuild the buckets for other parameters; gradients that users still reference stay in the old memory."""
-        before = list(zip(self.buckets, self._bucket_views, strict=True))
+        previous = list(zip(self.buckets, self._bucket_views, strict=True))
         self.buckets, self._bucket_views = [], []
         self._names, self._parameters, self.unbucketed = names, parameters, outside
         self._copies = {}
         self.assign_in(range(len(parameters) - 1, -1, -1))
-        for bucket, old_views in before:
+        for bucket, old_views in previous:
             self._leave(bucket.memory, old_views)
         self._free_unused()
 
@@ -119,7 +118,7 @@ class BucketSet:
 
     def _use(self, layout: list[list[int]]) -> None:
         """Allocate buckets for `layout`, and move gradients over from the old ones."""
-        before = list(zip(self.buckets, self._bucket_views, strict=True))
+        previous = list(zip(self.buckets, self._bucket_views, strict=True))
         # The old memory is freed below, once gradients have moved, so for a moment old and new buckets both exist.
         self.buckets = [self._allocate(indices, is_last=indices is layout[-1]) for indices in layout]
         for bucket in self.buckets[-1:]:
@@ -132,7 +131,7 @@ class BucketSet:
         self.views, self._addresses = [torch.empty(0)] * len(self._parameters), [0] * len(self._parameters)
         self._bucket_views = [self._open(bucket) for bucket in self.buckets]
         self._all = AllBucketViews(self._bucket_views, self.views, self._addresses, _LISTS)
-        for bucket, old_views in before:
+        for bucket, old_views in previous:
             self._move_gradients(bucket)
             self._leave(bucket.memory, old_views)
         self._free_unused()
@@ -151,11 +150,11 @@ class BucketSet:
 
     def _open(self, bucket: Bucket) -> BucketViews:
         """Create the bucket views that users see."""
-        made = BucketViews(bucket.flat, [self._parameters[index] for index in bucket.indices])
-        bucket.views = made.views
-        for index, view, address in zip(bucket.indices, made.views, made.addresses, strict=True):
+        opened = BucketViews(bucket.flat, [self._parameters[index] for index in bucket.indices])
+        bucket.views = opened.views
+        for index, view, address in zip(bucket.indices, opened.views, opened.addresses, strict=True):
             self.views[index], self._addresses[index] = view, address
-        return made
+        return opened
 
     def _leave(self, memory: Tensor, views: BucketViews) -> None:
         """Leave a bucket's memory to users who still reference it, until the last reference is gone."""
@@ -239,7 +238,7 @@ class BucketSet:
         for bucket in self.buckets:
             pairs = [(index, self._parameters[index].dtype) for index in bucket.indices]
             for dtype in {dtype for _, dtype in pairs} - {bucket.flat.dtype}:
-                indices = [index for index, own in pairs if own is dtype]
+                indices = [index for index, original in pairs if original is dtype]
                 views = [self.views[index] for index in indices]
                 copies = [torch.empty_like(view, dtype=dtype) for view in views]
                 copy_each(copies, views)  # a single kernel on a GPU
@@ -250,7 +249,7 @@ class BucketSet:
         """Return whether `gradient` is in the memory where :meth:`averages` has put the parameter's average."""
         if gradient.layout is not torch.strided or index in self.unbucketed:
             return False
-        # Addresses are compared, because p.grad may be another tensor over the same memory (p.grad.detach()).
+        # Compare addresses, because p.grad may be another tensor over the same memory (p.grad.detach()).
         if index not in self._copies:
             return gradient.data_ptr() == self._addresses[index]
         shown, address = self._copies[index]

@@ -55,13 +55,13 @@ class LateReading:
     """Decides from earlier blocks whether the next one may be read late; the decision is the same on all ranks.
 
     A block with a surprise (a late delta, a sparse gradient, an exception on another rank) requires more collectives.
-    If one rank ran them at the end of its backward and another at its optimizer step, the two could wait for each
+    If one rank ran them at the end of its backward pass and another at its optimizer step, the two could wait for each
     other forever if the training loop has a collective in between. So the decision depends only on blocks of earlier
     steps, which every rank has read.
 
     Args:
         is_wanted: whether blocks use a separate channel from the gradients, so that reading late is worthwhile.
-        patience: number of usual blocks required after a surprise; 0 to read late whatever earlier blocks held.
+        patience: number of blocks without a surprise required after one with a surprise; 0 to always read late.
     """
 
     is_quiet: bool
@@ -69,7 +69,8 @@ class LateReading:
 
     def __init__(self, *, is_wanted: bool, patience: int = USUAL_STEPS) -> None:
         self._is_wanted, self._patience = is_wanted, patience
-        # Number of usual blocks still required. The first block is read at once, because it holds the order of arrival.
+        # Number of unsurprising blocks still required. The first block is read immediately, to get the order of
+        # arrival.
         self._missing = min(1, patience)
         self.is_quiet = self._missing == 0
 
@@ -79,7 +80,7 @@ class LateReading:
         return self._is_wanted and self.is_quiet
 
     def note(self, *, is_usual: bool) -> None:
-        """Count a block that was read; `is_usual` if it had no surprise."""
+        """Record that a block was read; `is_usual` if it had no surprise."""
         self._missing = max(0, self._missing - 1) if is_usual else self._patience
         self.is_quiet = self._missing == 0
 
@@ -109,7 +110,7 @@ class Exchange:
     buffers: BufferSync
     """Broadcasts buffers at the end of backward passes."""
     finisher: Finisher
-    """Makes a bucket's gradients the same on every rank."""
+    """Averages buckets over the ranks."""
     digest: StatusDigest
     """The digest in the tail of the last bucket, which determines whether control blocks must be exchanged."""
     control: ControlBlock
@@ -169,7 +170,7 @@ class Exchange:
         yield from self._act_on(backward, statuses)
 
     def _is_read_late(self, backward: Backward) -> bool:
-        """Return whether backward ends before blocks are read; the same on every rank that has not failed."""
+        """Return whether backward ends before blocks are read; all ranks that have not failed agree on this."""
         return (
             self.late_reading.is_allowed
             and backward.task is not None  # not in sync_gradients()
@@ -177,7 +178,7 @@ class Exchange:
             and self.arrivals.order_known
             and self.finisher.reads_late
             and not (backward.is_shared or backward.reads_in_backward)
-            and not self.ledger.is_weight_pending  # the scale of a weighted step is in the blocks
+            and not self.ledger.is_weight_pending  # blocks contain the scale of a weighted step
             and (self.ledger.synchronizations < self.ledger.compare_at or self.ledger.compares_out_of_turn)
         )
 
@@ -290,7 +291,7 @@ class Exchange:
             for show in self.extensions.show:
                 show(backward, shown)
             self.averages.publish(shown)
-            self.averages.remember({index: found for index in out_of_bucket if (found := shown[index]) is not None})
+            self.averages.remember({index: mean for index in out_of_bucket if (mean := shown[index]) is not None})
         else:
             self.averages.publish(averages, absent)
         if not self.ledger.status.joined:  # a rank without data sends zeros, which do not count as arrivals
@@ -301,9 +302,9 @@ class Exchange:
         backward.saved_gradients = {}
 
     def _adopt_order(self) -> None:
-        """Rebuild the buckets in rank 0's order of arrival, once our references to the old ones are gone.
+        """Rebuild the buckets in rank 0's order of arrival, after our references to the old buckets are gone.
 
-        An empty order means that rank 0 had no data; then the next control block asks for it again.
+        An empty order means that rank 0 had no data. The next control block then requests the order again.
         """
         if not self.arrivals.order_known and (order := self.control.order()):
             self.buckets.assign_in(order)

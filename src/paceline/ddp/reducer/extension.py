@@ -148,4 +148,4 @@ class Extensions:
 
 def _methods(extensions: Sequence[Extension], name: str) -> tuple[Any, ...]:
     general = getattr(Extension, name)
-    return tuple(getattr(each, name) for each in extensions if getattr(type(each), name) is not general)
+    return tuple(getattr(extension, name) for extension in extensions if getattr(type(extension), name) is not general)

@@ -66,7 +66,7 @@ class PendingForwards:
         else:
             self.is_unseen = True
             if forward.block is not None:
-                self._unseen = [each for each in self._unseen if each.block is not None and not each.block.is_claimed]
+                self._unseen = [item for item in self._unseen if item.block is not None and not item.block.is_claimed]
                 self._unseen.append(forward)
 
     def may_have_ended_in(self, *, is_common: bool) -> bool:
@@ -121,18 +121,18 @@ def _nothing(_forward: Forward | None, _gradient: Tensor) -> None:
 
 def tensors_in(output: Any) -> list[Tensor]:
     """Return all tensors in a forward's output; searches nested containers, dataclasses and plain objects."""
-    found: list[Tensor] = []
-    # `seen` is needed because an object may contain itself.
-    stack, seen = [output], set()
+    tensors: list[Tensor] = []
+    # `visited` is needed because an object may contain itself.
+    stack, visited = [output], set()
     while stack:
         value = stack.pop()
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple | set | frozenset):
             stack.extend(value)
         elif isinstance(value, dict):
             stack.extend(value.values())
-        elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and id(value) not in seen:
-            seen.add(id(value))
+        elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and id(value) not in visited:
+            visited.add(id(value))
             stack.extend(vars(value).values())
-    return found
+    return tensors

@@ -58,9 +58,9 @@ class BucketViews:
         if addresses == self.addresses:
             return []
         moved = [place for place, address in enumerate(addresses) if address != self.addresses[place]]
-        made = self._make_views()
+        fresh = self._make_views()
         for place in moved:
-            self.views[place] = made[place]
+            self.views[place] = fresh[place]
         return moved
 
     def is_referenced(self, lists: int, others: Collection[int] = ()) -> bool:
@@ -75,10 +75,10 @@ class BucketViews:
         """
         if self._references() != self._references_alone:  # something other than our own views references the memory
             return True
-        counts, alone = list(map(sys.getrefcount, self.views)), _BASE_COUNT + lists
-        if max(counts) <= alone:
+        counts, unshared = list(map(sys.getrefcount, self.views)), _BASE_COUNT + lists
+        if max(counts) <= unshared:
             return False
-        suspects = [place for place, count in enumerate(counts) if count > alone]
+        suspects = [place for place, count in enumerate(counts) if count > unshared]
         return any(place in others or self._parameters[place].grad is not self.views[place] for place in suspects)
 
     def is_in_use(self) -> bool:
@@ -129,11 +129,11 @@ def shared(gradients: Mapping[int, Tensor]) -> list[int]:
     """Return the keys of the `gradients` that are referenced elsewhere, directly or through their memory."""
     tensors = list(gradients.values())
     counts = list(map(sys.getrefcount, tensors))
-    alone = _BASE_COUNT + 2  # the mapping and the list
+    unshared = _BASE_COUNT + 2  # the mapping and the list
     return [
         index
         for index, tensor, count in zip(gradients, tensors, counts, strict=True)
-        if count > alone or count_uses(tensor.untyped_storage()) > _UNSHARED_COUNT
+        if count > unshared or count_uses(tensor.untyped_storage()) > _UNSHARED_COUNT
     ]
 
 

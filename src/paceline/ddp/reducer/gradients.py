@@ -55,13 +55,13 @@ def copy_into(bucket: Bucket, gradients: list[Any], parameters: Sequence[nn.Para
     return True
 
 
-def copy_times(targets: list[Tensor], sources: list[Any], factor: float, whole: Tensor | None = None) -> None:
-    """Copy `sources`, times `factor`, into `targets`; `whole`, if given, is their joint memory, scaled in one call."""
-    if whole is None:
+def copy_times(targets: list[Tensor], sources: list[Any], factor: float, flat: Tensor | None = None) -> None:
+    """Copy `sources`, times `factor`, into `targets`; `flat`, if given, is their joint memory, scaled in one call."""
+    if flat is None:
         copy_scaled(targets, sources, factor)
     else:
         copy_each(targets, sources)
-        whole.mul_(factor)
+        flat.mul_(factor)
 
 
 def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, rank: int) -> None:
@@ -108,15 +108,15 @@ def find_out_of_bucket(backward: Backward, trained: Trained, unbucketed: Iterabl
     Called after every bucket has been filled, which sets the copied gradients to None.
     """
     elsewhere = backward.averaged_elsewhere
-    found = {index: gradient for index, gradient in present(trained.parameters).items() if index not in elsewhere}
+    gradients = {index: gradient for index, gradient in present(trained.parameters).items() if index not in elsewhere}
     # A sparse gradient that arrives after a dense one was launched is a late delta like any other.
     alone = {*backward.absent, *backward.sparse_in_buckets, *unbucketed}
-    backward.sparse = sparse = [index for index, gradient in found.items() if gradient.is_sparse and index in alone]
-    backward.late = [index for index in found if index not in sparse] if len(sparse) < len(found) else []
+    backward.sparse = sparse = [index for index, gradient in gradients.items() if gradient.is_sparse and index in alone]
+    backward.late = [index for index in gradients if index not in sparse] if len(sparse) < len(gradients) else []
     # A parameter with a late gradient is not absent: its gradient must not become None.
     outside = [index for index in unbucketed if index not in elsewhere]
-    backward.absent = [index for index in (*backward.absent, *outside) if index not in found]
-    backward.out_of_bucket = found
+    backward.absent = [index for index in (*backward.absent, *outside) if index not in gradients]
+    backward.out_of_bucket = gradients
 
 
 _ABSENT = 0x6E6F6E65
@@ -150,6 +150,6 @@ def digest_of(gradient: Tensor | None) -> int:
     if gradient is None:
         return _ABSENT
     if gradient.is_sparse:
-        whole = gradient.detach().coalesce()
-        return int(quick_digest(whole.indices()) ^ quick_digest(whole.values()))
+        coalesced = gradient.detach().coalesce()
+        return int(quick_digest(coalesced.indices()) ^ quick_digest(coalesced.values()))
     return int(quick_digest(gradient))

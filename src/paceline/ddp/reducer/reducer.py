@@ -267,7 +267,7 @@ class Reducer(Step):
         """Raise if a backward pass has not ended."""
         abort.notice_exception(self)
         if self.backward is not None and self.backward.phase is not Phase.UNREAD:
-            raise UsageError(f"rank {self.channel.rank}: the last backward has not ended: {self.backward.phase.value}")
+            raise UsageError(f"rank {self.channel.rank}: the backward pass has not ended: {self.backward.phase.value}")
 
     def check_equal(self) -> None:
         self.resync_aborted()

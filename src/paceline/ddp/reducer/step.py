@@ -7,10 +7,10 @@
     7. wait ──► all digests agree ──► 9. p.grad is the bucket view
                      else ──► 8. exchange control blocks             (:mod:`.exchange`)
 
-Every synchronized backward launches every bucket exactly once and in the same order on every rank, no matter which
+Every synchronized backward pass launches every bucket exactly once and in the same order on every rank, no matter which
 part of the model the rank used; a rank without a gradient contributes zero. So unused parameters cause neither a hang
-nor an error.
-Buckets and hooks follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
+nor an error. Buckets and hooks follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", 2020.
 
 Rare cases are extensions (:mod:`.extension`); with an ordinary model none is active. Code that runs once per step is
 not in the processor's caches and takes several times as long as when warm, so saving calls and objects matters here.
@@ -286,7 +286,7 @@ class Step(Exchange, Member):
 
     def start_unusual_backward(self, forward: Forward | None) -> None:
         """Handle another output, ``no_sync``, derivatives, or the first backward pass after an exception."""
-        notice_exception(self)  # first, because `is_under_way` may still refer to the previous backward
+        notice_exception(self)  # first, because `is_under_way` may still refer to the previous pass
         if self.is_under_way:
             self.ledger.backward_goes_on(None if forward is None else forward.block)
         elif self._accumulates():
@@ -323,7 +323,7 @@ class Step(Exchange, Member):
             begin_others(self)
 
     def handle_stray_gradient(self, index: int, parameter: Tensor) -> None:
-        """Begin a backward pass when a gradient arrives without an output, if a forward pass is waiting for one.
+        """Begin a backward pass if a gradient arrives before any output hook has run and a forward pass is pending.
 
         Gradients of parameters without a hook that arrived earlier are found when the remaining buckets are launched.
         """

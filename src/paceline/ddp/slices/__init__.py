@@ -1,1 +1,1 @@
-"""Virtual ranks: a step whose slices are added up in one order for any number of ranks."""
+"""Virtual ranks: a step sums its slices in an order that does not depend on the number of ranks."""

@@ -1,11 +1,11 @@
-"""Buffers that forwards change, with virtual ranks: each slice begins with the buffers from before the step.
+"""Buffers that a forward pass changes, with virtual ranks: each slice begins with the values from before the step.
 
     before ──► slice 0 ──► kept
-    before ──► slice 1 ──► dropped          after the step, on every rank: what slice 0 has left
+    before ──► slice 1 ──► dropped          after the step, on every rank: the buffers of slice 0
     before ──► slice 2 ──► dropped
 
-So a module with such a state (spectral norm, a moving average, a counter) trains as on as many ranks as there are
-slices, one slice on each rank, and gets the buffers of rank 0 after it. BatchNorm's statistics are added up
+A module with such buffers (spectral norm, a moving average, a counter) therefore trains as it would on as many ranks as
+there are slices, with one slice per rank, and ends the step with rank 0's buffers. BatchNorm's statistics are added up
 instead (:mod:`.statistics`).
 """
 
@@ -25,17 +25,17 @@ from paceline.errors import UsageError
 
 
 class SavedBuffers:
-    """The buffers of `module`, and their values.
+    """A snapshot of the buffers of `module`.
 
-    A forward may write into buffers in place, or put others into their places; both are undone.
+    A forward pass may write to buffers in place or replace them with other tensors; :meth:`restore` undoes both.
 
     Args:
         module: the module.
-        left_out: buffers to leave alone: the ``id`` of the part of the module that has them, and their names.
+        left_out: buffers to leave out of the snapshot, each as the ``id`` of its submodule and its name.
     """
 
     _places: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]]
-    """For each buffer the dict that holds it, its name, the tensor, and a copy of its values."""
+    """For each buffer: the dict that holds it, its name, the tensor, and a copy of its values."""
 
     def __init__(self, module: nn.Module, left_out: Collection[tuple[int, str]] = ()) -> None:
         self._places = [
@@ -46,32 +46,32 @@ class SavedBuffers:
         ]
 
     def restore(self) -> None:
-        """Give the buffers these values again, in the tensors that held them."""
+        """Put the saved values back into the original tensors, and these into the module."""
         for held, name, buffer, value in self._places:
             if buffer is not None and value is not None:
-                buffer.data.copy_(value)  # through .data, because a backward may still have saved it
+                buffer.data.copy_(value)  # through .data, because autograd may have saved the buffer
             held[name] = buffer
 
 
 class SliceBuffers:
-    """The buffers of one wrapper's module in a step, except the ones that `statistics` adds up.
+    """The buffers of one wrapper's module during a step, except the buffers that `statistics` adds up.
 
-    A rank with only one slice in a step makes no copies: the broadcast of rank 0's buffers does the rest.
+    A rank with only one slice per step makes no copies, because rank 0's buffers are broadcast anyway.
     """
 
     def __init__(self, watch: ModuleWatch, statistics: SliceStatistics, sync: BufferSync) -> None:
         self._watch, self._statistics, self._sync = watch, statistics, sync
         self._own: dict[str, tuple[Tensor, int, int]] = {}
-        """The looks, before the step, of buffers that are not broadcast after it."""
+        """Buffers that are not broadcast, as they were before the step; see :meth:`_looks`."""
         self._is_first_step = True
-        """Whether no step has come to its end."""
+        """Whether no step has been completed yet."""
         self._before: SavedBuffers | None = None
         """The buffers from before the step; None between steps, and on a rank with one slice."""
         self._kept: SavedBuffers | None = None
-        """The buffers that this rank's first slice has left, once another one has begun."""
+        """The buffers after this rank's first slice; set when the second slice begins."""
 
     def begin_slice(self, *, is_first: bool, is_only: bool) -> None:
-        """Begin this rank's first slice of a step, or another one, with the buffers from before the step."""
+        """Begin a slice with the buffers from before the step; `is_only` if this rank has no other slice."""
         if is_first:
             self._kept = None
             self._before = None if is_only else self._save()
@@ -82,9 +82,9 @@ class SliceBuffers:
             self._before.restore()
 
     def leave_step(self) -> None:
-        """Restore the buffers from before a step that was left in the middle.
+        """Restore the buffers from before a step that is abandoned.
 
-        At once: a checkpoint may be loaded before the next step.
+        This cannot wait until the next step, because a checkpoint may be loaded before it.
         """
         if self._before is not None:
             self._before.restore()
@@ -92,14 +92,14 @@ class SliceBuffers:
         self._own = {}
 
     def end_step(self) -> None:
-        """Restore the buffers that the first slice has left."""
+        """Restore the buffers that the first slice produced."""
         if self._own:
-            now = self._looks()
-            for name, (before, *look) in self._own.items():
-                if name not in now or now[name][0] is not before or [*now[name][1:]] != look:
+            current = self._looks()
+            for name, (buffer, *look) in self._own.items():
+                if name not in current or current[name][0] is not buffer or [*current[name][1:]] != look:
                     cause = "its name in _ddp_params_and_buffers_to_ignore"
                     raise UsageError(
-                        f"a forward has changed buffer {name!r}, which is another on each rank without a broadcast; "
+                        f"a forward has changed buffer {name!r}, which would differ between ranks without a broadcast; "
                         f"leave {cause if self._sync.is_wanted else 'broadcast_buffers=False'} out with virtual_ranks"
                     )
         self._is_first_step = False
@@ -108,8 +108,9 @@ class SliceBuffers:
         self._before = self._kept = None
 
     def _looks(self) -> dict[str, tuple[Tensor, int, int]]:
-        """Return each buffer that is not broadcast, by name, and numbers that differ after a change."""
-        # By value in the first step alone, which costs a read: writes through .data leave the version alone.
+        """Return, by name, each buffer that is not broadcast, with its version and a digest, to detect changes."""
+        # Values are digested only in the first step, because that reads them. Writes through .data do not change the
+        # version.
         added = {id(getattr(layer, name)) for layer, name in self._statistics.buffers}
         return {
             name: (buffer, buffer._version, self._digest(buffer))

@@ -1,15 +1,15 @@
-"""The compute check: every k steps a second rank computes the same slice, and gradients are compared bit by bit.
+"""The compute check: every k steps, a second rank computes the same slice, and the gradients are compared bit by bit.
 
-    send the slice ──► the neighbour computes it ──► compare ──► the last slice, which synchronizes, and the step
+    send the slice ──► the neighbor computes it ──► compare ──► the last slice, which synchronizes, and the step
                        the owner does so as usual       │
                                     they differ: every rank computes it several times ──► an error on every rank
 
-A wrong gradient that is averaged makes every replica equally wrong, so it must be found before: all of this comes
-before a rank's last slice. :func:`paceline.accumulate` gives the loop's body the slice once more, as any other, so no
-loss has to be known here. Its gradients, weights and buffers are dropped.
+Averaging a wrong gradient would make every replica equally wrong, so the error must be found first: the whole check
+runs before a rank's last slice. :func:`paceline.accumulate` yields the slice to the training loop once more, like any
+other slice, so the check does not need to know the loss. The resulting gradients, weights and buffers are dropped.
 
-If the slice to check is the only one of its rank, the rank computes it once more before the step's own computation. In
-the first step every rank repeats the slice, which finds models that do not repeat their own bits.
+If the slice to check is its rank's only slice, the rank computes it an extra time before the step's own computation. In
+the first step every rank repeats the slice, to find models that do not reproduce their own bits.
 
 Decision 0056 says why.
 """
@@ -43,27 +43,27 @@ from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError, WrongComputation
 
 REPEATS = 3
-"""Times that every rank repeats a slice to find out who is wrong."""
+"""Number of times that every rank repeats a slice to find out which rank is wrong."""
 _REFUSED = -1
-"""In place of the size of a slice that cannot be pickled."""
+"""Sent instead of the size if a slice cannot be pickled."""
 
 
 class Fault(Enum):
-    """Why several computations of a slice gave different bits."""
+    """The reason why several computations of a slice gave different bits."""
 
-    DEVICE = "most computations agree, so the ranks with different bits have computed wrong"
-    UNDECIDED = "ranks differ, each with the same bits each time, and no value has a majority"
-    MODEL = "ranks do not repeat their own bits, so the computation is nondeterministic"
+    DEVICE = "most computations agree, so the ranks with different bits computed wrong results"
+    UNDECIDED = "each rank reproduces its own bits, but ranks differ and no value has a majority"
+    MODEL = "ranks do not reproduce their own bits, so the computation is nondeterministic"
 
 
 def judge(
     repeats: Sequence[Sequence[int]], earlier: Iterable[tuple[int, int]] = ()
 ) -> tuple[Fault, tuple[int, ...]] | None:
-    """Return the fault and the ranks that have it, given digests of one slice's result; None if all are equal.
+    """Return the fault and the affected ranks, given digests of one slice's result; None if all digests are equal.
 
     Args:
         repeats: for each rank, the digests of its repetitions, at least two.
-        earlier: rank and digest of computations before them.
+        earlier: rank and digest of earlier computations of the slice.
     """
     unsteady = tuple(rank for rank, digests in enumerate(repeats) if len(set(digests)) > 1)
     values = Counter(digests[0] for rank, digests in enumerate(repeats) if rank not in unsteady)
@@ -80,10 +80,10 @@ def judge(
 
 
 class ComputeCheck:
-    """Checks one slice every `every` steps; each rank's device comes by turns.
+    """Checks one slice every `every` steps, rotating through the ranks.
 
     Args:
-        every: steps from one check to the next.
+        every: number of steps between two checks.
         reducer: averages the wrapper's gradients.
         slices: adds up the gradients of this rank's slices.
     """
@@ -92,38 +92,38 @@ class ComputeCheck:
         self._every, self._reducer, self._slices = every, reducer, slices
         self._channel, self._ledger = reducer.channel, reducer.ledger
         self._checked_at = -1
-        """Synchronizations before the step of the latest check."""
+        """Number of synchronizations when the latest check began."""
         self._repeats_itself = False
-        """Whether every rank was found to repeat its own bits."""
+        """Whether every rank has been found to reproduce its own bits."""
         self._is_awaited = False
-        """Whether the other ranks wait for digests of this one."""
+        """Whether the other ranks are waiting for this rank's digests."""
 
     @property
     def is_due(self) -> bool:
-        """Whether the step that begins now checks a slice; the same on every rank."""
+        """Whether the step that is about to begin checks a slice; the same on every rank."""
         step = self._ledger.synchronizations
         return self._is_awaited or (step % self._every == 0 and step != self._checked_at)
 
     def go_through(
         self, begin: Begin, batches: Slices, filled: Sequence[int], is_latest: Callable[[], bool]
     ) -> Iterator[Any]:
-        """Yield this rank's slices of a step, with repeats of the one that is checked.
+        """Yield this rank's slices of a step, including repetitions of the checked slice.
 
         Args:
             begin: begins a slice.
             batches: this rank's slices.
             filled: the numbers of slices with samples.
-            is_latest: returns whether no other loop has begun a slice since this one has.
+            is_latest: returns whether this is still the loop that began a slice last.
         """
         self._slices.is_repeat = False
-        if self._is_awaited:  # an exception in the loop has made this rank leave a check
+        if self._is_awaited:  # this rank left a check because of an exception in the loop
             self._gather(None)
         if self._checked_at == self._ledger.synchronizations:
             yield from in_order(begin, batches, filled)
             return
         self._checked_at = self._ledger.synchronizations
         first = filled[0] if filled else 0
-        begin(first, filled)  # refuses gradients that the step before has left
+        begin(first, filled)  # refuses gradients that are left over from the previous step
         sent = _send(self._channel, self._turns()[0], (batches[first], batches.seeds[first]) if filled else None)
         if sent is None:  # the owner has no samples in this step
             yield from in_order(begin, batches, filled)
@@ -131,7 +131,7 @@ class ComputeCheck:
         buffers = SavedBuffers(self._reducer.watch.module)
         try:
             yield from self._check(begin, batches, filled, sent, buffers)
-        except BaseException:  # also if the caller leaves the loop
+        except BaseException:  # also when the caller leaves the loop
             if is_latest() and self._slices.leave_step():
                 buffers.restore()
                 self._reducer.buffers.restored()
@@ -143,7 +143,7 @@ class ComputeCheck:
     def _check(
         self, begin: Begin, batches: Slices, filled: Sequence[int], sent: bytes, buffers: SavedBuffers
     ) -> Iterator[Any]:
-        """Yield this rank's slices, with repeats of the slice that was `sent`; `buffers` are from before the step."""
+        """Yield this rank's slices, and repetitions of the slice `sent`; `buffers` holds the values before the step."""
         owner, checker, is_owner = self._turns()
         first, last = (filled[0], filled[-1]) if filled else (0, 0)
         expected = 0
@@ -157,27 +157,27 @@ class ComputeCheck:
         elif checker == self._channel.rank:
             [expected] = yield from self._repeat(sent, buffers, 1)
         self._is_awaited = True
-        own = 0
-        if is_owner and first == last:  # the step's own computation of it synchronizes, so it is computed apart before
-            [own] = yield from self._repeat(sent, buffers, 1)
+        own_digest = 0
+        if is_owner and first == last:  # the step's own computation synchronizes, so repeat the slice before it
+            [own_digest] = yield from self._repeat(sent, buffers, 1)
         for number in filled[:-1]:
             begin(number, filled)
             self._reducer.sync_enabled = False
-            # The owner also computes a copy: views and pinned memory are not sent as such.
+            # The owner also computes an unpickled copy, because pickling does not preserve views and pinned memory.
             yield _unpacked(sent) if is_owner and number == first else batches.seeded(number)
             if is_owner and number == first:
-                own = self._digest(self._slices.statistics.parts_of(number))
-        yield from self._compare(sent, buffers, (owner, own), (checker, expected))
+                own_digest = self._digest(self._slices.statistics.parts_of(number))
+        yield from self._compare(sent, buffers, (owner, own_digest), (checker, expected))
         begin(last, filled)
         yield batches.seeded(last)
 
     def _turns(self) -> tuple[int, int, bool]:
-        """Return the owner of the checked slice, the rank that repeats it, and whether the owner is this rank."""
+        """Return the rank that owns the checked slice, the rank that repeats it, and whether this rank is the owner."""
         owner = self._checked_at // self._every % self._channel.size
         return owner, (owner + 1) % self._channel.size, owner == self._channel.rank
 
     def _repeat(self, sent: bytes, buffers: SavedBuffers, times: int) -> Generator[Any, None, list[int]]:
-        """Yield the slice this many `times`, and return digests of its results, which are dropped."""
+        """Yield the slice `times` times, and return digests of its results, which are dropped."""
         digests = []
         self._is_awaited = self._slices.is_repeat = True
         for _ in range(times):
@@ -192,15 +192,15 @@ class ComputeCheck:
         return digests
 
     def _digest(self, statistics: Sequence[Tensor]) -> int:
-        """Return 63 bits that depend on every gradient, and on the additions to BatchNorm's statistics."""
+        """Return a 63-bit digest of all gradients and of the changes to BatchNorm's statistics."""
         gradients = [parameter.grad for parameter in self._reducer.trained.parameters]
-        numbers = [*map(digest_of, gradients), *(int(quick_digest(each)) for each in statistics)]
+        numbers = [*map(digest_of, gradients), *(int(quick_digest(tensor)) for tensor in statistics)]
         return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 1
 
     def _gather(self, digests: Sequence[int] | None) -> list[list[int]] | None:
         """Gather every rank's `digests`, at most :data:`REPEATS`; returns None if a rank has left the check.
 
-        That rank gives None.
+        A rank that leaves the check passes None.
         """
         row = torch.zeros(1 + REPEATS, dtype=torch.int64)
         if digests is not None:
@@ -213,25 +213,28 @@ class ComputeCheck:
         return [row[1:] for row in rows] if all(row[0] for row in rows) else None
 
     def _compare(
-        self, sent: bytes, buffers: SavedBuffers, own: tuple[int, int], expected: tuple[int, int]
+        self, sent: bytes, buffers: SavedBuffers, actual: tuple[int, int], expected: tuple[int, int]
     ) -> Iterator[Any]:
-        """Compare the owner's digest with the checker's, each given with its rank, 0 on other ranks."""
-        rows = self._gather([own[1], expected[1]])
+        """Compare the digests of the owner (`actual`) and the checker (`expected`), each given as its rank and digest.
+
+        The digest is 0 on all other ranks.
+        """
+        rows = self._gather([actual[1], expected[1]])
         if rows is None:
             return
-        earlier = [(own[0], rows[own[0]][0]), (expected[0], rows[expected[0]][1])]
+        earlier = [(actual[0], rows[actual[0]][0]), (expected[0], rows[expected[0]][1])]
         if earlier[0][1] == earlier[1][1]:
             return
-        self._slices.drop()  # the step is not taken
+        self._slices.drop()  # the optimizer step is skipped
         buffers.restore()
         digests = yield from self._repeat(sent, buffers, REPEATS)
         if (rows := self._gather(digests)) is None:
-            # A rank has left the check, so no further exchange follows.
-            wrong = tuple(self._channel.members[rank] for rank in sorted({own[0], expected[0]}))
+            # A rank has left the check, so there are no further exchanges.
+            wrong = tuple(self._channel.members[rank] for rank in sorted({actual[0], expected[0]}))
             raise self._error(
                 f"in step {self._ledger.steps_of_job + 1}, {named_ranks(wrong)} computed different gradients for one "
-                "slice, and an exception on a rank ended the repetitions that would show which is wrong; the step is "
-                "not taken; see that rank's own error, and start again from the last checkpoint",
+                "slice, but an exception interrupted the repetitions that would show which is wrong; the step was "
+                "not taken; see the error of the rank that raised, and start again from the last checkpoint",
                 wrong,
             )
         self._conclude(rows, earlier)
@@ -243,44 +246,44 @@ class ComputeCheck:
         step, members = self._ledger.steps_of_job + 1, self._channel.members
         if fault is Fault.MODEL:
             raise UsageError(
-                f"in step {step}, a slice that is computed again gives different gradients on the same rank "
+                f"in step {step}, computing a slice again gave different gradients on the same rank "
                 f"({named_ranks([members[rank] for rank in ranks])}), so neither virtual_ranks nor check_compute_every "
-                "can hold; call torch.use_deterministic_algorithms(True), which names the kernels that differ, and "
-                "look for a forward that draws from a private generator, or uses a clock or values of an earlier "
+                "can work; call torch.use_deterministic_algorithms(True), which names nondeterministic kernels, and "
+                "look for a forward that draws from a private generator, or uses a clock or values from an earlier "
                 "forward"
             )
         devices = self._channel.all_gather_object(_device_of(self._reducer.trained.parameters[0].device))
         changed: list[str] = []
-        if len(set(map(tuple, rows))) > 1:  # else all ranks agree by now, so their weights do
+        if len(set(map(tuple, rows))) > 1:  # otherwise all ranks agree by now, and so do their weights
             held = self._channel.all_gather_object(_bits_of(self._reducer.watch.module))
             changed = [name for name in held[0] if len({bits.get(name) for bits in held}) > 1]
         wrong = tuple(members[rank] for rank in ranks)
         who = " and ".join(f"{named_ranks([members[rank]])} ({devices[rank]})" for rank in ranks)
-        # If all may be wrong, either their weights are equal, or the right ones are unknown.
+        # If every rank may be wrong, either their weights are equal, or it is unknown which weights are right.
         are_alike = len(wrong) == len(members) and not changed
         raise self._error(f"in step {step}, {who} {describe(fault, changed)}", wrong, are_alike=are_alike)
 
     def _error(self, message: str, wrong: tuple[int, ...], *, are_alike: bool = False) -> WrongComputation:
-        """Return the error to raise on this rank; `are_alike` if all ranks may be `wrong`, with the same weights."""
+        """Return the error to raise on this rank; `are_alike` if all ranks may be `wrong` but have the same weights."""
         error, is_wrong = WrongComputation(message, wrong), self._channel.members[self._channel.rank] in wrong
         error.may_save = are_alike or not is_wrong
         return error if is_wrong else error.because_of(wrong)
 
 
 def describe(fault: Fault, changed: Sequence[str]) -> str:
-    """Return the rest of a sentence that begins with the wrong ranks; `changed` tensors differ between ranks."""
-    remedy = "the step is not taken; start again from the last checkpoint"
+    """Return the end of a sentence that starts with the wrong ranks; `changed` tensors differ between ranks."""
+    remedy = "the step was not taken; start again from the last checkpoint"
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         return (
             f"computed different gradients for a slice, and ranks hold different bits in {changed[0]!r}{more}; "
-            f"{remedy}, and look for a forward, a hook or a backward past the wrapper that changes weights "
-            "by the samples of one rank, or for faulty memory"
+            f"{remedy}, and look for a forward, a hook or a backward outside the wrapper that changes weights "
+            "based on one rank's samples, or for faulty memory"
         )
     if fault is Fault.UNDECIDED:
         return (
-            "compute different gradients for one slice from the same weights, and no majority tells which are right; "
-            f"{remedy}, with a third rank to tell, or with devices of one kind"
+            "computed different gradients for one slice from the same weights, and no majority shows which are right; "
+            f"{remedy}, with a third rank to decide, or with devices of one kind"
         )
     return (
         f"computed different gradients for a slice than most of its {REPEATS} repetitions on each rank, from the same "
@@ -294,7 +297,7 @@ def _bits_of(module: nn.Module) -> dict[str, int]:
 
 
 def _device_of(device: torch.device) -> str:
-    """Name a device, what its bits depend on, and its host."""
+    """Describe a device: its name, the properties that its bits depend on, and its host."""
     is_gpu = device.type == "cuda"
     kind = torch.cuda.get_device_name(device) if is_gpu else counted(torch.get_num_threads(), "thread")
     return f"{device}, {kind}, host {socket.gethostname()}"
@@ -304,19 +307,19 @@ def _device_of(device: torch.device) -> str:
 
 
 def _send(channel: Channel, source: int, slice_and_seed: tuple[Any, int] | None) -> bytes | None:
-    """Send a slice and its seed from rank `source` to all; called by all ranks, with None if the rank has none."""
+    """Send a slice and its seed from rank `source` to all ranks; called by all, with None if the rank has no slice."""
     content, size = b"", 0
     if channel.rank == source and slice_and_seed is not None:
         try:
             content = _pickled(slice_and_seed)
             size = len(content)
-        except Exception:  # of pickle, and of classes in the batch
+        except Exception:  # raised by pickle, or by classes in the batch
             size = _REFUSED
     sizes, launched = channel.gather_rows(torch.tensor(size))
     channel.meet(launched, "sending of a slice")
     if (size := int(sizes[source])) == _REFUSED:
         raise UsageError(
-            f"check_compute_every sends slices to other ranks, and a batch of rank {source} cannot be pickled; return "
+            f"check_compute_every sends slices to other ranks, but a batch of rank {source} cannot be pickled; return "
             "tensors and plain values from the data set and collate_fn"
         )
     if not size:
@@ -329,7 +332,7 @@ def _send(channel: Channel, source: int, slice_and_seed: tuple[Any, int] | None)
 
 
 def _unpacked(content: bytes) -> Any:
-    """Return a copy of the slice, after its random streams have begun; the loop's body may change each copy."""
+    """Seed the random generators, and return a new copy of the slice, which the loop may modify."""
     batch, seed = pickle.loads(content)
     seed_all(seed)
     return batch
@@ -337,7 +340,7 @@ def _unpacked(content: bytes) -> Any:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        # A view would take all of its memory along, such as the whole data set.
+        # A view would be pickled with its entire storage, possibly the whole data set.
         if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
             return value.clone().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return NotImplemented

@@ -1,13 +1,13 @@
-"""Virtual ranks: a step's gradient is summed in a binary tree over its slices, for any number of ranks.
+"""Virtual ranks: a step sums its gradient over slices in a binary tree that is the same for any number of ranks.
 
-The global batch is cut into V slices. A rank computes V/N of them one after the other, and adds up their gradients as a
-binary counter counts: sums of 1, 2, 4, … neighbouring slices wait for their neighbour, so log₂ of the slices are in
-memory at once. With the last slice its sum goes into the buckets, and the ranks' sums are added pairwise in the same
-tree (:func:`paceline.comm.arithmetic.reduce_into`). Every addition of floating-point numbers has the same two operands
-for each N that divides V, so the result has the same bits. V is a power of two, because only then do the slices of a
-rank make up a subtree for each such N.
+The global batch is split into V slices. Each of the N ranks computes V/N of them, one after another, and adds up their
+gradients like a binary counter: sums of 1, 2, 4, … neighboring slices are kept until their neighbor is ready, so a rank
+holds about log₂(V/N) gradients at once. With the last slice, the rank's sum is put into the buckets, and the ranks'
+sums are added pairwise in the same tree (:func:`paceline.comm.arithmetic.reduce_into`). For every N that divides V,
+each floating-point addition has the same two operands, so the result is bit-identical. V must be a power of two,
+because only then do the slices of a rank form a subtree for every such N.
 
-EasyScale (Li et al., SC '23) trains with logical workers in this manner.
+EasyScale (Li et al., SC '23) trains with logical workers in a similar way.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from paceline.ddp.transport.channel import Pausing
 from paceline.errors import UsageError
 
 Begin = Callable[[int, Sequence[int]], None]
-"""Function that begins a slice, as :meth:`VirtualRanks.begin_slice` does."""
+"""Function that begins a slice; see :meth:`VirtualRanks.begin_slice`."""
 
 
 def in_order(begin: Begin, batches: Slices, filled: Sequence[int]) -> Iterator[Any]:
-    """Yield a rank's slices of a step one after the other, the ones in `filled`, or the first if none has samples."""
+    """Yield a rank's slices of a step in order: the slices in `filled`, or the first slice if none has samples."""
     for number in filled or [0]:
         begin(number, filled)
         yield batches.seeded(number)
@@ -54,33 +54,33 @@ class VirtualRanks(Extension):
         self._reducer, self.count = reducer, count
         self._check_parameters()
         self.slices = count // reducer.channel.size
-        """Slices that this rank computes in a step."""
+        """Number of slices that this rank computes in a step."""
         self.statistics = SliceStatistics(reducer.watch, reducer.channel, self.slices)
         """Adds up BatchNorm's running statistics."""
         self._buffers = SliceBuffers(reducer.watch, self.statistics, reducer.buffers)
         self.number = 0
-        """The slice under way."""
+        """Number of the current slice."""
         self._filled: Sequence[int] = ()
-        """The slices of the step that have samples."""
+        """Numbers of the slices in this step that have samples."""
         self._is_last = False
-        """Whether a backward is expected to be synchronized now."""
+        """Whether the next backward pass should be the synchronized one."""
         self._counts = (0, 0)
-        """The ledger's counts of forwards before the step."""
+        """The ledger's counts of forward passes before the step."""
         self._sums: list[tuple[int, dict[int, Tensor]]] = []
-        """Sums that wait for their neighbor: their number of slices, and the gradients by parameter. The last is the
-        smallest."""
+        """Sums that wait for their neighbor, the smallest last: for each, its number of slices and the gradients by
+        parameter."""
         self._left: list[tuple[int, int]] | None = None
-        """Identities and versions of the gradients that the slice's backward has left; None before its end."""
+        """Id and version of each gradient at the end of the slice's backward pass; None before it ends."""
         self.is_repeat = False
-        """Whether the present slice is computed a second time, for a compute check, and counts nowhere."""
+        """Whether the current slice is being repeated for a compute check, so that its results do not count."""
 
     def begin_slice(self, number: int, filled: Sequence[int]) -> None:
-        """Begin slice `number` of this rank's in a step; a backward is synchronized in the last one.
+        """Begin this rank's slice `number` of a step; gradients are synchronized in the last slice.
 
         Args:
             number: counted from 0.
             filled: the slices of the step that have samples, ascending. If it is empty, the gradients are synchronized
-                without a backward.
+                without a backward pass.
         """
         self._reducer.resync_aborted()
         ledger, trained = self._reducer.ledger, self._reducer.trained
@@ -95,7 +95,7 @@ class VirtualRanks(Extension):
             self._counts = ledger.forward_counts
         self.statistics.begin_slice(number, is_first=is_first)
         self._buffers.begin_slice(is_first=is_first, is_only=self.slices == 1)
-        for _ in range(self.number, number):  # the slice before, and empty ones between
+        for _ in range(self.number, number):  # the previous slice, and empty ones in between
             self._check_unchanged()
             self._add(self._take())
             ledger.gradients_are_set_aside = True
@@ -103,20 +103,20 @@ class VirtualRanks(Extension):
         self._reducer.sync_enabled = self._is_last = number in filled[-1:] or not filled
 
     def end_step(self) -> None:
-        """Refuse a step whose last slice has left out its backward, because the others' gradients would be lost."""
-        if not self._is_last:  # nearly always: the last slice's backward has ended it
+        """Raise if the last slice skipped its backward pass, because the other slices' gradients would be lost."""
+        if not self._is_last:  # usual case: the last slice's backward pass has ended the step
             return
         parameters = self._reducer.trained.parameters
         if any(sums for _, sums in self._sums) or any(parameter.grad is not None for parameter in parameters):
             raise UsageError(
-                f"rank {self._reducer.channel.rank}: the last slice of a step has run no backward, so the gradients of "
-                "the others were not synchronized; call model.sync_gradients() in place of a backward that is left out"
+                f"rank {self._reducer.channel.rank}: the last slice of a step did not run backward, so the gradients "
+                "of the other slices were not synchronized; if you skip its backward, call model.sync_gradients()"
             )
 
     def leave_step(self) -> bool:
-        """Leave a step in the middle; returns whether one was under way.
+        """Abandon a step in the middle; returns whether there was one.
 
-        Buffers are as before it, and its gradients stay in ``p.grad``.
+        Buffers are restored to their values from before the step; gradients stay in ``p.grad``.
         """
         if is_under_way := self._leave_step():
             self._reducer.ledger.take_back_forwards(self._counts)
@@ -136,7 +136,7 @@ class VirtualRanks(Extension):
             parameter.grad = None
 
     def begin_local(self) -> None:
-        """Note at the end of a slice's backward what gradients it leaves."""
+        """At the end of a slice's backward pass, record the gradients that it produced."""
         queue_callback(self._note_left)
 
     def _note_left(self) -> None:
@@ -147,23 +147,23 @@ class VirtualRanks(Extension):
         return [(0, 0) if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
     def _check_unchanged(self) -> None:
-        left, self._left = self._left, None
-        if left is None or left == (present := self._present()):
+        expected, self._left = self._left, None
+        if expected is None or expected == (present := self._present()):
             return
         names = self._reducer.trained.names
-        name = next(name for name, before, now in zip(names, left, present, strict=True) if before != now)
+        name = next(name for name, old, new in zip(names, expected, present, strict=True) if old != new)
         raise UsageError(
-            f"rank {self._reducer.channel.rank}: the gradient of {name!r} was changed after the backward of a slice, "
-            f"by another backward or by hand, which with virtual_ranks={self.count} would count differently on other "
-            "numbers of ranks; add that loss to the slice's own, or change gradients where model.do_sync is true"
+            f"rank {self._reducer.channel.rank}: the gradient of {name!r} was changed after a slice's backward, by "
+            f"another backward or by the program; with virtual_ranks={self.count} the result would depend on the "
+            "number of ranks; add that loss to the slice's own, or change gradients only when model.do_sync is true"
         )
 
     def begin(self, backward: Backward) -> None:
-        """Refuse a step that has not come to its last slice, or shares parameters with another wrapper."""
+        """Refuse a synchronization before the step's last slice, or with parameters that another wrapper shares."""
         rank = self._reducer.channel.rank
         if not self._is_last:
             raise UsageError(
-                f"rank {rank}: with virtual_ranks={self.count} gradients are synchronized once in a step, by one "
+                f"rank {rank}: with virtual_ranks={self.count} gradients are synchronized once per step, by one "
                 f"backward in the last of {self.slices} slices on each rank; loop over paceline.accumulate(model, "
                 "loader), and add up the losses of a slice before its one backward()"
             )
@@ -171,44 +171,44 @@ class VirtualRanks(Extension):
             name = self._reducer.trained.names[min(self._reducer.common, default=0)]
             raise UsageError(
                 f"rank {rank}: virtual_ranks={self.count} cannot sum the gradient of {name!r}, which another wrapper "
-                "also has; wrap a module that holds both, or drop the other one"
+                "also has; wrap one module that contains both, or delete the other wrapper"
             )
 
     def backward_ended(self, backward: Backward) -> None:
-        """Restore the buffers of the first slice, before they are broadcast."""
+        """Restore the buffers of the first slice before they are broadcast."""
         self._buffers.end_step()
 
     def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
         for _, sums in reversed(self._sums):
-            found = [place for place, index in enumerate(bucket.indices) if index in sums]
-            earlier = [sums.pop(bucket.indices[place]) for place in found]
-            present = {bucket.indices[place] for place in found}
+            places = [place for place, index in enumerate(bucket.indices) if index in sums]
+            earlier = [sums.pop(bucket.indices[place]) for place in places]
+            present = {bucket.indices[place] for place in places}
             backward.absent = [index for index in backward.absent if index not in present]
-            if len(found) == len(bucket.views):
+            if len(places) == len(bucket.views):
                 add_each(bucket.views, earlier)
                 continue
-            for place, gradient in zip(found, earlier, strict=True):
+            for place, gradient in zip(places, earlier, strict=True):
                 bucket.views[place].add_(gradient)
-            for place in set(range(len(bucket.views))) - set(found):
+            for place in set(range(len(bucket.views))) - set(places):
                 bucket.views[place].add_(0.0)  # as on a rank without a gradient: turns -0.0 into 0.0
-        if len(self._filled) < self.slices:  # empty slices count as zeros, as on a rank that has no other
+        if len(self._filled) < self.slices:  # empty slices count as zeros, as on a rank with only empty slices
             bucket.flat.add_(0.0)
 
     def has_report(self, backward: Backward) -> bool:
-        """Count each slice with samples once, so that the sum becomes their mean; a user's own weights stay."""
+        """Give each slice with samples a weight of 1, so that the sum becomes a mean; the program's own weights win."""
         self._reducer.ledger.count_slices(len(self._filled))
         self._is_last = False
         return False
 
     def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
-        """Refuse gradients outside of the buckets, whose parts are not added in the tree; on all ranks."""
+        """Refuse gradients outside the buckets on all ranks, because they are not summed in the tree."""
         sparse, late = exchanged.control.second_pass()
         names = self._reducer.trained.names
         if late:
             backward.defer_error(
                 UsageError(
-                    f"parameter {names[min(late)]!r} got its gradient in several parts in one backward (reentrant "
-                    f"checkpointing of a layer that is used twice?), which virtual_ranks={self.count} cannot sum in a "
+                    f"parameter {names[min(late)]!r} got its gradient in several parts in one backward (is a layer "
+                    f"with reentrant checkpointing used twice?), and virtual_ranks={self.count} cannot sum these in a "
                     "tree; use checkpoint(…, use_reentrant=False)"
                 )
             )
@@ -221,18 +221,18 @@ class VirtualRanks(Extension):
         self.statistics.close()
 
     def abort(self, backward: Backward) -> None:
-        """Leave a step that an exception ended; its forwards count, because the peers go on."""
+        """Abandon a step after an exception; its forward passes still count, because the other ranks continue."""
         self._leave_step()
 
     def check_change(self) -> None:
         if self.statistics.is_in_step:
             raise UsageError(
                 f"rank {self._reducer.channel.rank}: parameters of the module were added or unfrozen in the middle of "
-                f"a step with virtual_ranks={self.count}; change the module between two steps"
+                f"a step with virtual_ranks={self.count}; change the module between steps"
             )
 
     def parameters_changed(self) -> None:
-        """Forget sums, which belong to the parameters before."""
+        """Drop the sums, which belong to the previous parameters."""
         self._forget()
         self._check_parameters()
 
@@ -244,8 +244,8 @@ class VirtualRanks(Extension):
     def _check_parameters(self) -> None:
         if (name := self._reducer.watch.untrained()) is not None:
             raise UsageError(
-                f"parameter {name!r} is trained but not averaged (_ddp_params_and_buffers_to_ignore), so it is another "
-                f"on each rank; leave it in with virtual_ranks={self.count}, or freeze it"
+                f"parameter {name!r} is trained but not averaged (_ddp_params_and_buffers_to_ignore), so it differs "
+                f"between ranks; with virtual_ranks={self.count}, do not ignore it, or freeze it"
             )
         for name, view in zip(self._reducer.trained.names, self._reducer.buckets.views, strict=True):
             if view.dtype is torch.float16:
@@ -259,21 +259,21 @@ class VirtualRanks(Extension):
             if parameter.grad is not None:
                 if bool(parameter.grad.any()):
                     raise UsageError(
-                        f"rank {self._reducer.channel.rank}: parameter {name!r} has a gradient as a step begins, which "
-                        "every slice would count again; call optimizer.zero_grad() after each step"
+                        f"rank {self._reducer.channel.rank}: parameter {name!r} has a gradient when a step begins, and "
+                        "every slice would count it again; call optimizer.zero_grad() after each step"
                     )
                 parameter.grad = None
 
     def _take(self) -> dict[int, Tensor]:
-        """Take the slice's gradients from the parameters, in the dtype of their buckets."""
-        trained, taken = self._reducer.trained, {}
+        """Remove the slice's gradients from the parameters, and return them in the dtype of their buckets."""
+        trained, gradients = self._reducer.trained, {}
         for index, parameter in enumerate(trained.parameters):
             if (gradient := parameter.grad) is None:
                 continue
             self._check_dense(trained.names[index], gradient)
-            taken[index] = gradient.to(self._reducer.buckets.views[index].dtype)
+            gradients[index] = gradient.to(self._reducer.buckets.views[index].dtype)
             parameter.grad = None
-        return taken
+        return gradients
 
     def _check_dense(self, name: str, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -295,11 +295,11 @@ class VirtualRanks(Extension):
 
 
 def _sum(left: dict[int, Tensor], right: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Return the sum of two slices' gradients, in the memory of `left`; a missing one counts as zero."""
-    both = left.keys() & right.keys()
-    if both:
-        add_each([left[index] for index in both], [right[index] for index in both])
-    for one in (left, right):
-        for index in one.keys() - both:
-            left[index] = one[index].add_(0.0)  # as on a rank without a gradient: turns -0.0 into 0.0
+    """Return the sum of two sets of gradients, using the memory of `left`; a missing gradient counts as zero."""
+    common = left.keys() & right.keys()
+    if common:
+        add_each([left[index] for index in common], [right[index] for index in common])
+    for part in (left, right):
+        for index in part.keys() - common:
+            left[index] = part[index].add_(0.0)  # as on a rank without a gradient: turns -0.0 into 0.0
     return left

@@ -1,9 +1,9 @@
-"""BatchNorm's running statistics with virtual ranks, as of one process that sees the slices one after the other.
+"""BatchNorm's running statistics with virtual ranks, computed as if one process saw all slices one after another.
 
-Every forward of a layer starts from zero, so that its running mean and variance become the part that this slice adds.
-With the synchronized backward, the parts of all slices are gathered, and every rank adds them in the order of slices.
-Between forwards the buffers show the values from before the step. Forwards outside of a step, and copies of the module,
-are as without virtual ranks.
+Every forward pass of a layer starts from zero, so that afterwards the running mean and variance contain only this
+slice's contribution. The contributions of all slices are gathered with the synchronized backward pass, and every rank
+adds them in slice order. Between forward passes the buffers show the values from before the step. Forward passes
+outside a step, and copies of the module, behave as they do without virtual ranks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from paceline.ddp.transport.channel import Channel, Launched
 from paceline.errors import UsageError
 
 REPEAT = -1
-"""In place of a slice's number, for a repeated slice, which is not added."""
+"""Used instead of a slice number for a repeated slice, whose contribution is not added."""
 
 
 @dataclass
 class _Layer:
-    """A layer with running statistics, and the additions of a step's slices."""
+    """A layer with running statistics, and the contributions of a step's slices."""
 
     name: str
     module: AnyBatchNorm
     shown: tuple[Tensor, Tensor] | None = None
-    """Mean and variance from before the step, during a forward."""
+    """Mean and variance from before the step; set during a forward pass."""
     parts: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    """By slice: number of forwards, and mean and variance that they add, one after the other."""
+    """For each slice: its number of forward passes, and its contribution (mean, then variance)."""
 
     @property
     def decay(self) -> float:
@@ -50,12 +50,12 @@ class _Layer:
 
 
 class _Hook:
-    """A module's hook that belongs to one layer; a copy or a pickle of the layer has an empty one."""
+    """A hook for one layer, which does nothing in a copy or a pickle of the layer."""
 
     def __init__(self, function: Callable[[_Layer], None], layer: _Layer) -> None:
         self._function, self._layer = function, layer
 
-    @never_compiled  # its counts would be conditions of a graph, which is compiled again until torch gives it up
+    @never_compiled  # otherwise torch.compile would guard on its counts and recompile until it gives up
     def __call__(self, *_: Any) -> None:
         self._function(self._layer)
 
@@ -67,9 +67,9 @@ class SliceStatistics:
     """The running statistics of one wrapper's layers.
 
     Args:
-        watch: looks at the wrapped module.
-        channel: reaches the other ranks.
-        slices: slices that this rank computes in a step.
+        watch: detects changes of the wrapped module.
+        channel: connects all ranks.
+        slices: number of slices that this rank computes in a step.
     """
 
     def __init__(self, watch: ModuleWatch, channel: Channel, slices: int) -> None:
@@ -77,22 +77,22 @@ class SliceStatistics:
         self._layers: list[_Layer] = []
         self._hooks: list[Any] = []
         self._changes = 0
-        """Changes of the module when its layers were looked for."""
+        """The module's number of changes when the layers were last collected."""
         self._gathered: tuple[Tensor, Launched] | None = None
         self.is_in_step = False
-        """Whether a step is under way, whose forwards' statistics are kept apart."""
+        """Whether a step is in progress; the statistics of its forward passes are kept separately."""
         self._was_left = False
-        """Whether the latest step was left in the middle."""
+        """Whether the latest step was abandoned."""
         self._find_layers()
 
     def _find_layers(self) -> None:
         named = self._watch.module.named_modules()
-        found = [_Layer(name, layer) for name, layer in _with_statistics(named, self._channel.rank)]  # or refuses one
+        layers = [_Layer(name, layer) for name, layer in _with_statistics(named, self._channel.rank)]  # or refuses one
         self.close()
-        self._layers, self._changes = found, self._watch.changes
+        self._layers, self._changes = layers, self._watch.changes
         for layer in self._layers:
             self._hooks.append(layer.module.register_forward_pre_hook(_Hook(self._before, layer)))
-            # Also if the forward raises, so that the buffers come back.
+            # Called even if the forward raises, so that the buffers are restored.
             self._hooks.append(layer.module.register_forward_hook(_Hook(self._after, layer), always_call=True))
 
     def close(self) -> None:
@@ -102,11 +102,11 @@ class SliceStatistics:
 
     @property
     def buffers(self) -> list[tuple[nn.Module, str]]:
-        """The buffers that are added up here: their layers and names."""
+        """The buffers that this class adds up, each as its layer and name."""
         return [(layer.module, name) for layer in self._layers for name in _BUFFERS]
 
     def begin_slice(self, number: int, *, is_first: bool) -> None:
-        """Begin slice `number` of this rank; the first one of a step drops what an unfinished step has left."""
+        """Begin slice `number` of this rank; the first slice of a step drops leftovers of an unfinished step."""
         self._slice, self.is_in_step = number, True
         if is_first:
             self._was_left = False
@@ -116,7 +116,7 @@ class SliceStatistics:
                 layer.parts.clear()
 
     def begin_repeat(self) -> None:
-        """Begin a repeated slice; its additions go to the separate part :data:`REPEAT`."""
+        """Begin a repeated slice; its contribution is stored under :data:`REPEAT`."""
         self._slice = REPEAT
         for layer in self._layers:
             layer.parts.pop(REPEAT, None)
@@ -126,7 +126,7 @@ class SliceStatistics:
 
     @torch.no_grad()
     def leave_step(self) -> None:
-        """Forget a step that was left in the middle, as if its slices had run no forward."""
+        """Discard an abandoned step, as if its slices had not run a forward pass."""
         self.is_in_step, self._was_left = False, True
         for layer in self._layers:
             if (tracked := layer.module.num_batches_tracked) is not None:
@@ -138,7 +138,7 @@ class SliceStatistics:
         if self.is_in_step and layer.module.training:
             if layer.module.momentum is None:
                 raise _cumulative(layer.name, self._channel.rank)
-            # Other tensors rather than other values: autograd would take the buffers for changed.
+            # New tensors instead of new values, because autograd would report an in-place change of the buffers.
             layer.shown = mean, variance = layer.statistics
             layer.module.running_mean, layer.module.running_var = torch.zeros_like(mean), torch.zeros_like(variance)
 
@@ -147,8 +147,8 @@ class SliceStatistics:
         if layer.shown is None:
             return
         added = torch.cat(layer.statistics)
-        count, before = layer.parts.get(self._slice, (0, None))
-        layer.parts[self._slice] = (count + 1, added if before is None else before.mul_(layer.decay).add_(added))
+        count, previous = layer.parts.get(self._slice, (0, None))
+        layer.parts[self._slice] = (count + 1, added if previous is None else previous.mul_(layer.decay).add_(added))
         layer.module.running_mean, layer.module.running_var = layer.shown
         layer.shown = None
 
@@ -156,7 +156,7 @@ class SliceStatistics:
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Launch the gathering of what all slices have added."""
+        """Launch the collective that gathers the contributions of all slices."""
         self.is_in_step = False
         if not self._layers:
             return
@@ -164,9 +164,9 @@ class SliceStatistics:
         self._gathered = self._channel.gather_rows(rows)
 
     def _row(self, number: int) -> Tensor:
-        """Return the counts of forwards in slice `number`, by layer, then their additions.
+        """Return the number of forward passes in slice `number` for each layer, followed by the layers' contributions.
 
-        The counts are -1 in a step that an exception has ended on this rank.
+        The numbers are -1 if an exception ended the step on this rank.
         """
         first = self._layers[0].statistics[0]
         none = -1 if self._was_left else 0
@@ -179,9 +179,9 @@ class SliceStatistics:
 
     @torch.no_grad()
     def wait(self, *, are_rank_0s: bool) -> None:
-        """Add the additions of all slices, in their order, to the running statistics, unless a rank left the step.
+        """Add the contributions of all slices, in order, to the running statistics, unless a rank left the step.
 
-        The buffers `are_rank_0s` where these were broadcast before, and so hold its number of forwards.
+        `are_rank_0s` means that rank 0's buffers were just broadcast, and so already count its forward passes.
         """
         if self._gathered is None:
             return
@@ -200,8 +200,8 @@ class SliceStatistics:
             for statistic, value in zip(layer.statistics, values.chunk(2), strict=True):
                 statistic.copy_(value)
             if (tracked := layer.module.num_batches_tracked) is not None:
-                own = 0 if are_rank_0s else self._channel.rank * self._slices
-                counted = counts[own : own + self._slices]  # by the layer itself
+                offset = 0 if are_rank_0s else self._channel.rank * self._slices
+                counted = counts[offset : offset + self._slices]  # already counted by the layer itself
                 tracked += sum(forwards[index] for forwards in counts) if is_whole else 0
                 tracked -= sum(max(0, forwards[index]) for forwards in counted)
             layer.parts.clear()
@@ -211,7 +211,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _nothing(*_: Any) -> None:
-    """Stand in for the hook of a copy."""
+    """Replaces the hook in a copy of the layer."""
 
 
 def _no_hook() -> Callable[..., None]:
@@ -223,10 +223,10 @@ def _with_statistics(modules: Iterable[tuple[str, nn.Module]], rank: int) -> Ite
         if not isinstance(module, AnyBatchNorm):
             continue
         if not isinstance(module, nn.modules.batchnorm.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-            # Also without running statistics, because it exchanges the statistics of the batch.
+            # Also refused without running statistics, because the layer synchronizes the statistics of the batch.
             raise UsageError(
-                f"rank {rank}: {name!r} is a {type(module).__name__}, which normalizes over all ranks at once, while "
-                "with virtual_ranks a rank computes its slices one after the other; use BatchNorm, or no virtual_ranks"
+                f"rank {rank}: {name!r} is a {type(module).__name__}, which normalizes over all ranks at once, but "
+                "with virtual_ranks a rank computes its slices one after another; use BatchNorm, or no virtual_ranks"
             )
         if not module.track_running_stats or module.running_mean is None:
             continue
@@ -237,6 +237,6 @@ def _with_statistics(modules: Iterable[tuple[str, nn.Module]], rank: int) -> Ite
 
 def _cumulative(name: str, rank: int) -> UsageError:
     return UsageError(
-        f"rank {rank}: {name!r} has momentum=None, so what a slice adds depends on how many came before it; give it a "
-        "momentum, such as 0.1, with virtual_ranks"
+        f"rank {rank}: {name!r} has momentum=None, so the contribution of a slice depends on the number of earlier "
+        "slices; set a momentum, such as 0.1, with virtual_ranks"
     )

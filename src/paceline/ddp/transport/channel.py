@@ -37,7 +37,7 @@ from paceline.errors import CommunicationError, PacelineError
 
 Result = TypeVar("Result")
 Pausing: TypeAlias = Generator[bool, None, Result]
-"""Generator that runs at the end of a synchronized backward pass, launches collectives, and later waits for them.
+"""Generator that runs at the end of a synchronized backward pass, launches collectives and waits for them later.
 
 It yields True after a launch, so that the caller can run other wrappers up to their next pause. All wrappers in a
 backward pass therefore launch before any of them waits, and ranks whose wrappers end in a different order do not
@@ -68,19 +68,19 @@ class Channel:
     sums_in_tree = False
     """Whether sums are computed by :func:`paceline.comm.arithmetic.reduce_into` on every rank."""
 
-    def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, own_group: Any) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        self.group = own
+        self.group = own_group
         """The group that runs the collectives. It is not registered with torch, so call its methods instead of
         functions of ``torch.distributed``, which look up the group's backend when they report an error."""
         self.members = dist.get_process_group_ranks(group)
         """World ranks of the group's members in group order, for messages."""
-        self.name: str = own.group_name
+        self.name: str = own_group.group_name
         self.host: Channel = self
         """The channel for tensors in host memory; a separate channel if gradients are on GPUs."""
         self.parent_group = group
-        """The group for which the channel was opened."""
+        """The group that the caller passed when opening the channel."""
         # torch's own table of groups; destroying a group removes it from the table.
         self._process, self._living = os.getpid(), get_known_groups()
         self._options = AllreduceOptions()  # created once, because each bucket of each step needs it
@@ -110,7 +110,7 @@ class Channel:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def free(self, tensor: Tensor) -> None:
-        """Free a tensor returned by :meth:`allocate`; a no-op if Python frees its memory."""
+        """Free a tensor returned by :meth:`allocate`. A no-op if its memory is garbage-collected."""
 
     def all_reduce(self, tensor: Tensor) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place."""
@@ -128,7 +128,7 @@ class Channel:
                 self.run("broadcast", broadcast_coalesced, self.group, tensors, 25 * 2**20, source)
 
     def all_gather(self, flat: Tensor) -> Launched:
-        """Launch an in-place all-gather of `flat`, to which every rank contributes its :meth:`shard`."""
+        """Launch an in-place all-gather of `flat`; every rank contributes its :meth:`shard`."""
         if flat.is_complex():  # Gloo has no all-gather of complex numbers
             flat = torch.view_as_real(flat).view(-1)
         options = AllgatherOptions()
@@ -138,7 +138,7 @@ class Channel:
         return work
 
     def shard(self, flat: Tensor) -> Tensor:
-        """Return this rank's part of `flat`, as a view, after dividing `flat` equally among the ranks."""
+        """Return a view of this rank's part of `flat`, which is divided equally among the ranks."""
         length, rest = divmod(flat.numel(), self.size)
         if rest:
             raise ValueError(f"{flat.numel()} elements cannot be cut into {self.size} equal shards; pad them")
@@ -155,11 +155,11 @@ class Channel:
         table[self.rank] = row
         return table, (self.host if row.is_cpu else self).all_reduce(table)
 
-    def gather_numbers(self, numbers: Sequence[int], what: str) -> Pausing[list[list[int]]]:
-        """Gather every rank's `numbers` in rank order. All ranks pass equally many; `what` names them in errors."""
+    def gather_numbers(self, numbers: Sequence[int], label: str) -> Pausing[list[list[int]]]:
+        """Gather every rank's `numbers` in rank order. All ranks pass equally many; `label` names them in errors."""
         table, launched = self.gather_rows(torch.tensor(numbers, dtype=torch.int64))
         yield True
-        self.meet(launched, what)
+        self.meet(launched, label)
         rows: list[list[int]] = table.tolist()
         return rows
 
@@ -178,20 +178,20 @@ class Channel:
         """Count a collective launched directly on :attr:`group`; :meth:`wait` must be called for it."""
         self._outstanding.count += 1
 
-    def wait(self, launched: Launched, what: str, number: int | None = None) -> None:
+    def wait(self, launched: Launched, label: str, number: int | None = None) -> None:
         try:
             launched.wait()
         except PacelineError:
             raise
         except RuntimeError as error:
-            what = what if number is None else f"{what} {number}"
-            raise failed(what, self.members, self.members[self.rank], error) from error
+            label = label if number is None else f"{label} {number}"
+            raise failed(label, self.members, self.members[self.rank], error) from error
         self._outstanding.count -= 1
 
-    def meet(self, launched: Launched, what: str) -> None:
+    def meet(self, launched: Launched, label: str) -> None:
         """Wait for a collective that is not part of the wait at the end of a backward pass."""
         with self.meeting():
-            self.wait(launched, what)
+            self.wait(launched, label)
 
     def meeting(self) -> AbstractContextManager[None]:
         """Return a context manager that records its block as a collective span."""
@@ -209,14 +209,14 @@ class Channel:
                 self.host.progress()
                 time.sleep(0.001)
 
-    def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
-        """Call the collective `function`. A failure raises an error that names `what`."""
+    def run(self, label: str, function: Any, *arguments: Any, **options: Any) -> None:
+        """Call the collective `function`. A failure raises an error that names `label`."""
         try:
             function(*arguments, **options)
         except PacelineError:
             raise
         except RuntimeError as error:
-            raise failed(what, self.members, self.members[self.rank], error) from error
+            raise failed(label, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
         """Close the channel's connections. NCCL connections close after all ranks have called this."""
@@ -253,8 +253,8 @@ def _join_all(channels: WeakSet[Channel]) -> None:
 class DeviceChannel(Channel):
     """A channel for tensors on one type of device; :attr:`host` handles tensors in host memory."""
 
-    def __init__(self, group: dist.ProcessGroup, own: Any, device: torch.device) -> None:
-        super().__init__(group, own)
+    def __init__(self, group: dist.ProcessGroup, own_group: Any, device: torch.device) -> None:
+        super().__init__(group, own_group)
         self._kind = device.type
 
     def _carrier_of(self, device: torch.device | str) -> Channel:

@@ -57,11 +57,11 @@ class GradBucket(TorchGradBucket):
             number: index of the bucket in launch order, from 0.
             last: whether this is the last bucket.
         """
-        made = cls.__new__(cls)
-        made._bucket, made._buffer, made._number, made._last = bucket, bucket.flat, number, last
-        made._parameters = [parameters[index] for index in bucket.indices]
-        made._when_waited = []
-        return made
+        result = cls.__new__(cls)
+        result._bucket, result._buffer, result._number, result._last = bucket, bucket.flat, number, last
+        result._parameters = [parameters[index] for index in bucket.indices]
+        result._when_waited = []
+        return result
 
     _bucket: Bucket
     _buffer: Tensor
@@ -111,7 +111,7 @@ class GradBucket(TorchGradBucket):
 
 
 GRACE_S = 5.0
-"""How long a rank whose hook failed lets the other ranks learn of the failure before it raises, in seconds."""
+"""Seconds that a rank whose hook failed waits before it raises, so that the other ranks learn of the failure."""
 
 
 class HookFinisher(Finisher):
@@ -148,7 +148,7 @@ class HookFinisher(Finisher):
 
     @property
     def failed(self) -> bool:
-        """Whether the hook raised in this backward, or returned no future."""
+        """Whether the hook raised in this backward pass or returned no future."""
         return self._untold is not None
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
@@ -196,7 +196,7 @@ class HookFinisher(Finisher):
         return _Answer(future, bucket.flat, shown, where, self._timeout)
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
-        """Copy the hook's results into the buckets."""
+        """Wait for the hook's results and copy them into the buckets."""
         assert block is not None, "the block reports failed hooks, and must be read before waiting for the buckets"
         if (error := self._untold) is not None:
             self._untold = None
@@ -227,7 +227,7 @@ class HookFinisher(Finisher):
         _check_none(verdict.nonzero().flatten().tolist(), self._rank)
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
-        """Turn the mean over all ranks into the weighted mean, or the mean over the ranks that count, if different."""
+        """Turn the mean over all ranks into the weighted mean, or into the mean over the ranks that count."""
         factor = compute_correction(notes)
         if factor != 1.0:
             multiply_each([bucket.flat for bucket in buckets], factor)
@@ -276,14 +276,14 @@ class _Answer:
             flat.copy_(value.clone())  # the same memory in another layout; copying in place would corrupt it
 
     def _fits(self, value: Tensor) -> bool:
-        """Return whether `value` matches the bucket, except that it may have the dtype of a replaced buffer.
+        """Return whether `value` matches the bucket; the dtype may be that of a buffer set by the hook instead.
 
         torch's compression wrappers replace the buffer with another dtype.
         """
         if is_sharded(value) or value.layout is not torch.strided:
             return False
-        flat, seen = self._flat, self._shown.buffer().dtype
-        chosen = value.dtype is seen and seen.is_floating_point and flat.is_floating_point()
+        flat, shown_dtype = self._flat, self._shown.buffer().dtype
+        chosen = value.dtype is shown_dtype and shown_dtype.is_floating_point and flat.is_floating_point()
         return (value.shape, value.device) == (flat.shape, flat.device) and (value.dtype is flat.dtype or chosen)
 
     def _value(self) -> Any:
@@ -308,10 +308,10 @@ class _Answer:
         """
         if self._timeout is None or self._future.done():
             return
-        done = threading.Event()
-        self._future.add_done_callback(lambda _: done.set())
+        completed = threading.Event()
+        self._future.add_done_callback(lambda _: completed.set())
         seconds = self._timeout.total_seconds()
-        if not done.wait(seconds):
+        if not completed.wait(seconds):
             raise HookError(
                 f"{self._where}, returned a future that was not completed within {seconds:g} s; complete it with "
                 "set_result, or return the future of a collective"

@@ -48,7 +48,7 @@ class Finisher(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph can capture all of its work, that is, whether everything runs on the device."""
+        """Whether a CUDA graph can capture its work, that is, whether everything runs on the device."""
 
     @property
     def failed(self) -> bool:

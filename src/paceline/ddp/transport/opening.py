@@ -30,27 +30,27 @@ def open_channel(
     device: torch.device,
     caller: str = "DistributedDataParallel(…)",
 ) -> Channel:
-    """Open a channel between the ranks of `group` for gradients on `device`. All of them call this together."""
+    """Open a channel between the ranks of `group` for gradients on `device`. All ranks call this together."""
     on_cpu = device.type == "cpu"
     # Use the group's own backend, which may differ from the default group's.
     on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
     backend = "nccl" if on_nccl else dist.get_backend(group)
     timeout = timeout_of(group, device)
     with called_by_all(caller), collective("connection of the ranks", group):
-        own = open_own_group(group, backend, timeout)
-        is_shared = backend == OWN_BACKEND and own.native
+        own_group = open_own_group(group, backend, timeout)
+        is_shared = backend == OWN_BACKEND and own_group.native
         channel: Channel
         if on_cpu and is_shared:
             from paceline.ddp.transport.shared_channel import SharedChannel
 
-            channel = SharedChannel(group, own)
+            channel = SharedChannel(group, own_group)
         elif on_cpu:
-            channel = Channel(group, own)
+            channel = Channel(group, own_group)
         else:
-            channel = DeviceChannel(group, own, device)
+            channel = DeviceChannel(group, own_group, device)
         # A Paceline group in shared memory already handles host data, so it needs no second group.
         if not on_cpu or TEST_HOST_CHANNEL in os.environ:
-            channel.use_host(_open_host_channel(group, timeout, own if is_shared and not on_cpu else None))
+            channel.use_host(_open_host_channel(group, timeout, own_group if is_shared and not on_cpu else None))
     through = "shared memory" if on_cpu and is_shared else f"the group's backend, {backend}"
     logger.info("rank %d: gradients travel through %s", dist.get_rank(group), through)
     return channel
@@ -58,25 +58,25 @@ def open_channel(
 
 def _open_host_channel(group: dist.ProcessGroup, timeout: timedelta | None, present: Any) -> Channel:
     """Open a channel for control blocks between CPUs, using the group `present` if given."""
-    own = present or open_host_group(group, timeout)
+    own_group = present or open_host_group(group, timeout)
     logger.info(
         "rank %d: control blocks travel through %s",
         dist.get_rank(group),
-        "shared memory" if own.native else "Gloo",
+        "shared memory" if own_group.native else "Gloo",
     )
-    return HostChannel(group, own) if own.native else Channel(group, own)
+    return HostChannel(group, own_group) if own_group.native else Channel(group, own_group)
 
 
 def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> PacelineProcessGroup:
     """Open a group with the ranks of `group` for host data, using shared memory, or Gloo between hosts."""
     try:
-        own: PacelineProcessGroup = open_own_group(group, OWN_BACKEND, timeout)
+        own_group: PacelineProcessGroup = open_own_group(group, OWN_BACKEND, timeout)
     except CommunicationError as error:
         raise CommunicationError(
             "with gradients on GPUs, ranks exchange control blocks between their CPUs, which requires Gloo over TCP "
             f"between hosts, even if the world was initialized with NCCL alone: {error}"
         ).because_of(error.blamed or ()) from error
-    return own
+    return own_group
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

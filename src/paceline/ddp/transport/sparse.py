@@ -32,7 +32,7 @@ def stored_elements(gradient: Tensor) -> Tensor:
 
 def as_dense(gradient: Tensor) -> Tensor:
     """Return `gradient` as a dense tensor."""
-    # In torch 2.13, to_dense() returns zeros for expanded values, such as those from sum(); `* 1` copies them.
+    # In torch 2.13, to_dense() returns zeros for expanded values, such as sum()'s gradients; `* 1` copies them.
     return (gradient.detach() * 1).to_dense() if gradient.is_sparse else gradient
 
 
@@ -81,9 +81,9 @@ class _Gathered:
         self._keys = torch.zeros(total, dtype=torch.int64, device=parameter.device)
         self._values = torch.zeros((total, *row), dtype=parameter.dtype, device=parameter.device)
         if local is not None:
-            own = slice(sum(counts[: channel.rank]), sum(counts[: channel.rank + 1]))
-            self._keys[own] = _places(local.indices(), self._sparse_shape)
-            self._values[own] = local.values()
+            rows = slice(sum(counts[: channel.rank]), sum(counts[: channel.rank + 1]))
+            self._keys[rows] = _places(local.indices(), self._sparse_shape)
+            self._values[rows] = local.values()
         self._launched = [channel.all_reduce(part) for part in (self._keys, self._values) if part.numel()]
 
     def average(self, scale: float, channel: Channel) -> Tensor:
@@ -107,8 +107,8 @@ class _Gathered:
             else keys.new_zeros((len(self._sparse_shape), 0))
         )
         # Call the operator directly, because torch.sparse_coo_tensor warns in torch 2.11 in any case.
-        made = torch.ops.aten.sparse_coo_tensor
-        mean: Tensor = made.indices_size(indices, values, self._shape, is_coalesced=True)
+        operator = torch.ops.aten.sparse_coo_tensor
+        mean: Tensor = operator.indices_size(indices, values, self._shape, is_coalesced=True)
         return mean
 
 

@@ -1,1 +1,1 @@
-"""The class that users see, and its parts."""
+"""The public wrapper class and its parts."""

@@ -1,4 +1,4 @@
-"""The wrappers of this process, for a sharded optimizer: the ranks and parameters of each wrapper."""
+"""Registry of this process's wrappers for a sharded optimizer: the ranks and parameters of each wrapper."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Averaging:
     """Information about one wrapper; does not keep the wrapper alive."""
 
     group: dist.ProcessGroup
-    """The group that the wrapper averages over."""
+    """The process group that the wrapper averages over."""
     _watch: ModuleWatch
     _wrapper: weakref.ref[DistributedDataParallel]
 
@@ -43,15 +43,15 @@ class Averaging:
 
 
 def register(wrapper: DistributedDataParallel) -> None:
-    """Register `wrapper` for :func:`find_wrappers`, for as long as it lives."""
+    """Register `wrapper` for :func:`find_wrappers` until it is deleted."""
     _wrappers()[id(wrapper)] = wrapper
 
 
 def find_wrappers(parameters: Collection[int]) -> list[Averaging]:
-    """Return the wrappers of this process whose module has any of the `parameters`, which are given by ``id``."""
+    """Return this process's wrappers whose module contains any of the `parameters`, which are given by ``id``."""
     living = [wrapper for reference in _wrappers().valuerefs() if (wrapper := reference()) is not None]
-    found = [Averaging(each.process_group, each._replica.watch, weakref.ref(each)) for each in living]
-    return [each for each in found if not each.names.keys().isdisjoint(parameters)]
+    wrappers = [Averaging(entry.process_group, entry._replica.watch, weakref.ref(entry)) for entry in living]
+    return [entry for entry in wrappers if not entry.names.keys().isdisjoint(parameters)]
 
 
 @cache

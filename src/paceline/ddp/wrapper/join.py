@@ -1,12 +1,12 @@
 """``join``: ranks that run out of data shadow the others' steps until all have run out; uses torch's Joinable protocol.
 
     a rank that has data                          a rank that ran out
-    notify                                 ──►    count who is left
+    notify                                 ──►    count the remaining ranks
     event: forward │ buffers │ layer │            the same collective, without a contribution
            backward │ end                  ──►
-    … until the step is over                      … until the step is over
+    … until the end of the step                   … until the end of the step
 
-A rank that ran out learns of each collective, including SyncBatchNorm's, from an event
+A rank that ran out of data learns of each collective, including SyncBatchNorm's, from an event
 (:mod:`paceline.ddp.agreement.join_events`). While every rank has data, only the first event of a step is sent.
 
 Decision 0008 gives the reasons.
@@ -51,22 +51,22 @@ class Announcement:
         return self._steps.announce(Event.LAYER, self._layer, code)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make a copy or pickle of the layer hold ``None`` instead, because it belongs to no ``join``."""
+        """Replace the announcement with ``None`` in a copy or pickle of the layer, which is not part of a ``join``."""
         return _none, ()
 
 
 def _none() -> None:
-    """Return None, which replaces the announcement in a copy."""
+    """Return None, to replace the announcement in a copy."""
 
 
 class Leaving(JoinHook):
-    """Ends ``join`` for a wrapper; a world of one needs no other hook."""
+    """Ends ``join`` for a wrapper; sufficient for a single rank."""
 
     def __init__(self, wrapper: Joinable) -> None:
         self._wrapper = wrapper
 
     def leave_step(self) -> None:
-        """Called when this rank has left its loop, possibly in the middle of a step."""
+        """Called when this rank leaves its loop, possibly in the middle of a step."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Called by torch's ``Join`` once every rank has run out of data."""
@@ -78,12 +78,12 @@ class Leaving(JoinHook):
 
 
 class Shadow(Leaving):
-    """Takes part in the others' steps once this rank has run out of data, and in the end of ``join``.
+    """Takes part in the other ranks' steps after this rank has run out of data, and in the end of ``join``.
 
     Args:
         wrapper, connection, replica, guard: the wrapper in ``join``, and its parts.
         optimizers: optimizers whose state is sent to all ranks at the end.
-        divides_by_all: whether means still count this rank after it has run out.
+        divides_by_all: whether means still count this rank after it has run out of data.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class Shadow(Leaving):
         self._steps, self._reducer, self._buffers = connection.joined_steps, connection.reducer, connection.buffers
         self._replica, self._ledger, self._is_counted = replica, replica.ledger, divides_by_all
         self._channel, self._guard, self._optimizers = connection.channel, guard, optimizers
-        self._takes_buffers_along = wrapper.forward_sync_buffers  # else each rank keeps its own
+        self._takes_buffers_along = wrapper.forward_sync_buffers  # otherwise each rank keeps its buffers
         self._steps.reset()
-        # Layers whose collectives are announced; events refer to them by index. Empty after the end.
+        # Layers whose collectives are announced; events refer to them by index. Empty after ``join`` has ended.
         self._layers: Sequence[Communicates] = layers_to_shadow(replica.module, wrapper.process_group)
         for index, layer in enumerate(self._layers):
             layer.announce = Announcement(self._steps, index)
 
     def main_hook(self) -> None:
-        """Take part in one step, or the rest of one, of the ranks that still have data."""
+        """Take part in one step (or the rest of it) of the ranks that still have data."""
         self._steps.stage = Stage.SHADOWING
         self._ledger.status.joined = True
         while (message := self._steps.exchange(None)) is not None and message.event is not Event.LOCAL:
@@ -119,11 +119,11 @@ class Shadow(Leaving):
             elif message.event is Event.BACKWARD:
                 self._launch_without_data()
             elif message.event is Event.END:
-                self._reducer.complete()  # a ZeroRedundancyOptimizer in the same Join steps with these averages
+                self._reducer.complete()  # a ZeroRedundancyOptimizer in the same Join uses these averages
                 return
 
     def _launch_without_data(self) -> None:
-        """Launch gradients accumulated under ``no_sync`` and not averaged yet, or zeros if there are none."""
+        """Launch gradients that were accumulated under ``no_sync`` but not averaged yet, or zeros if there are none."""
         parameters = self._reducer.trained.parameters
         self._ledger.forget_dropped(parameters, in_backward=False)
         if not self._ledger.local_backwards:
@@ -134,18 +134,18 @@ class Shadow(Leaving):
             self._reducer.launch_all()
 
     def leave_step(self) -> None:
-        """Finish the step if this rank left its loop in the middle of one that other ranks are shadowing."""
+        """Finish the current step if this rank left its loop in the middle of it and other ranks are shadowing it."""
         self._reducer.resync_aborted()
         if self._steps.stage is Stage.FOLLOWED:
             self.main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Agree on one model once all ranks have run out. Collective."""
+        """Make all ranks use the same model after all have run out of data. Collective."""
         self._wrapper._authoritative_rank = self._take_over_model(is_last_joiner)  # type: ignore[attr-defined]
         self.end()
 
     def _take_over_model(self, is_last_joiner: bool) -> int:
-        """Copy the model from the highest of the ranks that ran out last; returns that rank."""
+        """Copy the model of the rank that ran out of data last (the highest one if several did); returns that rank."""
         status = self._ledger.status
         local_state = (is_last_joiner, status.forwards, status.optimizer_steps, self._guard.has_state())
         states = self._channel.all_gather_object(local_state)
@@ -154,7 +154,7 @@ class Shadow(Leaving):
         if self._takes_buffers_along:
             tensors += self._buffers.taken_along()
         self._channel.broadcast([local_of(tensor) for tensor in tensors], source)
-        # The optimizer state of ranks that took fewer steps than the source is now older than their model.
+        # On ranks that took fewer steps than the source, the optimizer state is now older than the model.
         stale = [rank for rank, state in enumerate(states) if state[2] != states[source][2]]
         if stale and self._optimizers:
             self._bring_optimizers_up_to_date(source)
@@ -180,7 +180,7 @@ class Shadow(Leaving):
         self._steps.reset()
         if self._ledger.status.joined:
             for parameter in self._replica.parameters():
-                parameter.grad = None  # averages of the others' data; the next backward would accumulate into them
+                parameter.grad = None  # averages of other ranks' data; the next backward would add to them
         self._ledger.status.joined = False
         for layer in self._layers:
             layer.announce = None
@@ -188,14 +188,14 @@ class Shadow(Leaving):
 
 
 def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Communicates]:
-    """Return the layers of `module` whose collectives are announced to ranks without data in the wrapper's `group`."""
-    own = set(dist.get_process_group_ranks(group))
+    """Return the layers of `module` whose collectives are announced to ranks of `group` without data."""
+    own_ranks = set(dist.get_process_group_ranks(group))
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Communicates)}
     for name, layer in layers.items():
-        if strangers := sorted(set(layer.ranks()) - own):
+        if strangers := sorted(set(layer.ranks()) - own_ranks):
             raise UsageError(
-                f"{type(layer).__name__} {name!r} computes together with ranks {strangers}, which do not average with "
-                f"ranks {sorted(own)} and so would not learn when data runs out inside join(); give it a "
+                f"{type(layer).__name__} {name!r} communicates with ranks {strangers}, which do not average with "
+                f"ranks {sorted(own_ranks)} and so would not learn when data runs out inside join(); give the layer a "
                 "process_group that contains only ranks of the wrapper's group"
             )
     return list(layers.values())
@@ -204,7 +204,7 @@ def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Commun
 def _warn_of_stale_state(stale: list[int], steps: list[int], source: int) -> None:
     where = ", ".join(f"rank {rank} after {steps[rank]}" for rank in stale)
     warn(
-        f"data ran out on {where} of {steps[source]} optimizer steps, and the optimizer's state there is not updated, "
+        f"data ran out on {where} of {steps[source]} optimizer steps, and the optimizer's state there is outdated, "
         "so replicas will differ after the next step; use join(optimizers=[optimizer]) to bring it up to date",
     )
 
@@ -223,7 +223,7 @@ class JoinOfOne(Join):
         try:
             if kind is None and self._enable:
                 leaving.leave_step()
-            with warnings.catch_warnings():  # torch changes the whole process's filters and does not restore them
+            with warnings.catch_warnings():  # torch changes the filters of the whole process and does not restore them
                 super().__exit__(kind, error, trace)
         finally:
             leaving.end()

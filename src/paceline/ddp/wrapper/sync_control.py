@@ -24,7 +24,7 @@ from paceline.errors import UsageError
 
 
 class SyncControl(Joinable):
-    """A stateless base class of the wrapper; precedes torch's class among the bases."""
+    """A stateless base class of the wrapper; precedes torch's class in the method resolution order."""
 
     training: bool
     device: torch.device
@@ -32,11 +32,11 @@ class SyncControl(Joinable):
     forward_sync_buffers: bool
     _has_joined: bool
     _connection: Connection | None
-    """The parts that communicate with other ranks; None in a world of one, and in a copy until it is trained."""
+    """The parts that communicate with other ranks; None on a single rank, and in a copy until it is trained."""
     _engine: GradientEngine
     """Averages gradients; the connection's reducer if there is a connection."""
     _guard: StepGuard
-    """Refuses optimizer steps over gradients that were not averaged."""
+    """Refuses optimizer steps with gradients that were not averaged."""
     _options: Options
     """Checked settings; only ``check_finite`` and ``virtual_ranks`` may change."""
     _replica: Replica
@@ -44,7 +44,7 @@ class SyncControl(Joinable):
 
     @property
     def do_sync(self) -> bool:
-        """Whether a backward that starts now will be synchronized."""
+        """Whether a backward pass that starts now will be synchronized."""
         return self._engine.sync_enabled
 
     @property
@@ -57,16 +57,16 @@ class SyncControl(Joinable):
         self._engine.sync_enabled = enabled
 
     def enable_grad_sync(self) -> None:
-        """Synchronize gradients in backwards that start from now on."""
+        """Synchronize gradients in backward passes that start from now on."""
         self._engine.sync_enabled = True
 
     def disable_grad_sync(self) -> None:
-        """Accumulate gradients locally in backwards that start from now on."""
+        """Accumulate gradients locally in backward passes that start from now on."""
         self._engine.sync_enabled = False
 
     @property
     def check_finite(self) -> bool:
-        """Whether a gradient with NaN or Inf raises an error on every rank; may be set, on all ranks."""
+        """Whether a gradient with NaN or Inf raises an error on every rank. May be set, on all ranks."""
         return self._options.check_finite
 
     @check_finite.setter
@@ -80,44 +80,46 @@ class SyncControl(Joinable):
 
     @property
     def stop_agreed(self) -> bool:
-        """Whether any rank had called :meth:`ask_to_stop` before the latest synchronized backward.
+        """Whether any rank had called :meth:`ask_to_stop` before the latest synchronized backward pass.
 
-        It is the same on every rank after ``optimizer.step()``, so all can leave their loops after the same step. The
-        request is part of the reports of that backward; other steps are not affected.
+        The value is the same on every rank after ``optimizer.step()``, so all ranks can leave their loops after the
+        same step. The request travels with the reports of that backward pass; no other step is affected.
         """
         self._engine.read_late()
         return self._replica.ledger.stop_agreed
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in backwards that start inside the block; the next one outside reduces the sum.
+        """Accumulate gradients locally in backward passes inside the block; the next one outside reduces the sum.
 
-        Only the start of backward matters, so the block may surround forward and backward, or backward alone.
+        Only the start of the backward pass matters, so the block may contain forward and backward, or backward alone.
         """
-        # Otherwise local gradients would be accumulated into averages that are not complete.
+        # Otherwise local gradients would be added to averages that are not complete yet.
         self._engine.read_late()
-        before = self.do_sync
+        previous = self.do_sync
         self.disable_grad_sync()
         try:
             yield
         finally:
-            self._engine.sync_enabled = before
+            self._engine.sync_enabled = previous
 
     def sync_gradients(self) -> None:
-        """Average the gradients in ``p.grad`` now, without a backward.
+        """Average the gradients in ``p.grad`` now, without a backward pass.
 
-        Use it on a rank without data while the others run a backward, or after micro-batches that all ran under
-        :meth:`no_sync`. A missing gradient counts as zero. A rank that has run no forward since the last
-        synchronization also takes part in the broadcast of buffers that belongs to a forward. If one backward runs
-        through several wrappers on other ranks, call this for each wrapper, in order of construction.
+        Use it on a rank without data while the others run a backward pass, or after micro-batches that all ran under
+        :meth:`no_sync`. A missing gradient counts as zero. A rank that has not run a forward pass since the last
+        synchronization also takes part in the broadcast of buffers that the other ranks run with theirs. If one
+        backward pass runs through several wrappers on other ranks, call this method for each wrapper, in order of
+        construction.
 
         Raises:
-            DesyncError: if ranks differ in numbers that must be equal, such as counts of forwards and optimizer steps.
+            DesyncError: if numbers that must be equal differ between ranks, such as counts of forward passes and
+                optimizer steps.
             CommunicationError: if a rank has exited or did not take part.
         """
         if (connection := self._connection) is not None:
             self._engine.resync_aborted()
-            # The other ranks broadcast buffers in their forward or at the end of their backward.
+            # The other ranks broadcast buffers in forward or at the end of backward.
             if self.training and self._replica.ledger.forwards_since_sync == 0:
                 if connection.joined_steps.enabled:
                     connection.joined_steps.forward_begins()
@@ -127,61 +129,63 @@ class SyncControl(Joinable):
     def sync_buffers(self) -> bool:
         """Make buffers equal to rank 0's now; returns whether there are any to synchronize.
 
-        After a synchronized backward they are equal already. Call this on all ranks if other code has changed them,
-        such as training forwards under ``no_grad`` that recompute running statistics.
+        After a synchronized backward pass they are already equal. Call this method on all ranks if other code has
+        changed them, such as forward passes under ``no_grad`` in training mode that recompute running statistics.
         """
         return self._connection is not None and self._connection.buffers.synchronize()
 
     def gradients_are_averaged(self) -> None:
-        """Allow an optimizer step over gradients that were averaged by hand or are the same on all ranks anyway.
+        """Allow an optimizer step with gradients that the program averaged, or that are the same on all ranks anyway.
 
         Examples are gradients computed with ``autograd.grad`` and ``all_reduce``, or from random numbers that are the
-        same on all ranks. Call this on all ranks, after setting ``p.grad`` and before the step. It compares a 64-bit
-        digest of each gradient, which costs one read of the gradients and a small collective. It also discards the
-        weights from :meth:`weight` and the local backwards under :meth:`no_sync` since the last synchronization.
+        same on all ranks. Call this method on all ranks, after setting ``p.grad`` and before the step. It compares a
+        64-bit digest of each gradient, which costs one read of the gradients and a small collective. It also discards
+        the weights from :meth:`weight` and the local backward passes under :meth:`no_sync` since the last
+        synchronization.
 
         Raises:
-            UsageError: if a gradient is not the same on every rank; names it.
+            UsageError: if a gradient is not the same on every rank; names the gradient.
             CommunicationError: if a rank has exited or did not take part.
         """
         self._engine.check_equal()
-        # The step guard will now see a synchronization since the last step, and neither weights nor local backwards.
+        # This counts as a synchronization for the step guard, and discards weights and local backward passes.
         self._replica.ledger.synchronized()
-        self._replica.ledger.task = -1  # nor gradients that this backward made outside the module
+        self._replica.ledger.task = -1  # and gradients that this backward pass produced outside the module
 
     def weight(
         self, weight: float | torch.Tensor, reduction: Literal["sum", "mean"] = "sum"
     ) -> AbstractContextManager[None]:
-        """Surround a micro-batch whose loss is a *sum*, and give the number of samples or tokens it sums over.
+        """Surround a micro-batch whose loss is a *sum*, and state the number of samples or tokens in the sum.
 
         The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization. This
-        is the gradient of the mean loss over the whole global batch, however unevenly the batch is divided::
+        is the gradient of the mean loss over the whole global batch, even if the batch is split unevenly::
 
             with model.weight(len(y)):
                 F.cross_entropy(model(x), y, reduction="sum").backward()
 
-        With ``reduction="mean"`` the loss inside is a *mean* over that number of items, as loss functions return by
-        default. Gradients of the wrapper's parameters are multiplied by the number as they arrive, so the result is the
-        same; a mean over no items, which is NaN, counts as zero::
+        With ``reduction="mean"``, the loss inside is a *mean* over that number of items, the default of torch's loss
+        functions. Gradients of the wrapper's parameters are multiplied by the number as they arrive, so the result is
+        the same. A mean over no items is NaN, but counts as zero::
 
             with model.weight(len(y), reduction="mean"):
                 F.cross_entropy(model(x), y).backward()
 
-        A mean loss without ``reduction="mean"`` would give gradients that are too small. The first backwards of a
-        wrapper are checked for this, and a warning names the line if they start from a mean.
+        A mean loss without ``reduction="mean"`` would give gradients that are too small. The wrapper checks its first
+        backward passes for this, and warns with the line of code if one starts from a mean.
 
-        The average is accumulated into ``p.grad``, as in a plain backward. A block without a backward does not count.
+        The average is accumulated into ``p.grad``, as in an ordinary backward pass. A block without a backward pass
+        does not count.
 
         Args:
             weight: a count, or any number >= 0, or a tensor of one element. The host does not wait for a tensor on a
-                GPU, so an invalid one is refused only at the end of backward.
+                GPU, so an invalid value raises an error only at the end of backward.
             reduction: the reduction of the loss inside, ``"sum"`` or ``"mean"``.
 
         Raises:
-            UsageError: if `weight` is negative or not finite, or `reduction` is neither of the two. In backward: if it
-                runs through the mean losses of several blocks; if it runs through two wrappers that share parameters,
-                one of them with a mean; or if it bypasses the wrapper between the forward of a summed loss and that
-                loss's backward.
+            UsageError: if `weight` is negative or not finite, or if `reduction` is invalid. Also in backward: if it
+                covers the mean losses of several blocks; if it runs through two wrappers that share parameters and one
+                has a mean loss; or if a backward pass outside the wrapper ran between the forward of a summed loss and
+                its backward.
         """
         if reduction not in ("sum", "mean"):
             raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')
@@ -200,23 +204,23 @@ class SyncControl(Joinable):
 
     @property
     def slice_number(self) -> int:
-        """The number of the current slice among this rank's slices, from 0; always 0 without virtual ranks."""
+        """The number of the current slice among this rank's slices, starting at 0; always 0 without virtual ranks."""
         slices = None if self._connection is None else self._connection.virtual_ranks
         return 0 if slices is None else slices.number
 
     @property
     def is_repeat(self) -> bool:
-        """Whether the current slice is being recomputed for ``check_compute_every``, and its results do not count."""
+        """Whether the current slice is a repetition for ``check_compute_every``, whose results do not count."""
         slices = None if self._connection is None else self._connection.virtual_ranks
         return slices is not None and slices.is_repeat
 
     def use_virtual_ranks(self, count: int) -> None:
-        """Sum each gradient over `count` slices from the next step on, like the argument ``virtual_ranks``.
+        """Sum each gradient over `count` slices, starting with the next step, like the argument ``virtual_ranks``.
 
-        Call it on all ranks, between steps; the Trainer does so according to its config.
+        Call this method on all ranks, between steps; the Trainer does so according to its config.
 
         Raises:
-            UsageError: if the model cannot be trained this way, or another number was given before.
+            UsageError: if the model cannot be trained this way, or already has a different number.
         """
         check_same_count("the model", self.virtual_ranks, count)
         if self.virtual_ranks == count:
@@ -242,7 +246,7 @@ class SyncControl(Joinable):
 
     @property
     def _join_config(self) -> Any:
-        """Settings of ``join``; torch sets them when the block begins, :class:`.Leaving` when it ends."""
+        """Settings of ``join``; set by torch when the block begins, and by :class:`.Leaving` when it ends."""
         return self.__dict__["_join_config"]
 
     @_join_config.setter
@@ -261,70 +265,71 @@ class SyncControl(Joinable):
     ) -> Join:
         """Surround a training loop whose ranks may run out of data at different times, or have none at all.
 
-        A rank that leaves its loop takes part in the others' steps, including SyncBatchNorm's collectives, without
-        contributing. Once all have left, every rank gets the model of the rank that left last (the highest such rank).
+        A rank that leaves its loop takes part in the other ranks' steps, including SyncBatchNorm's collectives, without
+        contributing. Once all ranks have left, each gets the model of the rank that left last (the highest one if
+        several did).
 
         Args:
             divide_by_initial_world_size: whether means without :meth:`weight` divide by the number of all ranks
-                (default), or only of ranks with data. Weighted means are over all samples in any case.
+                (default), or only of ranks with data. Weighted means always cover all samples.
             enable: ``False`` turns ``join`` off.
             throw_on_early_termination: raise ``RuntimeError`` on every rank as soon as one runs out.
-            optimizers: optimizers whose state is brought up to date at the end on ranks that ran out early. Without
-                this, momentum and the like stay as of that rank's last step, and a warning says so.
+            optimizers: optimizers whose state is updated at the end on ranks that ran out early. Without this argument,
+                momentum and other state remain as of that rank's last step, and a warning says so.
 
         Raises:
             UsageError: with ``virtual_ranks``; once a rank has run out, if the model contains torch's SyncBatchNorm.
         """
 
-        from paceline.ddp.wrapper.join import JoinOfOne  # few loops need it
+        from paceline.ddp.wrapper.join import JoinOfOne  # few loops need this import
 
         options = {"divide_by_initial_world_size": divide_by_initial_world_size, "optimizers": optimizers}
         return JoinOfOne(self, enable, throw_on_early_termination, options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook for ``torch.distributed.algorithms.join.Join``; it takes the keywords of :meth:`join`."""
+        """Return the hook for ``torch.distributed.algorithms.join.Join``; takes the arguments of :meth:`join`."""
 
         from paceline.ddp.wrapper.join import Leaving, Shadow
 
         if count := self._options.virtual_ranks:
             raise UsageError(
-                f"join does not go with virtual_ranks={count}: its tree of sums does not account for ranks that run "
-                "out of data; leave one of the two out"
+                f"join cannot be combined with virtual_ranks={count}, whose tree of sums does not account for ranks "
+                "that run out of data; leave one of the two out"
             )
         self._has_joined = True
         self._engine.resync_aborted()
         if dist.get_world_size(self.process_group) > 1:
-            self._engine.connected()  # now, because all ranks reach this, but maybe not a copy's first backward
+            self._engine.connected()  # now, because not all ranks may run a copy's first backward
         if self._connection is None:
             return Leaving(self)
         self._connection.reducer.follow_module_on_all_ranks()  # inside join, ranks without data could not follow
-        # torch passes the same keywords to everything in one Join, so some may be meant for others.
+        # torch passes the same keyword arguments to everything in one Join, so some may be meant for other objects.
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         optimizers = tuple(kwargs.get("optimizers", ()))
         return Shadow(self, self._connection, self._replica, self._guard, optimizers, divides_by_all=divides_by_all)
 
     @property
     def join_device(self) -> torch.device:
-        """Device of the tensors of ``Join``'s own collectives."""
+        """Device of the tensors in ``Join``'s own collectives."""
         return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """Group of ``Join``'s own collectives."""
+        """Process group of ``Join``'s own collectives."""
         return self.process_group
 
     # -- costs --------------------------------------------------------------------------------------------------
 
     @property
     def gradient_bytes_per_step(self) -> int:
-        """Bytes of gradients that this rank communicates in one synchronized backward."""
+        """Bytes of gradients that this rank communicates in one synchronized backward pass."""
         return sum(self._engine.bucket_bytes())
 
     @property
     def exposed_seconds(self) -> float:
-        """Total time that backwards have waited for communication at their end since the wrapper was made, in seconds.
+        """Total seconds that backward passes have waited for communication at their end, since the wrapper was created.
 
-        On a GPU it is GPU time, and does not include the latest steps yet.
+        On a GPU, this is GPU time and does not yet include the latest steps.
         """
         time = self._engine.exposed_time
         return 0.0 if time is None else time.seconds
@@ -336,12 +341,12 @@ class SyncControl(Joinable):
         if not self._replica.ledger.local_backwards:
             return False
         gradients = [parameter.grad for parameter in self._replica.all_parameters()]
-        # They may have been dropped since, or set to zero.
+        # They may have been dropped or zeroed in the meantime.
         return any(gradient is not None and bool(stored_elements(gradient).any()) for gradient in gradients)
 
     @property
     def total_weight(self) -> float:
-        """Sum of all ranks' weights (:meth:`weight`) in the latest synchronized backward; 0 without weights."""
+        """Sum of all ranks' weights (:meth:`weight`) in the latest synchronized backward pass; 0 without weights."""
         return total_weight(self._replica.ledger.notes)
 
     def check_averaged(self, caller: str) -> None:

@@ -1,8 +1,8 @@
-"""``DistributedDataParallel``: a module that trains as one replica among many.
+"""``DistributedDataParallel``: trains a module as one of several replicas.
 
-``forward`` synchronizes buffers if due and hooks its outputs; backward launches complete buckets while it runs; at its
-end ``p.grad`` is the average over the ranks; then the optimizer steps. README.md in ``ddp/`` shows such a step in ten
-stages, whose numbers appear in the code. Decision 0003 explains why the class is a subclass of torch's.
+``forward`` synchronizes buffers if due and hooks its outputs; backward launches complete buckets while it runs; when it
+ends, ``p.grad`` is the average over the ranks; then the optimizer steps. README.md in ``ddp/`` describes the ten stages
+of such a step; the numbers in the code refer to them. Decision 0003 explains why this is a subclass of torch's class.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paceline.ddp.wrapper.torch_compat.members import TorchMembers, accept_bare_
 from paceline.ddp.wrapper.torch_compat.mixed_precision import LowPrecision, low_precision
 
 _DIGESTED_ELEMENTS = 2**16
-"""Number of elements of each input to digest, in order to warn if all ranks train on the same samples."""
+"""Number of elements of each input to digest, for the warning that all ranks train on the same samples."""
 
 
 class DistributedDataParallel(  # type: ignore[misc, override]
@@ -60,27 +60,27 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     and for slices of any size with a summed loss inside :meth:`weight`. A parameter without a gradient on any rank
     keeps ``grad is None``.
 
-    Call the wrapper, not ``model.module``: only backwards through a forward of the wrapper are synchronized. An
-    optimizer step over gradients that were not averaged is refused. Several wrappers may share parameters; a shared
-    parameter's gradient is the sum of the wrappers' averages.
+    Call the wrapper, not ``model.module``: only backward passes through the wrapper's forward are synchronized. An
+    optimizer step with gradients that were not averaged raises an error. Several wrappers may share parameters; a
+    shared parameter's gradient is the sum of the wrappers' averages.
 
     Args:
         module: the module to replicate, already on its device; the same on every rank.
-        device_ids: for a module on one GPU, that GPU; inputs are moved to it. ``None`` for the CPU.
-        broadcast_buffers: send rank 0's buffers to all ranks at the end of synchronized backwards (default), or not.
+        device_ids: for a module on a GPU, a list of that GPU; inputs are moved to it. ``None`` for the CPU.
+        broadcast_buffers: whether to broadcast rank 0's buffers at the end of synchronized backward passes (default).
         init_sync: ``True`` broadcasts rank 0's parameters and buffers, after checking that names, shapes and dtypes
             are equal on all ranks; ``"verify"`` also raises unless the values are equal; ``False`` does neither.
-        process_group: the ranks to average over; by default all.
+        process_group: the ranks to average over; all ranks by default.
         bucket_cap_mb: bucket capacity in MiB.
         bucket_cap_mb_list: capacities in MiB of the first, second, … bucket, in launch order.
         forward_sync_buffers: torch's new name for `broadcast_buffers`; takes precedence over it.
         lazy_bucket_allocation: only ``False`` is supported: ``p.grad`` is a view of the buckets, so they stay.
         unused_parameters: what to do about a parameter without a gradient on some rank, because it was not used there:
             ``"warn"`` (once for each parameter and rank, on rank 0), ``"error"`` (on every rank) or ``"allow"``, which
-            ``find_unused_parameters=True`` and ``static_graph=True`` imply. The average is right in any case.
+            ``find_unused_parameters=True`` and ``static_graph=True`` imply. The average is always correct.
         mixed_precision: torch's ``_MixedPrecision``: the forward computes with copies of parameters and inputs in its
             ``param_dtype``; gradients keep the parameters' dtype and are sent in its ``reduce_dtype``. It cannot be
-            combined with activation checkpointing; ``torch.autocast`` needs no argument.
+            combined with activation checkpointing. ``torch.autocast`` works without this argument.
         check_finite: raise :class:`~paceline.errors.NonFiniteGradient` on every rank if any rank's gradient contains
             NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
         reduce_dtype: dtype for sending and summing gradients, by default each parameter's own dtype. Use
@@ -88,17 +88,17 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             parameters' dtype, in separate memory. In fp16 the gradient of a rank's summed loss may overflow.
         check_replicas_every: compare fingerprints of parameters and optimizer state between ranks every this many
             steps; a difference raises :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of both,
-            and does not detect wrong averages. By default, parameters alone are compared after step 1, 3, 7, 15, 31, ….
+            and does not detect wrong averages. By default, only parameters are compared, after step 1, 3, 7, 15, 31, ….
         check_compute_every: with `virtual_ranks`, also compute a slice on a second rank every this many steps; if the
             bits differ, raise :class:`~paceline.errors.WrongComputation` on every rank, before the step is taken.
         algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"``: sum the buckets with this
             algorithm of :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It does
-            not overlap with backward, and two such wrappers must run in the same order on every rank. By default the
-            backend sums.
+            not overlap with backward, and two such wrappers must run in the same order on every rank. By default, the
+            backend's all-reduce is used.
         virtual_ranks: V, a power of two: the gradient is the mean over V slices of the global batch, summed in the same
-            tree for any number of ranks that divides V, so the weights have the same bits on 1, 2, …, V ranks. Loop
+            tree for any number of ranks that divides V, so the weights are bit-identical on 1, 2, …, V ranks. Loop
             over ``paceline.accumulate(model, loader)``. See docs/same-bits.md.
-        recorder: records spans of each step while it is on; by default ``paceline.core.telemetry.spans.recorder``.
+        recorder: records the spans of each step; by default ``paceline.core.telemetry.spans.recorder``.
 
     Raises:
         UsageError: for invalid or unsupported arguments.
@@ -107,7 +107,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     """
 
     module: nn.Module
-    """The user's module; another one may be assigned, and the next backward detects this."""
+    """The user's module. Another module may be assigned; the next backward pass detects this."""
     process_group: dist.ProcessGroup
     """The ranks to average over."""
     device: torch.device
@@ -118,7 +118,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     _low_precision: LowPrecision | None
     """Casts the module in each forward; None without ``mixed_precision``."""
     _input_device: torch.device | None
-    """Device to move inputs to; None to leave them where they are."""
+    """Device that inputs are moved to; None to leave them where they are."""
     _recorder: Recorder
     """Records the spans of each step."""
 
@@ -157,7 +157,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         virtual_ranks: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
+        nn.Module.__init__(self)  # skip torch DDP's __init__, which would build its reducer
         Joinable.__init__(self)
         self._low_precision, reduce_dtype = low_precision(mixed_precision, reduce_dtype)  # the policy may set the dtype
         self._options = config.Options.checked(
@@ -195,10 +195,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.register_load_state_dict_pre_hook(accept_bare_keys)  # type: ignore[no-untyped-call]
 
     def _begin(self, *, is_copy: bool = False) -> None:
-        """Create the engine: a reducer (collectively, on all ranks), or a local one for a single rank or a copy."""
+        """Create the engine: a reducer (collectively, on all ranks), or a local engine for a single rank or a copy."""
         slices_of_rank(self._options.virtual_ranks, 0, dist.get_world_size(self.process_group))
         self._connection, self._comm_hooks = None, []
-        # Weak, because the engine and the module's hooks hold these callbacks and must not keep the wrapper alive.
+        # Weak, because the engine and the module's hooks hold these callbacks but must not keep the wrapper alive.
         callbacks = while_alive(self._adopt_parameters), while_alive(self._connect)
         is_alone = dist.get_world_size(self.process_group) == 1 and not self._options.virtual_ranks
         if is_alone or is_copy:
@@ -209,7 +209,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         register(self)
 
     def _connect(self, *, makes_equal: bool = False) -> Reducer:
-        """Connect to the other ranks; without `makes_equal` for a copy, or for a hook in a world of one."""
+        """Connect to the other ranks; `makes_equal` is false for a copy, and for a hook on a single rank."""
         parts = self._replica, self._options, self._recorder, while_alive(self._adopt_parameters)
         self._connection = connect(self, *parts, makes_equal=makes_equal)
         self._average_with(self._connection.reducer)
@@ -230,7 +230,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
         """Initialize a copy or an unpickled wrapper from another wrapper's attributes."""
-        nn.Module.__setstate__(self, state)  # not torch DDP's, which would build its reducer
+        nn.Module.__setstate__(self, state)  # skip torch DDP's, which would build its reducer
         self.process_group, self._recorder = group, tracing.recorder
         self._replica = Replica(self._modules, self.parameters_to_ignore)
         self.device = self._replica.device
@@ -263,7 +263,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @never_compiled
     def _begin_forward(self) -> bool:
-        """Prepare a forward on all ranks; returns whether it counts only if its backward is averaged."""
+        """Prepare a forward pass on all ranks; returns whether it counts only if its backward pass is averaged."""
         # 1. forward begins: buffers are synchronized if due
         strike("forward")
         if not self.training or (connection := self._connection) is None:
@@ -271,11 +271,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if (ledger := self._replica.ledger).synchronizations >= ledger.compare_at:
             connection.replica_check.note()
         connection.channel.check_open()
-        if not is_in_backward():  # activation checkpointing recomputes forwards while a backward is under way
+        if not is_in_backward():  # activation checkpointing recomputes forward passes during a backward
             self._engine.resync_aborted()
         if connection.joined_steps.enabled:
             connection.joined_steps.forward_begins()
-        # A forward with a broadcast of buffers counts whatever its backward does, because all ranks ran the broadcast.
+        # A forward pass that broadcasts buffers counts regardless of its backward, because all ranks ran the broadcast.
         return self._engine.sync_enabled and not connection.buffers.forward_begins()
 
     @never_compiled
@@ -285,30 +285,30 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             for tensor in tensors_in((inputs, kwargs))
             if is_plain(tensor) and tensor.numel() > 1 and not is_capturing(tensor.device)
         ]
-        # 0 for constant inputs, such as dummy ones.
+        # 0 for constant inputs, such as dummy inputs.
         is_constant = all(bool((head == head[0]).all()) for head in heads)
         digests = (int(quick_digest(head)) for head in heads)
         self._replica.ledger.inputs = 0 if is_constant else short(derive_seed("inputs", *digests))
 
     @never_compiled
     def _end_forward(self, output: Any, counts_if_averaged: bool) -> None:
-        # 2. outputs are hooked: backward will reach them first
+        # 2. outputs are hooked: these are the first tensors that backward reaches
         self._engine.hook_outputs(tensors_in(output), counts_if_averaged=counts_if_averaged)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def bucket_layout(self) -> list[list[str]]:
-        """Return the names of the parameters in each bucket, in launch order; empty in a world of one."""
+        """Return the names of the parameters in each bucket, in launch order; empty on a single rank."""
         self._engine.read_late()
         return self._engine.named_layout()
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
-        """Rebuild the buckets according to a `layout` from :meth:`bucket_layout`; call it on all ranks.
+        """Rebuild the buckets according to a `layout` from :meth:`bucket_layout`; call this method on all ranks.
 
-        A layout from a world of one is empty and has no effect; a world of one needs no layout.
+        A layout from a single rank is empty and has no effect; a single rank needs no layout.
 
         Raises:
-            CheckpointMismatch: if it does not fit this model.
+            CheckpointMismatch: if the layout does not fit this model.
         """
         if layout:
             self._engine.restore_layout(layout)

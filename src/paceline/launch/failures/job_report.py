@@ -114,9 +114,9 @@ class JobReport:
 
 def failure_of(ends: Sequence[End], host: str) -> dict[str, Any]:
     """Return the report entry for a failed start of the ranks on `host`."""
-    failed, early = failures(ends), missed(ends)
-    first = next(iter(early or failed), None)
-    entries = {end.rank: _entry(end, _kind(end, first, early), host) for end in ends}
+    failed, early_exits = failures(ends), missed(ends)
+    first = next(iter(early_exits or failed), None)
+    entries = {end.rank: _entry(end, _kind(end, first, early_exits), host) for end in ends}
     return {
         "time": first.when if first else None,
         "summary": headline(ends),
@@ -125,11 +125,11 @@ def failure_of(ends: Sequence[End], host: str) -> dict[str, Any]:
     }
 
 
-def _kind(end: End, first: End | None, early: Sequence[End]) -> str:
+def _kind(end: End, first: End | None, early_exits: Sequence[End]) -> str:
     if end.has_left:
         return "left"
     if end.stopped and end.record is None:
-        return "absent" if end in early else "stopped"
+        return "absent" if end in early_exits else "stopped"
     if end.suspicion and end is not first:
         return "consequence"
     if end.hang:

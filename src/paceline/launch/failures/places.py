@@ -31,14 +31,14 @@ class Places:
 
     Args:
         count: number of ranks that the user asked for.
-        least: minimum number of ranks; None for `count`.
+        minimum: minimum number of ranks; None for `count`.
     """
 
     used: tuple[int, ...]
     """The place of each local rank."""
 
-    def __init__(self, count: int, least: int | None = None) -> None:
-        self._count, self._least = count, count if least is None else least
+    def __init__(self, count: int, minimum: int | None = None) -> None:
+        self._count, self._least = count, count if minimum is None else minimum
         self.used = tuple(range(count))
         self._failures = Counter[int]()
         """Number of early failures that each place caused."""

@@ -108,12 +108,12 @@ def missed(ends: Sequence[End]) -> list[End]:
     if not complaints or failed[0].suspicion == 0:
         return []
     named = {rank for record in complaints for rank in record.blamed or ()}
-    left = [end for end in ends if end.has_left and (end.rank in named or not named)]
+    early_exits = [end for end in ends if end.has_left and (end.rank in named or not named)]
     if failed[0].suspicion == MAYBE:  # ranks that left after the abort did not cause it
-        left = [end for end in left if end.when < failed[0].when]
-    elif not left:
-        left = [end for end in ends if end.rank in named and end.stopped and end.record is None]
-    return sorted(left, key=lambda end: (end.when, end.rank))
+        early_exits = [end for end in early_exits if end.when < failed[0].when]
+    elif not early_exits:
+        early_exits = [end for end in ends if end.rank in named and end.stopped and end.record is None]
+    return sorted(early_exits, key=lambda end: (end.when, end.rank))
 
 
 def patience(ended: Sequence[End], running: Sequence[End]) -> float:
@@ -216,11 +216,11 @@ def quoted(rank: int, text: str) -> list[str]:
 
 def remarks(ends: Sequence[End]) -> list[str]:
     """Return lines that say what the other ranks were doing and how they ended."""
-    failed, early, by_rank = failures(ends), missed(ends), sorted(ends, key=lambda end: end.rank)
-    culprits = early or failed[:1]
+    failed, early_exits, by_rank = failures(ends), missed(ends), sorted(ends, key=lambda end: end.rank)
+    culprits = early_exits or failed[:1]
     others = [end for end in ends if end not in culprits]
     consequences = [end for end in others if end in failed and end.suspicion]
-    lines = doings((end.rank, _doing(end)) for end in by_rank if end.state and (early or end not in culprits))
+    lines = doings((end.rank, _doing(end)) for end in by_rank if end.state and (early_exits or end not in culprits))
     by_detail: dict[str, list[int]] = {}
     for end in failed:
         if end in others and end not in consequences:

@@ -105,7 +105,7 @@ class Failure:
     @property
     def completed(self) -> dict[str, int]:
         """The last completed step for each checkpoint folder, by the folder's key."""
-        return {each.key: each.completed for each in self.reached}
+        return {record.key: record.completed for record in self.reached}
 
     @property
     def error(self) -> tuple[object, ...] | None:
@@ -122,7 +122,7 @@ class Failure:
     @property
     def has_trained(self) -> bool:
         """Whether the ranks are known to have completed a step, or to have resumed from one."""
-        return any(each.completed or each.has_saved for each in self.reached) or bool(self.cause.step)
+        return any(record.completed or record.has_saved for record in self.reached) or bool(self.cause.step)
 
     @property
     def is_untrained(self) -> bool:
@@ -133,7 +133,7 @@ class Failure:
         """
         if self.has_trained:
             return False
-        if any(each.has_begun for each in self.reached):
+        if any(record.has_begun for record in self.reached):
             return True
         is_likely = bool(self.reached) or self.cause.step is not None or not self.cause.has_optimizer
         return is_likely and self.seconds < EARLY_S
@@ -177,8 +177,8 @@ def verdict(failure: Failure, past: Past, limit: int | None) -> Verdict:
         return Verdict.REPEATED
     # Without a Checkpointer in this start or an earlier one, progress is unknown.
     is_early_kill = cause.is_kill and not cause.step and failure.seconds < EARLY_S
-    is_over = all(each.has_ended for each in reached) if reached else not (past.best or is_early_kill)
-    if is_over and (limit is None or any(each.is_unsaved for each in reached)):
+    is_over = all(record.has_ended for record in reached) if reached else not (past.best or is_early_kill)
+    if is_over and (limit is None or any(record.is_unsaved for record in reached)):
         return Verdict.OVER
     allowed = LIMIT if limit is None else limit
     return Verdict.RESTART if past.with_one_more(failure).in_vain <= allowed and allowed else Verdict.IN_VAIN

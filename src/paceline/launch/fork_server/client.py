@@ -74,16 +74,16 @@ class ForkServer:
             return
         # Process ids are reused: an exit code from the previous server must not belong to a new rank.
         self._codes.clear()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, sheltered():
-            theirs.set_inheritable(True)
+        launcher_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end, sheltered():
+            server_end.set_inheritable(True)
             self._process = subprocess.Popen(
                 self._command,
-                env={**os.environ, **self._environment, **setting(theirs.fileno(), self._modules)},
-                pass_fds=[theirs.fileno()],
+                env={**os.environ, **self._environment, **setting(server_end.fileno(), self._modules)},
+                pass_fds=[server_end.fileno()],
                 start_new_session=True,  # so that only the launcher receives Ctrl-C
             )
-        self._socket = ours
+        self._socket = launcher_end
         answer = self._wait_for_answer(is_stopped)
         if answer is None and is_stopped():
             self.close()

@@ -114,7 +114,7 @@ def set_before_import(text: str) -> str | None:
     """Return the name of an environment variable that the program sets and that torch reads during its import."""
     for node in ast.walk(_parsed(text)):
         if isinstance(node, ast.Assign):
-            targets = [target for each in node.targets for target in ast.walk(each)]
+            targets = [target for expression in node.targets for target in ast.walk(expression)]
             nodes: list[ast.AST] = [target.slice for target in targets if isinstance(target, ast.Subscript)]
         elif isinstance(node, ast.AugAssign):
             nodes = [node.value]

@@ -162,8 +162,8 @@ def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int
             if pid == 0:
                 # If this copy stayed open, the launcher would not notice that the server has exited.
                 launcher.close()
-                for other in ended:
-                    os.close(other)
+                for pidfd in ended:
+                    os.close(pidfd)
                 with open(descriptors.pop(0), "rb") as file:
                     return json.load(file), descriptors
             for copy in descriptors:

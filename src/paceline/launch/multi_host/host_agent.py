@@ -35,9 +35,9 @@ class HostAgent(LocalElasticAgent):
 
     def _headline(self) -> str:
         failed = root_cause.failures(self.ends)
-        other, headline = self._elsewhere, root_cause.headline(self.ends)
-        if other is not None and failed and failed[0].rank in {end.rank for end in other.ends}:
-            return f"{headline}, on host {other.host}"
+        remote, headline = self._elsewhere, root_cause.headline(self.ends)
+        if remote is not None and failed and failed[0].rank in {end.rank for end in remote.ends}:
+            return f"{headline}, on host {remote.host}"
         return headline
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -85,9 +85,9 @@ class HostAgent(LocalElasticAgent):
         try:
             if cause.is_known(local_ends):
                 cause.publish(place, local_ends)
-            other = cause.published(place, cause.HEAR_S if local_ends else 0)
-            if other is not None and not {end.rank for end in other.ends} & {end.rank for end in local_ends}:
-                self.ends, self._elsewhere = [*local_ends, *other.ends], other
+            remote = cause.published(place, cause.HEAR_S if local_ends else 0)
+            if remote is not None and not {end.rank for end in remote.ends} & {end.rank for end in local_ends}:
+                self.ends, self._elsewhere = [*local_ends, *remote.ends], remote
             if root_cause.usage(self.ends) is not None:
                 self._remaining_restarts = 0  # a usage error would occur again
             if local_ends and self._remaining_restarts == 0:

@@ -165,17 +165,17 @@ def consequence(error: BaseException | None) -> tuple[int, ...] | None:
 
     An error is also a consequence if its ``__cause__`` or ``__context__`` is one.
     """
-    for each in _chain(error):
+    for link in _chain(error):
         try:
-            blamed = getattr(each, "blamed", None)
+            blamed = getattr(link, "blamed", None)
         except Exception:  # raised by the error's __getattr__
             blamed = None
         if isinstance(blamed, tuple):
             return blamed
         # torch's errors for sockets and stores, raised if a rank is absent or the rank that serves the store has ended
-        if type(each).__name__ in ("DistNetworkError", "DistStoreError"):
+        if type(link).__name__ in ("DistNetworkError", "DistStoreError"):
             return ()
-        if type(each).__name__ in ("RuntimeError", "DistBackendError") and blamed_by(message_of(each)) is not None:
+        if type(link).__name__ in ("RuntimeError", "DistBackendError") and blamed_by(message_of(link)) is not None:
             return ()
     return None
 
@@ -187,11 +187,11 @@ def may_pass(error: BaseException) -> bool:
     DataLoader workers, and errors raised from any of these.
     """
     return any(
-        (isinstance(each, OSError) and not isinstance(each, _WRONG_PATHS))
-        or isinstance(each, MemoryError)
-        or any(kind.__name__ in _PASSING for kind in type(each).__mro__)
-        or (isinstance(each, RuntimeError) and _PASSING_TEXT.search(message_of(each)) is not None)
-        for each in _chain(error)
+        (isinstance(link, OSError) and not isinstance(link, _WRONG_PATHS))
+        or isinstance(link, MemoryError)
+        or any(kind.__name__ in _PASSING for kind in type(link).__mro__)
+        or (isinstance(link, RuntimeError) and _PASSING_TEXT.search(message_of(link)) is not None)
+        for link in _chain(error)
     )
 
 
@@ -199,14 +199,14 @@ def _has_optimizer() -> bool:
     """Return whether this process holds a torch optimizer."""
     torch = sys.modules.get("torch")
     optimizer = getattr(getattr(torch, "optim", None), "Optimizer", None)
-    return optimizer is not None and any(issubclass(type(each), optimizer) for each in gc.get_objects())
+    return optimizer is not None and any(issubclass(type(instance), optimizer) for instance in gc.get_objects())
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield `error`, followed by its chain of causes and contexts."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 
@@ -221,11 +221,11 @@ def blamed_by(message: str) -> tuple[int, ...] | None:
 def is_shown_by_launcher() -> bool:
     """Return whether the launcher will print this rank's error to the rank's own stderr."""
     try:
-        theirs, ours = f"/proc/{int(os.environ[LAUNCHER])}/fd", os.fstat(2)
+        launcher_fds, own_stderr = f"/proc/{int(os.environ[LAUNCHER])}/fd", os.fstat(2)
         # A pipe or terminal may be any open descriptor of the launcher. Compare a log file only with its stderr.
-        for number in ["2"] if stat.S_ISREG(ours.st_mode) else os.listdir(theirs):
+        for number in ["2"] if stat.S_ISREG(own_stderr.st_mode) else os.listdir(launcher_fds):
             with suppress(FileNotFoundError):  # closed in the meantime
-                if os.path.samestat(os.stat(f"{theirs}/{number}"), ours):
+                if os.path.samestat(os.stat(f"{launcher_fds}/{number}"), own_stderr):
                     return True
     except (KeyError, ValueError, OSError):
         pass

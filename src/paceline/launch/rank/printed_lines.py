@@ -250,7 +250,7 @@ class PrintedLines:
 
     def _is_shown_at_once(self, channel: Channel) -> bool:
         """Return whether to pass on an incomplete line at once, because no other rank can print into it."""
-        return channel.stream.owner is channel or len({each.rank for each in self._channels}) == 1
+        return channel.stream.owner is channel or len({peer.rank for peer in self._channels}) == 1
 
     # The thread
 

@@ -111,14 +111,14 @@ class Sight:
 
 def hanging(sights: Sequence[Sight], timeout: float) -> tuple[int, ...]:
     """Return the ranks that hang: stopped ranks; else ranks that others wait for; else all ranks, if all of them do."""
-    if stopped := tuple(each.rank for each in sights if each.stopped >= timeout):
+    if stopped := tuple(sight.rank for sight in sights if sight.stopped >= timeout):
         return stopped
-    waited = [each.waited for each in sights]
+    waited = [sight.waited for sight in sights]
     is_missed = any(seconds is not None and seconds >= timeout for seconds in waited)
-    if still := tuple(each.rank for each in sights if each.hangs(timeout, is_missed)):
+    if still := tuple(sight.rank for sight in sights if sight.hangs(timeout, is_missed)):
         return still
     if is_missed and all(seconds is not None and seconds >= timeout for seconds in waited):
-        return tuple(each.rank for each in sights)
+        return tuple(sight.rank for sight in sights)
     return ()
 
 

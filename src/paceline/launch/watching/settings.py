@@ -83,10 +83,10 @@ class Supervision:
 
     def places(self, nproc: int) -> Places:
         """Return the places of a job of `nproc` ranks."""
-        least = self.min_nproc
-        if least is not None and not 1 <= least <= nproc:
-            raise UsageError(f"--min-nproc={least} is out of range; give a value from 1 to {nproc} (--nproc)")
-        return Places(nproc, least)
+        minimum = self.min_nproc
+        if minimum is not None and not 1 <= minimum <= nproc:
+            raise UsageError(f"--min-nproc={minimum} is out of range; give a value from 1 to {nproc} (--nproc)")
+        return Places(nproc, minimum)
 
 
 def add_options(group: Any) -> None:

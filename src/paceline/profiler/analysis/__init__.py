@@ -1,1 +1,1 @@
-"""Analysis of records: figures, verdict and advice."""
+"""Computes figures, the verdict and advice from the ranks' records."""

@@ -1,4 +1,4 @@
-"""The verdict on a run, and advice: changes that would shorten a step, with reason and gain.
+"""The verdict on a run, and advice: changes that would shorten a step, each with its reason and gain.
 
 Each rule is a function of the :class:`~paceline.profiler.analysis.facts.Facts`. A gain is the predicted share of the
 time per sample that this change alone would save.
@@ -25,9 +25,9 @@ from paceline.profiler.report.report import Advice
 
 Rule = Callable[[Facts], Advice | None]
 SURE: tuple[Rule, ...] = (straggler, own_code, balance, data_loading, saves, larger_batch, threads, loop)
-"""Rules that hold even on a busy host, which slows all parts of a step, and waiting most of all."""
+"""Rules that are valid even on a busy host, which slows all parts of a step and affects waiting most."""
 NAMED = (step_parts.DATA, step_parts.OPTIMIZER, step_parts.CHECKPOINT, step_parts.OTHER)
-"""Parts other than communication that the verdict can name when no advice does."""
+"""Parts other than communication that the verdict can name if there is no advice."""
 MOST = 0.95
 """Largest predicted gain."""
 
@@ -35,8 +35,8 @@ MOST = 0.95
 def find_advice(facts: Facts) -> list[Advice]:
     """Return advice, largest gain first, preferring changes that remove a cause without changing the training.
 
-    If a lack of cores explains the measurements, return only advice that holds anyway, and report
-    the lack even if fixing it saves little.
+    If a lack of cores explains the measurements, return only advice that is valid anyway, and report the lack of cores
+    even if fixing it saves little.
     """
     if not facts.is_firm:
         return []
@@ -46,15 +46,15 @@ def find_advice(facts: Facts) -> list[Advice]:
     if not facts.is_explained_by_load(step_parts.WAITING):
         # Virtual ranks do not support accumulation: their slices are already micro-batches.
         rules += (bucket_size,) if facts.records[0].virtual_ranks else (accumulation, bucket_size)
-    found = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= WORTH]
-    if any(advice.kind == "host-bound" for advice in found):  # which also names larger batches
-        found = [advice for advice in found if advice.kind != "larger-batch"]
-    found.sort(key=lambda advice: -advice.gain * advice.weight)
+    candidates = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= WORTH]
+    if any(advice.kind == "host-bound" for advice in candidates):  # host-bound advice already recommends larger batches
+        candidates = [advice for advice in candidates if advice.kind != "larger-batch"]
+    candidates.sort(key=lambda advice: -advice.gain * advice.weight)
     if is_explained:
         lacks = [threads(facts) if facts.load is not None and facts.load.is_by_ranks else None, host_load(facts)]
-        kinds = {advice.kind for advice in found}
-        found += [lack for lack in lacks if lack is not None and lack.kind not in kinds]
-    return [replace(advice, gain=min(MOST, advice.gain)) for advice in found]
+        kinds = {advice.kind for advice in candidates}
+        candidates += [lack for lack in lacks if lack is not None and lack.kind not in kinds]
+    return [replace(advice, gain=min(MOST, advice.gain)) for advice in candidates]
 
 
 def headline(facts: Facts, advice: Sequence[Advice]) -> str:

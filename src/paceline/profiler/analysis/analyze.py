@@ -87,9 +87,9 @@ def summary(report: Report) -> dict[str, Any]:
         "device": dict(report.device_figures),
         "memory": dict(report.memory),
         "advice": [
-            {"kind": one.kind, "text": one.text, "reason": one.reason, "gain": round(one.gain, 4)}
-            | ({"predictions": dict(one.predictions)} if one.predictions else {})
-            for one in report.advice
+            {"kind": advice.kind, "text": advice.text, "reason": advice.reason, "gain": round(advice.gain, 4)}
+            | ({"predictions": dict(advice.predictions)} if advice.predictions else {})
+            for advice in report.advice
         ],
         "missing": list(report.missing),
         PLAN: None if report.plan is None else asdict(report.plan),
@@ -144,5 +144,5 @@ def _nones(row: Sequence[float]) -> list[float | None]:
 
 
 def _in_ms(seconds: Mapping[str, float] | None) -> dict[str, float]:
-    """Return a rank's mean times in milliseconds; zeros for one that took no step."""
+    """Return a rank's mean times in milliseconds; zeros if the rank took no step."""
     return {part: round(1e3 * seconds[part], 4) if seconds else 0.0 for part in step_parts.ALL}

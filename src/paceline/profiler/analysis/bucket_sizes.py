@@ -24,6 +24,6 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
         """Return the seconds of communication after backward with buckets of these capacities."""
         return backward_timeline(replace(work, bucket_bytes=sizes), lambda nbytes: message + byte * nbytes).exposed
 
-    found = min((exposed(capacities(size, None)), size) for size in BUCKETS_MIB)
-    saved = exposed(work.bucket_bytes) - found[0]
-    return (found[1], saved) if saved > WORTH * facts.length else None
+    best = min((exposed(capacities(size, None)), size) for size in BUCKETS_MIB)
+    saved = exposed(work.bucket_bytes) - best[0]
+    return (best[1], saved) if saved > WORTH * facts.length else None

@@ -24,10 +24,10 @@ def detailed_steps(records: Sequence[RankRecord]) -> list[Steps]:
     """Return the detailed steps that all ranks took, on rank 0's clock."""
     together: list[Steps] = []
     for ranks in steps_by_number(records).values():
-        taken = [step for step in ranks if step is not None and step.kind == "detailed" and step.spans]
-        if len(taken) == len(records):
-            offsets = [offset_at(step.start, record.offsets) for step, record in zip(taken, records, strict=True)]
-            together.append([_moved(step, offset) for step, offset in zip(taken, offsets, strict=True)])
+        rank_steps = [step for step in ranks if step is not None and step.kind == "detailed" and step.spans]
+        if len(rank_steps) == len(records):
+            offsets = [offset_at(step.start, record.offsets) for step, record in zip(rank_steps, records, strict=True)]
+            together.append([_moved(step, offset) for step, offset in zip(rank_steps, offsets, strict=True)])
     return together
 
 
@@ -41,7 +41,7 @@ def _moved(step: Step, offset: float) -> Step:
 def bucket_times(steps: Steps, sizes: Sequence[int]) -> list[BucketTimes]:
     """Return when each bucket of a step was launched and finished, in seconds since the first rank began the step.
 
-    Empty if ranks launched different numbers of buckets, or launched a bucket more than once.
+    The result is empty if ranks launched different numbers of buckets, or launched a bucket more than once.
     """
     zero = min(step.start for step in steps)
     launched = [[span for span in step.spans if span.label == LAUNCH] for step in steps]
@@ -74,30 +74,31 @@ def _marks(step: Step, label: str) -> list[float]:
 def _finished(steps: Steps, count: int) -> list[list[float] | None]:
     """Return when each bucket was finished, by rank; None for a rank whose finish times are unknown.
 
-    In shared memory every rank reduces its share, in launch order, and a bucket is finished when its last share is.
+    In shared memory every rank reduces its share, in launch order, and a bucket is finished once all ranks have reduced
+    their shares.
     """
     shares = [[span.end for span in step.spans if span.label == REDUCE][:count] for step in steps]
     if all(len(ends) == count for ends in shares):
         ends = [max(together) for together in zip(*shares, strict=True)]
         return [ends] * len(steps)
     marks = [_marks(step, DONE) for step in steps]
-    return [found if len(found) == count else None for found in marks]
+    return [times if len(times) == count else None for times in marks]
 
 
 def reduced_and_hidden(steps: Steps, buckets: Sequence[BucketTimes]) -> list[tuple[float, float] | None]:
     """Return, by rank, how many seconds all-reduces took in one step, and how many were hidden behind computing.
 
-    None for a rank if it is unknown when its all-reduces ended. Copying into buckets and reducing a share in shared
-    memory count as communication, not as computing.
+    A rank's value is None if it is unknown when its all-reduces ended. Copying into buckets and reducing a share in
+    shared memory count as communication, not as computing.
     """
     zero = min(step.start for step in steps)
-    found: list[tuple[float, float] | None] = []
+    result: list[tuple[float, float] | None] = []
     for rank, step in enumerate(steps):
         reducing = all_reduces(buckets, [bucket.finished[rank] for bucket in buckets])
         stretches, _ = cut_into_stretches(step.spans, step.start, step.end)
         computing = [(begin - zero, end - zero) for part, begin, end in stretches if part in COMPUTING]
-        found.append((total(reducing), shared(reducing, computing)) if reducing else None)
-    return found
+        result.append((total(reducing), shared(reducing, computing)) if reducing else None)
+    return result
 
 
 def all_reduces(buckets: Sequence[BucketTimes], ends: Sequence[float | None]) -> list[Interval]:
@@ -105,14 +106,14 @@ def all_reduces(buckets: Sequence[BucketTimes], ends: Sequence[float | None]) ->
 
     An all-reduce begins once all ranks have launched it and the previous one has finished.
     """
-    found, before = list[Interval](), 0.0
+    intervals, previous = list[Interval](), 0.0
     for bucket, end in zip(buckets, ends, strict=True):
         if end is None:
             return []
-        begin = max(*bucket.launched, before)
-        before = max(before, end)
-        found.append((begin, max(begin, end)))
-    return found
+        begin = max(*bucket.launched, previous)
+        previous = max(previous, end)
+        intervals.append((begin, max(begin, end)))
+    return intervals
 
 
 def gradient_times(step: Step) -> list[tuple[int, float]]:

@@ -19,24 +19,24 @@ from paceline.profiler.report.report import ENOUGH
 NOTABLE, WORTH = 0.1, 0.05
 """Minimum share of the time to name a cause, and minimum saving to give advice."""
 ONE_CAUSE, OTHER_TRAINING = 2.0, 0.5
-"""Weights for ordering advice: of a change that removes a cause, and of one that changes the training."""
+"""Weights for ordering advice: for a change that removes a cause, and for a change to the training itself."""
 SLOWDOWN = 1.15
-"""Minimum ratio for a rank to count as slower than the others. Healthy ranks on one host differ by less: a rank that
-sleeps in a collective wakes late, and cores and caches differ."""
+"""Minimum ratio for a rank to count as slower than the others. Healthy ranks on one host differ by less, because ranks
+that sleep in a collective wake late, and cores and caches differ."""
 LATE, STEADY = 1.075, 1.4
 """Minimum ratio for a stretch to count as late, and the ratio that proves lateness if nine in ten steps reach it."""
 MOSTLY = 0.9
-"""Share of steps that counts as all steps."""
+"""Share of steps that counts as nearly all steps."""
 STRETCH_S, STRETCHES = 1.0, 13
 """Minimum length of a stretch in seconds, and maximum number of stretches. A long profile has longer stretches, because
 other programs may slow it for longer."""
 CHANCE = 0.004
 """Largest p-value of the sign test. To pass, at least 8 of 8 or 12 of 13 stretches must be late."""
 SEEN = 1 / 3
-"""Smallest share of the time lost in a rank's own code that stack samples must account for. Samples are late on a busy
-host."""
+"""Minimum share of the time lost in a rank's own code that stack samples must account for. The share is low, because
+samples are late on a busy host."""
 FEWEST = 3
-"""Minimum number of steps or samples for a conclusion."""
+"""Minimum number of steps or samples needed to draw a conclusion."""
 WAKE_S = 0.001
 """Seconds that it takes ranks on one host to wake each other. No rank is blamed for less."""
 
@@ -44,8 +44,8 @@ WAKE_S = 0.001
 def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: int) -> bool:
     """Return whether `rank` was late throughout these steps, not just for a while.
 
-    Compares the rank with the median of the others. It was late throughout if it was far slower in nearly all steps
-    (which must last at least one stretch), or if a sign test on the total time of each stretch rules out chance.
+    Compares the rank with the median of the others. The rank was late throughout if it was far slower in nearly all
+    steps (which must last at least one stretch), or if a sign test on the total time of each stretch rules out chance.
 
     Args:
         busy: seconds of computing in each step on each rank; NaN if missing.
@@ -57,19 +57,19 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
         for row, length in zip(busy, lengths, strict=True)
         if not math.isnan(row[rank]) and (others := others_of(row, rank)) and (usual := median(others)) > 0
     ]
-    least = max(STRETCH_S, math.fsum(length for _, _, length in times) / (STRETCHES + 1))
-    stretches = late = 0
-    own = usual = seconds = 0.0
+    shortest = max(STRETCH_S, math.fsum(length for _, _, length in times) / (STRETCHES + 1))
+    stretches = late_count = 0
+    own_seconds = usual = seconds = 0.0
     for own_time, usual_time, length in times:
-        own, usual, seconds = own + own_time, usual + usual_time, seconds + length
-        if seconds >= least:
-            stretches, late = stretches + 1, late + (own > LATE * usual)
-            own = usual = seconds = 0.0
+        own_seconds, usual, seconds = own_seconds + own_time, usual + usual_time, seconds + length
+        if seconds >= shortest:
+            stretches, late_count = stretches + 1, late_count + (own_seconds > LATE * usual)
+            own_seconds = usual = seconds = 0.0
     if not stretches:
         return False
     if sum(own_time >= STEADY * usual_time for own_time, usual_time, _ in times) >= MOSTLY * len(times):
         return True
-    return sum(math.comb(stretches, count) for count in range(late, stretches + 1)) <= CHANCE * 2.0**stretches
+    return sum(math.comb(stretches, count) for count in range(late_count, stretches + 1)) <= CHANCE * 2.0**stretches
 
 
 def was_seen(sampled: Sequence[float], rank: int, lost: Sequence[float]) -> bool:
@@ -92,10 +92,10 @@ def steps_to_profile(length: float) -> int:
 
 
 def late_since(differences: Sequence[float]) -> int | None:
-    """Return the index of the step when a rank became late; None if it did not.
+    """Return the index of the step at which a rank became late; None if it did not.
 
-    From that step on, a share of at least :data:`MOSTLY` of the steps is late; before it, at least the same share is
-    not. Seconds are compared, because ratios of short steps are noisy and would put the change too early.
+    From that step on, a share of at least :data:`MOSTLY` of the steps is late; of the earlier steps, at least the same
+    share is not late. Seconds are compared, because ratios of short steps are noisy and would put the change too early.
 
     Args:
         differences: how many seconds longer than the others the rank took for each step.
@@ -105,14 +105,14 @@ def late_since(differences: Sequence[float]) -> int | None:
     if border <= 0:
         return None
     # Find the suffix with the most evidence. Each step's evidence is clipped, so a spike counts like any late step.
-    start, most, evidence = 0, 0.0, 0.0
+    start, largest, evidence = 0, 0.0, 0.0
     for index in reversed(range(len(differences))):
         evidence += max(-border, min(border, differences[index] - border))
-        if evidence > most:
-            start, most = index, evidence
+        if evidence > largest:
+            start, largest = index, evidence
     is_late = [difference > border for difference in differences]
-    late, early = sum(is_late[start:]), start - sum(is_late[:start])
-    return start if start and late >= MOSTLY * len(is_late[start:]) and early >= MOSTLY * start else None
+    late_count, early_count = sum(is_late[start:]), start - sum(is_late[:start])
+    return start if start and late_count >= MOSTLY * len(is_late[start:]) and early_count >= MOSTLY * start else None
 
 
 def others_of(row: Sequence[float], rank: int) -> list[float]:

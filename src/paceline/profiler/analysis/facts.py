@@ -20,8 +20,8 @@ from paceline.profiler.report.report import ENOUGH, BucketTimes, SlowRank
 from paceline.profiler.stragglers import Straggler, find_stragglers
 
 LEAST_OWN = 0.1
-"""Smallest share of a rank's own time that must remain after subtracting delays. If less remains, the rank was delayed
-while it waited."""
+"""Minimum share of a rank's own time that must remain after subtracting delays. If less remains, the delays occurred
+while the rank waited."""
 
 NOT_COMPUTING = tuple(part for part in step_parts.ALL if part not in step_parts.COMPUTE)
 _BUSY = tuple(part for part in step_parts.ALL if part not in step_parts.WAITING)
@@ -43,7 +43,7 @@ class Facts:
     records: Sequence[RankRecord]
     operators: OperatorTable
     traces: Sequence[dict[str, Any]] = ()
-    """Traces of torch's profiler, by rank; an empty one if it is missing."""
+    """Traces of torch's profiler, by rank; a missing trace is empty."""
 
     @cached_property
     def accounts(self) -> Accounts:
@@ -76,7 +76,7 @@ class Facts:
 
     @cached_property
     def batches(self) -> float:
-        """Mean number of forwards in a step."""
+        """Mean number of forward passes in a step."""
         return max(1.0, self.mean("batches"))
 
     @cached_property
@@ -114,12 +114,12 @@ class Facts:
         """
         if self.operators.overlap:
             return dict(self.operators.overlap)
-        found = {}
+        overlaps = {}
         for rank in range(len(self.records)):
             times = [pair for ranks in self.reductions if (pair := ranks[rank]) is not None]
             if busy := math.fsum(busy for busy, _ in times):
-                found[rank] = math.fsum(hidden for _, hidden in times) / busy
-        return found
+                overlaps[rank] = math.fsum(hidden for _, hidden in times) / busy
+        return overlaps
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -128,7 +128,7 @@ class Facts:
 
     @cached_property
     def all_reduce(self) -> float:
-        """Seconds that all-reduces take in a step: at least the seconds that they add to it."""
+        """Seconds that all-reduces take in a step, at least as many as they add to its length."""
         shown = self.accounts.mean(step_parts.COMMUNICATION)
         ran = [[pair[0] for pair in ranks if pair is not None] for ranks in self.reductions]
         if self.reduces_in_backward or not any(ran):  # the parts of a step include the whole cost
@@ -195,7 +195,7 @@ class Facts:
         if len(self.records) < 2 or not self.is_firm:
             return []
         slow = map(self._describe, find_stragglers(self.own_times, min_slowdown=SLOWDOWN))
-        return [one for one in slow if self._is_notable(one)]
+        return [straggler for straggler in slow if self._is_notable(straggler)]
 
     def _is_notable(self, slow: SlowRank) -> bool:
         first, last = map(self.accounts.steps.index, (slow.first_step, slow.last_step))
@@ -205,21 +205,21 @@ class Facts:
         return is_worth_it and is_lasting(self.own_times[rows], lengths, slow.rank)
 
     def _describe(self, straggler: Straggler) -> SlowRank:
-        """Describe when it was late, judged by the part that lost most, because the sum is noisier."""
+        """Describe when the rank was late, judged by the part that lost most, because the sum of parts is noisier."""
         rank, accounts = straggler.rank, self.accounts
         first, last, kind = straggler.first_step, straggler.last_step, straggler.kind
         longer = {part: self.longer(rank, part) for part in _BUSY}
 
         def lost(part: str) -> float:
-            seconds = [late for row, late in longer[part].items() if first <= row <= last]
+            seconds = [delay for row, delay in longer[part].items() if first <= row <= last]
             return fmean(seconds) if seconds else 0.0
 
         phase = max(_BUSY, key=lost)
-        # Ratios of short steps would put the beginning too early.
+        # With ratios of short steps, the beginning would be found too early.
         begin = late_since(list(longer[phase].values()))
         if begin is not None:
             rows = list(longer[phase])[begin:]
             first, last, kind = rows[0], rows[-1], "emerging"
-        own = mean_of([[row[rank]] for row in accounts.busy()[first : last + 1]])
-        slowdown = own / max(own - math.fsum(map(lost, _BUSY)), 1e-9)
+        busy = mean_of([[row[rank]] for row in accounts.busy()[first : last + 1]])
+        slowdown = busy / max(busy - math.fsum(map(lost, _BUSY)), 1e-9)
         return SlowRank(rank, accounts.steps[first], accounts.steps[last], slowdown, kind, phase, lost(phase))

@@ -18,7 +18,7 @@ from paceline.profiler.report.report import Operator
 
 MOST = 30
 SHORT_OPERATOR = 15e-6
-"""Length of an operator, in seconds, below which the call costs more than the computation."""
+"""An operator shorter than this, in seconds, costs more to call than to compute."""
 TENSOR_CORE_KERNELS = ("gemm", "cutlass", "xmma", "wgmma", "hmma", "cudnn")
 """Parts of the names of kernels that may use tensor cores, unless the name also contains a part in `_NOT_ON_THEM`."""
 _NOT_ON_THEM = ("sgemm", "simt", "f32f32f32")
@@ -27,7 +27,7 @@ NCCL_KERNEL = re.compile("nccl.*Kernel")
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """Operators in the traced steps of all ranks, and GPU figures computed from its kernels."""
+    """Operators in the traced steps of all ranks, and figures of the GPU computed from kernels."""
 
     operators: list[Operator] = field(default_factory=list)
     calls: float = 0.0
@@ -41,22 +41,22 @@ class OperatorTable:
     @property
     def computing(self) -> float:
         """Share of the operators' time that grows with the batch; the rest is the cost of calling them."""
-        # Use the mean length, because many short operators also have much Python code between them.
+        # The mean length is a good measure, because many short operators also mean much Python code between them.
         return min(1.0, self.seconds / self.calls / SHORT_OPERATOR) if self.calls else 1.0
 
 
 def operators_in(traces: Sequence[dict[str, Any]], records: Sequence[RankRecord]) -> OperatorTable:
     """Return the operators in the `traces` that torch wrote on the ranks; a missing trace is empty."""
-    found: list[tuple[list[Event], int]] = []
+    traced: list[tuple[list[Event], int]] = []
     overlap = {}
     for trace, record in zip(traces, records, strict=True):
         steps = sum(step.kind == "traced" for step in record.steps)
         events = complete_events(trace)
         if events and steps:
-            found.append((events, steps))
+            traced.append((events, steps))
             if (share := overlap_of_kernels(events)) is not None:
                 overlap[record.rank] = share
-    return replace(tabulate(found), overlap=overlap)
+    return replace(tabulate(traced), overlap=overlap)
 
 
 def overlap_of_kernels(events: Sequence[Event]) -> float | None:
@@ -87,21 +87,21 @@ def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
             calls[name] += weight
         # Kernels run after the call that launched them has returned, so count all of them, not only those inside the
         # model.
-        own = timed if kernels else own_times(inside_of_model(events))
+        durations = timed if kernels else own_times(inside_of_model(events))
         # Autograd nodes are not operators, but have the same category on a CPU.
-        in_model += [(us / 1e6, weight) for name, us in own if kernels or name.startswith("aten::")]
+        in_model += [(us / 1e6, weight) for name, us in durations if kernels or name.startswith("aten::")]
     names = sorted(seconds, key=lambda name: -seconds[name])
-    whole = sum(seconds.values())
-    table = [Operator(name, calls[name], seconds[name], seconds[name] / whole if whole else 0.0) for name in names]
-    spent = math.fsum(each * weight for each, weight in in_model)
+    elapsed = sum(seconds.values())
+    table = [Operator(name, calls[name], seconds[name], seconds[name] / elapsed if elapsed else 0.0) for name in names]
+    spent = math.fsum(duration * weight for duration, weight in in_model)
     called = math.fsum(weight for _, weight in in_model)
     return OperatorTable(table[:MOST], called, spent, figures_of_kernels([events for events, _ in traces]))
 
 
 def inside_of_model(events: Sequence[Event]) -> list[Event]:
-    """Return the operators from the start of a forward to the end of its backward; all operators without such marks.
+    """Return the operators from the start of a forward pass to the end of its backward pass; without marks, return all.
 
-    A dataset in this process may call far more, and far shorter, operators than the model does.
+    A dataset in this process may call far more operators than the model, and far shorter ones.
     """
     annotations = [event for event in events if event.get("cat") == "user_annotation"]
     marks = sorted((*interval(event), event["name"]) for event in annotations if event["name"] in (FORWARD, BACKWARD))
@@ -122,7 +122,7 @@ def inside_of_model(events: Sequence[Event]) -> list[Event]:
 
 
 def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
-    """Return the microseconds of each operator, excluding the operators that it called in its thread."""
+    """Return the microseconds of each operator, excluding other operators that it called in the same thread."""
     threads: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":
@@ -136,8 +136,8 @@ def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
             while stack and stack[-1][0] <= event["ts"]:
                 stack.pop()
             if stack:
-                name, own = times[stack[-1][1]]
-                times[stack[-1][1]] = (name, own - event["dur"])
+                name, duration = times[stack[-1][1]]
+                times[stack[-1][1]] = (name, duration - event["dur"])
             stack.append((event["ts"] + event["dur"], len(times)))
             times.append((event["name"], event["dur"]))
     return times
@@ -148,8 +148,8 @@ def figures_of_kernels(traces: Sequence[Sequence[Event]]) -> dict[str, float]:
 
     Occupancy and blocks are Kineto's estimates for each launch.
     """
-    by_rank = [(events, found) for events in traces if (found := kernels_of(events))]
-    kernels = [kernel for _, found in by_rank for kernel in found]
+    by_rank = [(events, of_rank) for events in traces if (of_rank := kernels_of(events))]
+    kernels = [kernel for _, of_rank in by_rank for kernel in of_rank]
     busy = math.fsum(kernel["dur"] for kernel in kernels)
     if not busy:
         return {}
@@ -157,13 +157,13 @@ def figures_of_kernels(traces: Sequence[Sequence[Event]]) -> dict[str, float]:
     def mean(share: Callable[[dict[str, Any]], float]) -> float:
         return math.fsum(kernel["dur"] * min(1.0, share(kernel.get("args", {}))) for kernel in kernels) / busy
 
-    running = [merged(map(interval, found)) for _, found in by_rank]
-    whole = sum(one[-1][1] - one[0][0] for one in running) or 1.0
-    utilization = sum(map(total, running)) / whole
+    running = [merged(map(interval, of_rank)) for _, of_rank in by_rank]
+    span = sum(intervals[-1][1] - intervals[0][0] for intervals in running) or 1.0
+    utilization = sum(map(total, running)) / span
     hosts = [host_calls_of(events) for events, _ in by_rank]
     return {
         "utilization": utilization,
-        "host": sum(map(time_of_host_alone, hosts, running)) / whole,
+        "host": sum(map(time_of_host_alone, hosts, running)) / span,
         "sm_efficiency": utilization * mean(lambda details: float(details.get("blocks per SM", 0))),
         "occupancy": mean(lambda details: float(details.get("est. achieved occupancy %", 0)) / 100),
         "tensor_cores": math.fsum(kernel["dur"] for kernel in kernels if on_tensor_cores(kernel["name"])) / busy,

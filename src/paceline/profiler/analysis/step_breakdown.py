@@ -30,7 +30,7 @@ class Accounts:
     parts: dict[str, list[Seconds]]
     """Seconds by part, in the order of :data:`~paceline.profiler.report.step_parts.ALL`."""
     waited_for: list[list[float]]
-    """Seconds per step that a rank (row) spent in bubbles caused by another (column)."""
+    """Seconds per step that a rank (row) spent in bubbles caused by another rank (column)."""
 
     def figures(self, name: str) -> list[Seconds]:
         """Return a figure of every step on every rank, such as ``rows``."""
@@ -68,19 +68,19 @@ class Accounts:
 
 
 def mean_of(table: Sequence[Sequence[float]]) -> float:
-    """Return the mean of the values that are not NaN; 0 without any."""
-    there = [value for row in table for value in row if not math.isnan(value)]
-    return math.fsum(there) / len(there) if there else 0.0
+    """Return the mean of the values that are not NaN; 0 if there are none."""
+    present = [value for row in table for value in row if not math.isnan(value)]
+    return math.fsum(present) / len(present) if present else 0.0
 
 
 def account(records: Sequence[RankRecord]) -> Accounts:
     """Combine the measured steps of all ranks."""
     steps = steps_by_number(records)
     numbers = [number for number, ranks in steps.items() if any(step and step.is_measured() for step in ranks)]
-    taken = [steps[number] for number in numbers]
+    selected = [steps[number] for number in numbers]
     waited_for = [[0.0] * len(records) for _ in records]
     cut: list[list[dict[str, float]]] = []
-    for ranks in taken:
+    for ranks in selected:
         bubbles = find_bubbles(ranks, records)
         cut.append([_cut_step(step, bubbles[rank]) if step else {} for rank, step in enumerate(ranks)])
         for rank, causes in enumerate(bubbles):
@@ -91,7 +91,7 @@ def account(records: Sequence[RankRecord]) -> Accounts:
         part: [[seconds.get(part, 0.0) if seconds else math.nan for seconds in row] for row in cut]
         for part in step_parts.ALL
     }
-    return Accounts(numbers, taken, parts, waited_for)
+    return Accounts(numbers, selected, parts, waited_for)
 
 
 def steps_by_number(records: Sequence[RankRecord]) -> dict[int, list[Step | None]]:
@@ -122,9 +122,9 @@ def find_bubbles(steps: Sequence[Step | None], records: Sequence[RankRecord]) ->
     for name in dict.fromkeys(meeting.group for step in steps if step for meeting in step.meetings):
         # Groups are written at the end, so killed ranks lack them.
         ranks = next((record.groups[name] for record in records if record.groups.get(name)), range(len(records)))
-        taken = [step for rank in ranks if rank < len(steps) and (step := steps[rank]) is not None]
-        meetings = [[meeting for meeting in step.meetings if meeting.group == name] for step in taken]
-        if len(taken) < max(2, len(ranks)) or len(set(map(len, meetings))) > 1:
+        group_steps = [step for rank in ranks if rank < len(steps) and (step := steps[rank]) is not None]
+        meetings = [[meeting for meeting in step.meetings if meeting.group == name] for step in group_steps]
+        if len(group_steps) < max(2, len(ranks)) or len(set(map(len, meetings))) > 1:
             continue
         for together in zip(*meetings, strict=True):
             # Compare the times of different hosts on the clock of rank 0.

@@ -13,8 +13,8 @@ from paceline.profiler.report.formatting import notable_ranks
 from paceline.profiler.report.report import Report
 
 DEVIATIONS, LEAST_RATIO, ALWAYS = 6.0, 1.1, 2.0
-"""A step is an outlier if it is this many scaled median absolute deviations above the rank's median and at least this
-multiple of it (which matters in runs without noise). Twice the median is always an outlier, however noisy the run."""
+"""A step is an outlier if it is at least `DEVIATIONS` scaled median absolute deviations above the rank's median and at
+least `LEAST_RATIO` times the median (which matters in runs without noise), or if it is `ALWAYS` times the median."""
 MOST_OUTLIERS = 400
 """Maximum number of marked outliers, to limit the size of the page."""
 MOST_POINTS = 60_000
@@ -22,8 +22,8 @@ MOST_POINTS = 60_000
 NOTABLE = 8
 """Number of ranks that the timeline shows initially."""
 MOST_DRAWN = 8
-"""Maximum number of ranks drawn separately in the chart of steps (MOST_SINGLE in charts.js). With more, users pick
-one."""
+"""Maximum number of ranks drawn separately in the chart of steps (MOST_SINGLE in charts.js). If there are more, users
+pick a rank."""
 METRICS = {
     "step": ("whole step", ()),
     "compute": ("computing (forward and backward)", step_parts.COMPUTE),
@@ -47,21 +47,21 @@ class Outlier:
 
 def find_outliers(step_seconds: Sequence[Sequence[float | None]]) -> list[Outlier]:
     """Return the outliers in step order; `step_seconds` has shape (steps, ranks)."""
-    found: dict[int, Outlier] = {}
+    worst: dict[int, Outlier] = {}
     for rank in range(len(step_seconds[0]) if step_seconds else 0):
         values = [row[rank] for row in step_seconds]
-        there = [value for value in values if value is not None]
-        if not there:
+        present = [value for value in values if value is not None]
+        if not present:
             continue
-        typical = median(there)
+        typical = median(present)
         # An estimate of the standard deviation, if the noise is normal.
-        spread = 1.4826 * median(abs(value - typical) for value in there)
+        spread = 1.4826 * median(abs(value - typical) for value in present)
         limit = min(max(typical + DEVIATIONS * spread, LEAST_RATIO * typical), ALWAYS * typical)
         for index, value in enumerate(values):
-            if value is not None and typical < value >= limit and (index not in found or value > found[index].seconds):
-                found[index] = Outlier(index, rank, value, value / typical if typical else 1.0)
-    longest = sorted(found.values(), key=lambda one: -one.seconds)[:MOST_OUTLIERS]
-    return sorted(longest, key=lambda one: one.index)
+            if value is not None and typical < value >= limit and (index not in worst or value > worst[index].seconds):
+                worst[index] = Outlier(index, rank, value, value / typical if typical else 1.0)
+    longest = sorted(worst.values(), key=lambda outlier: -outlier.seconds)[:MOST_OUTLIERS]
+    return sorted(longest, key=lambda outlier: outlier.index)
 
 
 def timeline_chart(report: Report) -> dict[str, Any] | None:
@@ -125,19 +125,19 @@ def step_chart(report: Report) -> dict[str, Any]:
 
 
 def _sums(report: Report, parts: Sequence[str]) -> Rows:
-    there = [report.parts[part] for part in parts if part in report.parts]
-    if not there:
+    present = [report.parts[part] for part in parts if part in report.parts]
+    if not present:
         return [[None] * len(report.ranks)] * len(report.steps)
     return [
-        [None if None in ones else sum(one for one in ones if one is not None) for ones in zip(*rows, strict=True)]
-        for rows in zip(*there, strict=True)
+        [None if None in ones else sum(sec for sec in ones if sec is not None) for ones in zip(*rows, strict=True)]
+        for rows in zip(*present, strict=True)
     ]
 
 
 def _binned(values: Sequence[float | None], width: int) -> list[float | None]:
     bins = (values[start : start + width] for start in range(0, len(values), width))
-    there = ([value for value in one if value is not None] for one in bins)
-    return [_short(median(one)) if one else None for one in there]
+    present = ([value for value in group if value is not None] for group in bins)
+    return [_short(median(group)) if group else None for group in present]
 
 
 def _short(seconds: float) -> float:

@@ -47,7 +47,7 @@ def page(report: Report) -> str:
         timeline=timeline_chart(report),
         waits=picture(report),
         steps=step_chart(report),
-        peaks=[one for one in report.ranks if one.peak_memory is not None],
+        peaks=[record for record in report.ranks if record.peak_memory is not None],
     )
 
 
@@ -67,13 +67,13 @@ def comparison_page(comparison: Comparison) -> str:
 
 @cache
 def _templates() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader(FILES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     for filter_ in (kind_name, ms, nbytes, percent, sentence):
-        made.filters[filter_.__name__] = filter_
-    made.globals |= {"names": step_parts.NAMES, "meanings": step_parts.MEANINGS, "data_block": _data_block}
-    return made
+        environment.filters[filter_.__name__] = filter_
+    environment.globals |= {"names": step_parts.NAMES, "meanings": step_parts.MEANINGS, "data_block": _data_block}
+    return environment
 
 
 def _data_block(name: str, value: Any) -> Markup:
@@ -100,13 +100,13 @@ def _longest(rows: Any) -> float:
 
 
 def _circumstances(report: Report) -> str:
-    hosts, devices = {one.host for one in report.ranks}, Counter(one.device for one in report.ranks)
+    hosts, devices = {record.host for record in report.ranks}, Counter(record.device for record in report.ranks)
     ran_on = ", ".join(f"{number} × {name}" if number > 1 else name for name, number in devices.items())
-    said = [counted(len(report.ranks), "rank"), f"on {counted(len(hosts), 'host')}", f"({ran_on})" if ran_on else ""]
+    words = [counted(len(report.ranks), "rank"), f"on {counted(len(hosts), 'host')}", f"({ran_on})" if ran_on else ""]
     steps = counted(len(report.steps), "step")
     if report.steps:
         steps += f" ({report.steps[0]}–{report.steps[-1]})"
-    return f"{' '.join(filter(None, said))} · backend {report.backend} · {steps}"
+    return f"{' '.join(filter(None, words))} · backend {report.backend} · {steps}"
 
 
 def _tiles(report: Report) -> list[tuple[str, str | None, str]]:

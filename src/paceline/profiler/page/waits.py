@@ -22,9 +22,9 @@ def picture(report: Report) -> dict[str, Any] | None:
     rows = report.waited_for
     if len(report.ranks) < 2 or not rows:
         return None
-    numbers = [one.rank for one in report.ranks]
+    numbers = [record.rank for record in report.ranks]
     cell = min(72.0, max(8.0, 520 / len(rows)))
-    every = next(one for one in (1, 2, 4, 8, 16, 32, 64, 128, 10**9) if one * cell >= 22)  # legible numbers
+    every = next(number for number in (1, 2, 4, 8, 16, 32, 64, 128, 10**9) if number * cell >= 22)  # legible numbers
     middles = [GUTTER + cell * (at + 0.5) for at in range(len(rows))]
     figures = []
     if len(rows) <= SPELLED_OUT:
@@ -42,26 +42,26 @@ def picture(report: Report) -> dict[str, Any] | None:
         "shades": _shades(rows, cell),
         "figures": figures,
         "numbers": list(zip(middles, numbers, strict=True))[::every],
-        "data": {"ranks": numbers, "rows": [[float(f"{1e3 * one:.3g}") for one in row] for row in rows]},
+        "data": {"ranks": numbers, "rows": [[float(f"{1e3 * value:.3g}") for value in row] for row in rows]},
     }
 
 
 def _late_ranks(rows: Sequence[Sequence[float]], numbers: Sequence[int]) -> list[dict[str, Any]]:
     """Return the ranks that others wait for, costliest first, each with the rank that waits for it longest."""
-    found = []
+    entries = []
     for at, rank in enumerate(numbers):
         if caused := sum(row[at] for row in rows) / (len(rows) - 1):
             waiting = max(range(len(rows)), key=lambda other: rows[other][at])
-            found.append({"rank": rank, "caused": caused, "longest": rows[waiting][at], "waiting": numbers[waiting]})
-    return sorted(found, key=lambda late: -late["caused"])[:FIRST]
+            entries.append({"rank": rank, "caused": caused, "longest": rows[waiting][at], "waiting": numbers[waiting]})
+    return sorted(entries, key=lambda entry: -entry["caused"])[:FIRST]
 
 
 def _shades(rows: Sequence[Sequence[float]], cell: float) -> list[tuple[int, str]]:
     """Return one SVG path per shade, because separate elements would be too many: 512 ranks have 262,144 cells."""
-    most, shades = max(map(max, rows)), dict[int, list[str]]()
+    longest, shades = max(map(max, rows)), dict[int, list[str]]()
     for at, row in enumerate(rows):
         for other, seconds in enumerate(row):
-            if seconds and (shade := round(SHADES * seconds / most)) > 0:
+            if seconds and (shade := round(SHADES * seconds / longest)) > 0:
                 x, y = GUTTER + cell * other, GUTTER + cell * at
                 shades.setdefault(shade, []).append(f"M{x:g} {y:g}h{cell:g}v{cell:g}h-{cell:g}z")
     return [(shade, "".join(paths)) for shade, paths in sorted(shades.items())]

@@ -1,1 +1,1 @@
-"""Recording on a rank: spans, device times, stack samples, host load, torch's profiler."""
+"""Records spans, device times, stack samples, host load and the output of torch's profiler on a rank."""

@@ -13,19 +13,19 @@ from paceline.profiler.records.steps import Step
 
 
 class Forwards:
-    """The forwards of a step, by model. Several models in a program may process the same samples."""
+    """The forward passes of a step, by model. Several models in a program may process the same samples."""
 
     def __init__(self) -> None:
         self._by_model: dict[int, tuple[int, int, int]] = {}
 
     def add(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a forward of `model` with these arguments."""
+        """Count a forward pass of `model` with these arguments."""
         number, rows, cells = self._by_model.get(id(model), (0, 0, 0))
         more, cells_more = size_of_input(args, kwargs)
         self._by_model[id(model)] = number + 1, rows + more, cells + cells_more
 
     def describe(self, step: Step) -> None:
-        """Set the batches of `step` from the model that saw most, and count the backwards that averaged gradients."""
+        """Set the batches of `step` from the model with the most samples, and count the averaging backward passes."""
         step.batches, step.rows, step.cells = max(self._by_model.values(), default=(0, 0, 0))
         # Averaging gradients launches every bucket once. With torch's wrapper only the wait is visible.
         first = sum(span.label == LAUNCH and span.bucket == 0 for span in step.spans)

@@ -13,7 +13,7 @@ from paceline.core.telemetry.spans import Span
 from paceline.profiler.records.steps import Step
 
 LAG = 8
-"""Delay in steps before a step's events are read. By then the device has passed them, so reading does not wait."""
+"""Delay in steps before the events of a step are read. By then the device has passed them, so reading never waits."""
 
 
 class DeviceTimes:

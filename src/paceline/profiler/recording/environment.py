@@ -31,10 +31,10 @@ def place() -> tuple[int, int]:
 
 def check_world(record: RankRecord) -> None:
     """Raise an error if the process group was created after recording began and gave this process another rank."""
-    seen = place()
-    if (record.rank, record.size) != seen:
+    world = place()
+    if (record.rank, record.size) != world:
         raise UsageError(
-            f"the profile began on rank {record.rank} of {record.size}, but this is rank {seen[0]} of {seen[1]} now; "
+            f"the profile began on rank {record.rank} of {record.size}, but this is rank {world[0]} of {world[1]} now; "
             "call paceline.init() or init_process_group before `with paceline.profiler.profile(…)`"
         )
 

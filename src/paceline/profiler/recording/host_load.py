@@ -33,9 +33,9 @@ class HostLoad:
 
     def delay(self) -> float:
         """Return how many seconds since the last call this thread was ready to run but had no core."""
-        before = self._delayed
+        previous = self._delayed
         self._ran, self._delayed = self._times()
-        return self._delayed - before
+        return self._delayed - previous
 
     def close(self, record: RankRecord) -> None:
         """Add the core use since the start to `record`."""
@@ -43,7 +43,7 @@ class HostLoad:
         if self._busy is not None and (busy := busy_seconds()) is not None:
             record.busy_cores = (busy - self._busy) / wall
         record.own_cores = (own_seconds() - self._own) / wall
-        # Only up to the last step, because a thread other than the loop's may close the record. Capped at one core,
+        # Count only up to the last step, because a thread other than the loop's may close the record. Cap at one core,
         # because the kernel updates a thread's times only every few milliseconds.
         record.loop_cores = min(1.0, (self._ran - self._at_start) / wall)
         record.core_numbers, record.quota = core_numbers(), quota()
@@ -102,11 +102,11 @@ def core_numbers() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def quota(mount: Path = MOUNT, own: Path = OWN) -> float | None:
+def quota(mount: Path = MOUNT, membership: Path = OWN) -> float | None:
     """Return the limit that control groups (version 2) set, in cores; None without a limit."""
     limits = []
     with suppress(OSError):
-        for line in own.read_text().splitlines():
+        for line in membership.read_text().splitlines():
             if line.startswith("0::"):
                 # A container often sees its group at the mount point but reads the path on the host, which may not
                 # exist here.

@@ -87,16 +87,16 @@ class Session:
         self._kind = ""
         """Kind of the current step."""
         self._forwards = Forwards()
-        """Forwards of the current step."""
+        """Forward passes of the current step."""
         self._loading = 0.0
         """Core seconds that the loop's own thread spent loading batches in the current step."""
         self._depth = self.backwards = 0
-        """Number of running backwards, and number of ended backwards."""
+        """Number of backward passes in progress, and number of completed backward passes."""
         self._is_due = self._stepped_inside = False
-        """Whether a backward has ended since the last step; whether an optimizer stepped during a backward."""
+        """Whether a backward pass has ended since the last step; whether an optimizer stepped during one."""
         self.group_of_torch: Any = None
-        """Process group of the last forward's wrapper, if it is torch's. At its end, a backward waits for the group's
-        ranks."""
+        """Process group of the wrapper in the last forward pass, if it is torch's wrapper. The backward pass ends by
+        waiting for the ranks of this group."""
         self._wrapper: Any = None
         """The wrapper with the most parameters."""
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -124,7 +124,7 @@ class Session:
     # -- calls of torch_spans -------------------------------------------------------------------------------------
 
     def forward_begins(self, model: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a forward and its rows."""
+        """Count a forward pass and its rows."""
         if self._is_over or not (model.training and torch.is_grad_enabled()):
             return
         if self._wrapper is None:
@@ -141,11 +141,11 @@ class Session:
             recorder.make_event = self._device_times.event
 
     def backward_begins(self) -> None:
-        """Count a backward as running."""
+        """Count a backward pass as in progress."""
         self._depth += 1
 
     def backward_ends(self) -> None:
-        """Note that a backward has ended, so an optimizer may now end the step."""
+        """Note that a backward pass has ended, so an optimizer may now end the step."""
         self._depth -= 1
         self.backwards += 1
         self._is_due = self._is_due or self._is_shared()
@@ -175,7 +175,7 @@ class Session:
 
     def _is_shared(self) -> bool:
         """Return whether a wrapper has taken part in the step."""
-        # torch.compile may hide the wrapper's forward, but the wait at the end of its backward is always a span.
+        # torch.compile may hide the wrapper's forward pass, but the wait at the end of backward is always a span.
         return len(self._forwards) > 0 or any(span.label == WAIT for span in recorder.spans)
 
     def _thin_out(self) -> None:
@@ -188,13 +188,13 @@ class Session:
 
     def _prepare(self) -> None:
         """Prepare for the next step."""
-        kind, before = kind_of(self._number, self._traced), self._kind
+        kind, previous = kind_of(self._number, self._traced), self._kind
         self._kind = kind
         recorder.skipped = set() if kind == "detailed" else {BUCKET_WAIT}
         recorder.bucket_watch = None
         if self._measures_norms and kind in MEASURED and are_due(self._number):
             recorder.bucket_watch = self._steps.norms[self._number] = GradientNorms()
-        if kind == before == "plain":
+        if kind == previous == "plain":
             return
         recorder.detailed = kind == "detailed"
         if kind != before:
@@ -205,7 +205,7 @@ class Session:
             # Measure again, because torch's profiler uses the time of day, which may have been adjusted.
             self._record.started_ns = time_of_day()
         self._operators.follow(is_wanted=kind == "traced")
-        # Collective, and therefore early in the run: later, ranks may have taken different numbers of steps.
+        # Measure early in the run, because this is collective, and later, ranks may be at different steps.
         if self._number in (0, WARM_UP) and not self._record.offsets and are_apart():
             self._record.offsets.append(measure_offset())
 
@@ -264,8 +264,7 @@ class Session:
         """Stop recording."""
         if self._is_over:
             return
-        # Leave the hooks installed, because this may run inside one of them, while torch iterates over its list of
-        # hooks.
+        # Leave the hooks installed, because one of them may be calling this while torch iterates over its hooks.
         self._is_over = True
         self._gradient_hooks.close()
         self._stacks.stop()
@@ -283,7 +282,7 @@ class Session:
         self._hooks.close()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the recording, and close the file unless it is closed. Collective unless there is an `error`."""
+        """End the recording, and close the file if it is open. Collective unless there is an `error`."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""Samples the main thread's stack, to name the functions that the loop's own code runs."""
+"""Samples the main thread's stack, so that advice can name functions in the loop's own code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Sample = tuple[float, str]
 class StackSampler:
     """A thread that samples the main thread every :data:`INTERVAL_S`, or less often if samples are expensive.
 
-    Call :meth:`stop` to end it.
+    Call :meth:`stop` to end the thread.
     """
 
     def __init__(self) -> None:
@@ -59,29 +59,29 @@ class StackSampler:
 
     def of(self, start: float, end: float) -> list[Sample]:
         """Return the samples from `start` to `end`, and drop all samples before `end`."""
-        found = []
+        result = []
         while self.samples and self.samples[0][0] < end:
             sample = self.samples.popleft()
             if sample[0] >= start:
-                found.append(sample)
-        return found
+                result.append(sample)
+        return result
 
     def _run(self) -> None:
-        cost, before = 0.0, time.thread_time()
-        began, taken = time.perf_counter(), 0
+        cost, previous = 0.0, time.thread_time()
+        began, count = time.perf_counter(), 0
         while not self._is_over.acquire(timeout=max(INTERVAL_S, cost / MOST_SHARE)):
-            cost, before = time.thread_time() - before, time.thread_time()
+            cost, previous = time.thread_time() - previous, time.thread_time()
             now, name = time.perf_counter(), self._look()
-            taken += 1
-            self.interval = (now - began) / taken
+            count += 1
+            self.interval = (now - began) / count
             if name:
                 self.samples.append((now, name))
 
     def _look(self) -> str:
-        # A separate function, to release the sampled frame at once, because a frame keeps its variables alive.
-        # Otherwise this thread would free the variables of a function that has returned, at the next sample. At the end
-        # of a rank these may be the whole training, and a destructor that releases the GIL then cannot reacquire it and
-        # aborts.
+        # A separate function releases the sampled frame at once, because a frame keeps its variables alive. Otherwise,
+        # if the sampled function has returned, this thread would free its variables at the next sample. When a rank
+        # exits, these may be the whole training, and a destructor that releases the GIL could not reacquire it and
+        # would abort.
         with readable_stacks():
             return function_of(sys._current_frames().get(self._watched))
 
@@ -106,5 +106,5 @@ def function_of(frame: FrameType | None) -> str:
 
 def between_spans(samples: Iterable[Sample], stretches: Sequence[tuple[str, float, float]]) -> list[str]:
     """Return the functions sampled in the loop's own code, given the stretches of a step."""
-    own = [(begin, end) for part, begin, end in stretches if part == step_parts.OTHER]
-    return [name for moment, name in samples if any(begin <= moment < end for begin, end in own)]
+    gaps = [(begin, end) for part, begin, end in stretches if part == step_parts.OTHER]
+    return [name for moment, name in samples if any(begin <= moment < end for begin, end in gaps)]

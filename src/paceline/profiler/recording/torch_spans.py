@@ -1,4 +1,4 @@
-"""Records spans of torch's functions: backwards, collectives, batches, optimizer steps.
+"""Records spans of torch's functions: backward passes, collectives, batches and optimizer steps.
 
 Replaces a few torch functions with wrappers that record a span, so scripts need no change. torch's own
 DistributedDataParallel waits for its all-reduces in callbacks at the end of backward; a callback queued before them
@@ -35,40 +35,40 @@ from paceline.core.torch_internals.compile import compiled_below
 from paceline.core.torch_internals.data import BatchIterator
 
 BUFFERS_TRAVEL = "_distributed_broadcast_coalesced"
-"""Method of torch's wrapper that waits for rank 0's buffers during a forward."""
+"""Method of torch's wrapper that waits for rank 0's buffers during the forward pass."""
 
 
 class StepEvents(Protocol):
     """Receives events from torch, and detects steps."""
 
     backwards: int
-    """Number of backwards that have ended."""
+    """Number of completed backward passes."""
     group_of_torch: Any
-    """Process group of the last forward's wrapper, if it is torch's. At its end, a backward waits for the group's
-    ranks."""
+    """Process group of the wrapper in the last forward pass, if it is torch's wrapper. The backward pass ends by
+    waiting for the ranks of this group."""
 
     def batch_came(self, iterator: Any, seconds: float) -> None:
         """Record that a DataLoader returned a batch, which cost the loop `seconds` of core time."""
 
     def forward_begins(self, model: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that a forward begins."""
+        """Note that a forward pass begins."""
 
     def backward_begins(self) -> None:
-        """Note that a backward begins."""
+        """Note that a backward pass begins."""
 
     def backward_ends(self) -> None:
-        """Note that a backward has ended."""
+        """Note that a backward pass has ended."""
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:
-        """Note that an optimizer has stepped, perhaps inside another one."""
+        """Note that an optimizer has stepped, perhaps inside the step of another optimizer."""
 
 
 @contextmanager
 def torch_spans(recorder: Recorder, session: StepEvents) -> Iterator[None]:
-    """Record spans of torch's functions in the block, and report events to `session`."""
+    """Inside this context, record spans of torch's functions and report events to `session`."""
     with ExitStack() as stack:
         for name in COLLECTIVES:
-            if hasattr(dist, name):  # torch may remove the deprecated ones
+            if hasattr(dist, name):  # torch may remove deprecated functions
                 stack.enter_context(_replaced(dist, name, functools.partial(_collective, recorder)))
         stack.enter_context(_replaced(torch.autograd, "backward", functools.partial(_backward, recorder, session)))
         stack.enter_context(_replaced(BatchIterator, "__next__", functools.partial(_next_batch, recorder, session)))
@@ -81,7 +81,7 @@ def torch_spans(recorder: Recorder, session: StepEvents) -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace ``owner.name`` with ``make(original)`` in the block."""
+    """Replace ``owner.name`` with ``make(original)`` inside this context."""
     original, was_own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, make(original))
     try:
@@ -132,7 +132,7 @@ def _backward(recorder: Recorder, session: StepEvents, original: Callable[..., A
 
 
 def _watch_end(recorder: Recorder, group: str | None, roots: Any, at_end: ExitStack) -> None:
-    """Record a wait for `group`, from the last gradient of a backward from `roots` until `at_end` closes."""
+    """Record a wait for `group`, from the last gradient of a backward pass from `roots` until `at_end` closes."""
     is_queued = False
 
     def queue(*_: Any) -> None:
@@ -167,14 +167,14 @@ def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
         if torch.compiler.is_compiling() or not recorder.on:
             return original(*args, **kwargs)
         try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # let torch report the wrong arguments
+            bound = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # let torch raise the error for invalid arguments
             return original(*args, **kwargs)
-        # With async_op, the later wait is what counts.
-        if given.get("async_op"):
+        # With async_op, only the later wait counts.
+        if bound.get("async_op"):
             return original(*args, **kwargs)
         # The first argument of BUFFERS_TRAVEL is a wrapper.
-        group = given["self"].process_group if "self" in given else given.get("group")
+        group = bound["self"].process_group if "self" in bound else bound.get("group")
         with recorder.span(COLLECTIVE, group=_name_of(recorder, group)):
             return original(*args, **kwargs)
 
@@ -194,21 +194,21 @@ def _name_of(recorder: Recorder, group: Any) -> str | None:
 
 def _optimizer_hooks(recorder: Recorder, session: StepEvents) -> list[Any]:
     running: list[tuple[int, int, Callable[[], object]]] = []
-    """Running optimizer steps, innermost last: the optimizer's id, the session's backwards at the start, and the
+    """Optimizer steps in progress, innermost last: the optimizer's id, `session.backwards` at the start, and the
     function that ends the span."""
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         running.append((id(optimizer), session.backwards, recorder.open(OPTIMIZER)))
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Entries of steps that raised are still on top of this one.
+        # Entries of steps that raised are still above this step's entry.
         while running:
             number, _backwards, end = running.pop()
             if number == id(optimizer):
                 end()
                 break
         # A ShardedOptimizer steps another optimizer inside its own step, and gathers the parameters afterwards. Ignore
-        # steps that began before the last backward, because they may have raised.
+        # steps that began before the last backward pass, because they may have raised.
         is_inner = any(backwards == session.backwards for _number, backwards, _end in running)
         session.optimizer_stepped(optimizer, is_inner)
 

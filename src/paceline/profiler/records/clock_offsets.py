@@ -33,27 +33,27 @@ def measure_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[floa
     Returns:
         The time of the measurement on this rank's clock, how many seconds the clock is ahead, and the maximum error.
     """
-    mine: list[tuple[float, float]] = []
+    local_times: list[tuple[float, float]] = []
     for _ in range(EXCHANGES):
         begin = clock()
         dist.all_gather_object([None] * dist.get_world_size(), begin)
-        mine.append((begin, clock()))
-    everyone: list[list[tuple[float, float]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    offset, error = bound_offset(mine, everyone[0])
-    return mine[-1][1], offset, error
+        local_times.append((begin, clock()))
+    all_times: list[list[tuple[float, float]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_times, local_times)
+    offset, error = bound_offset(local_times, all_times[0])
+    return local_times[-1][1], offset, error
 
 
-def bound_offset(mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def bound_offset(local: Sequence[tuple[float, float]], reference: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return this clock's offset from another and the maximum error, given the starts and ends of exchanges."""
-    low = max(begin - end for (begin, _), (_, end) in zip(mine, theirs, strict=True))
-    high = min(end - begin for (_, end), (begin, _) in zip(mine, theirs, strict=True))
+    low = max(begin - end for (begin, _), (_, end) in zip(local, reference, strict=True))
+    high = min(end - begin for (_, end), (begin, _) in zip(local, reference, strict=True))
     # If clocks drift during the exchanges, the bounds may cross.
     return (low + high) / 2, abs(high - low) / 2
 
 
 def offset_at(when: float, measured: Sequence[tuple[float, float, float]]) -> float:
-    """Return the offset at `when`, on the line through the first and last measurements; 0 without any."""
+    """Return the offset at `when`, on the line through the first and last measurements; 0 if there are none."""
     if not measured:
         return 0.0
     (first, begin, _), (last, end, _) = measured[0], measured[-1]

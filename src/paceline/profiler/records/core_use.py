@@ -10,8 +10,8 @@ from paceline.core.output.wording import counted
 from paceline.profiler.records.rank_file import RankRecord
 
 DELAYED, OTHERS = 0.1, 0.2
-"""Minimum share of a rank's time without a core, and minimum number of cores busy with other programs, for load to be
-named as a cause."""
+"""Load is named as a cause if a rank had no core for at least this share of its time, and at least this many cores were
+busy with other programs."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Neighbours:
 
     def description(self) -> str:
         """Return the numbers of ranks, threads and cores in words."""
-        each = " and ".join(map(str, sorted({record.threads for record in self.records})))
-        threads, cores = counted(each, "thread"), counted(f"{self.cores:g}", "core")
+        counts = " and ".join(map(str, sorted({record.threads for record in self.records})))
+        threads, cores = counted(counts, "thread"), counted(f"{self.cores:g}", "core")
         if len(self.records) == 1:
             return f"a rank with {threads} has {cores}"
         return f"{len(self.records)} ranks with {threads} each share {cores}"
@@ -51,7 +51,7 @@ class Load:
     others: float
     """How many of the rank's cores were busy with programs other than the ranks and their workers."""
     rivals: float
-    """How many of them were busy with other threads of the ranks and their workers."""
+    """How many of the rank's cores were busy with other threads of the ranks and their workers."""
     neighbours: Neighbours
 
     @property
@@ -79,17 +79,17 @@ class Load:
 
 def neighbours(records: Sequence[RankRecord], rank: int) -> Neighbours:
     """Return the ranks that share cores with `rank`, including `rank` itself, and those cores."""
-    own = records[rank]
+    this = records[rank]
     sharing = [
         record
         for record in records
-        if record.host == own.host
+        if record.host == this.host
         # If their cores are unknown, assume that all ranks on a host share all of its cores.
-        and (not record.core_numbers or not own.core_numbers or set(record.core_numbers) & set(own.core_numbers))
+        and (not record.core_numbers or not this.core_numbers or set(record.core_numbers) & set(this.core_numbers))
     ]
     numbers = {number for record in sharing for number in record.core_numbers}
-    cores = float(len(numbers) or own.cores)
-    return Neighbours(sharing, cores if own.quota is None else min(cores, own.quota))
+    cores = float(len(numbers) or this.cores)
+    return Neighbours(sharing, cores if this.quota is None else min(cores, this.quota))
 
 
 def load_of(records: Sequence[RankRecord], delays: Sequence[float]) -> Load | None:
@@ -100,10 +100,10 @@ def load_of(records: Sequence[RankRecord], delays: Sequence[float]) -> Load | No
         delays: for each rank, the share of its time during which it was ready to run but had no core.
     """
     rank = max(range(len(records)), key=lambda place: delays[place])
-    record, there = records[rank], neighbours(records, rank)
+    record, group = records[rank], neighbours(records, rank)
     if record.busy_cores is None:
         return None
-    own = math.fsum(one.own_cores for one in there.records)
+    own_cores = math.fsum(member.own_cores for member in group.records)
     # The loop's thread does not compete with itself, but the threads of its operators compete with it.
-    rivals = max(0.0, own - record.loop_cores)
-    return Load(delays[rank], rank, max(0.0, record.busy_cores - own), rivals, there)
+    rivals = max(0.0, own_cores - record.loop_cores)
+    return Load(delays[rank], rank, max(0.0, record.busy_cores - own_cores), rivals, group)

@@ -9,13 +9,13 @@ Interval = tuple[float, float]
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union as sorted intervals that neither overlap nor touch."""
-    found: list[Interval] = []
+    result: list[Interval] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
         else:
-            found.append((begin, end))
-    return found
+            result.append((begin, end))
+    return result
 
 
 def total(intervals: Iterable[Interval]) -> float:
@@ -25,6 +25,6 @@ def total(intervals: Iterable[Interval]) -> float:
 
 def shared(first: Iterable[Interval], second: Iterable[Interval]) -> float:
     """Return the length of the intersection of both sets."""
-    one, other = merged(first), merged(second)
+    left, right = merged(first), merged(second)
     # Rounding could make it negative.
-    return max(0.0, total(one) + total(other) - total([*one, *other]))
+    return max(0.0, total(left) + total(right) - total([*left, *right]))

@@ -27,7 +27,7 @@ TICKS = 10_000_000
 """Ticks per second; a tick is the smallest time in the file."""
 AS_THEY_ARE = ("number", "kind", "start", "end", "rows", "batches", "cells", "averages", "norms")
 IN_TICKS = ("delayed", "loading", "collecting")
-"""Fields of a step that its line stores unchanged, and fields that it stores in ticks."""
+"""Fields of a step that its line in the file stores unchanged, and fields that the line stores in ticks."""
 KILLED = "killed"
 """Value of ``ended`` in a record that was never closed."""
 STOPPED = ("SystemExit: 143", "KeyboardInterrupt")
@@ -191,8 +191,8 @@ def read_ranks(folder: Path) -> list[RankRecord]:
         raise UsageError(f"{folder} has no profile; give the folder that was passed to --out")
     records = list(map(_read, paths))
     newest = max(records, key=lambda record: record.began_ns)
-    there = {record.rank: record for record in records if not 0 < record.ended_ns < newest.began_ns}
-    return [there.get(rank) or replace(newest, rank=rank, steps=[], ended=MISSING) for rank in range(newest.size)]
+    by_rank = {record.rank: record for record in records if not 0 < record.ended_ns < newest.began_ns}
+    return [by_rank.get(rank) or replace(newest, rank=rank, steps=[], ended=MISSING) for rank in range(newest.size)]
 
 
 def _read(path: Path) -> RankRecord:

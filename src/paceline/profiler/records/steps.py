@@ -16,8 +16,8 @@ from paceline.core.telemetry.spans import Span
 from paceline.profiler.report import step_parts
 
 WARM_UP, DETAILED, TRACED = 3, 5, 3
-"""How many steps at the start are warm-up, then mark every gradient, then run under torch's profiler. Warm-up and
-profiler steps are not measured."""
+"""Numbers of steps at the start: warm-up steps, steps that mark every gradient, and steps under torch's profiler.
+Warm-up and profiler steps are not measured."""
 KEPT = 100
 """Number of further steps that keep their spans."""
 FLUSH_S = 5.0
@@ -72,11 +72,11 @@ class Step:
     rows: int = 0
     """Rows of the model's first input."""
     batches: int = 1
-    """Number of forwards: more than one if gradients are accumulated."""
+    """Number of forward passes; more than one if gradients are accumulated."""
     norms: tuple[float, float] | None = None
     """Squared norms of this rank's gradient and of the averaged gradient, if measured."""
     spans: list[Span] = field(default_factory=list)
-    """Spans, kept for some steps only."""
+    """Spans, which are kept only for some steps."""
     cells: int = 0
     """Cells (rows times columns) of the model's first input, including padding."""
     delayed: float = 0.0
@@ -84,7 +84,7 @@ class Step:
     loading: float = 0.0
     """Core seconds that the loop's own thread spent loading batches."""
     averages: int = 1
-    """Number of backwards that averaged gradients: more than one if accumulation lacks no_sync."""
+    """Number of backward passes that averaged gradients; more than one if gradients are accumulated without no_sync."""
     collecting: float = 0.0
     """Core seconds spent in Python's garbage collector."""
 
@@ -100,7 +100,7 @@ class Step:
 
 def kind_of(number: int, traced: int) -> str:
     """Return the kind of step `number`, if `traced` steps run under torch's profiler."""
-    # torch's profiler writes its trace during the step after the traced ones.
+    # torch's profiler writes its trace during the step after the traced steps.
     ends = [WARM_UP, WARM_UP + DETAILED, WARM_UP + DETAILED + traced, WARM_UP + DETAILED + traced + bool(traced)]
     return ("warm-up", "detailed", "traced", "warm-up", "plain")[bisect_right(ends, number)]
 
@@ -125,20 +125,20 @@ def cut_into_stretches(
     meetings: list[Meeting] = []
     stack: list[tuple[float, str]] = []  # end and part of the open spans, outermost first
     # The end of the last stretch, and the part and end of the innermost open span.
-    now, outer, outer_end = start, step_parts.OTHER, end
+    cursor, outer, outer_end = start, step_parts.OTHER, end
     # If spans start at the same time, the longest one contains the others.
     for label, begin, stop, _, group, _ in sorted(spans, key=lambda span: (span.start, -span.end)):
         part = _PARTS.get(label)
         if part is None or stop <= start or begin >= end:
             continue
         while stack and outer_end <= begin:
-            if outer_end > now:
-                stretches.append((outer, now, outer_end))
-                now = outer_end
+            if outer_end > cursor:
+                stretches.append((outer, cursor, outer_end))
+                cursor = outer_end
             outer_end, outer = stack.pop()
-        if begin > now:
-            stretches.append((outer, now, begin))
-            now = begin
+        if begin > cursor:
+            stretches.append((outer, cursor, begin))
+            cursor = begin
         stack.append((outer_end, outer))
         outer_end = min(outer_end, stop)
         if outer not in _WHOLE:
@@ -146,10 +146,10 @@ def cut_into_stretches(
                 meetings.append(Meeting(group or "", max(start, begin), outer_end))
             outer = part
     while stack:
-        if outer_end > now:
-            stretches.append((outer, now, outer_end))
-            now = outer_end
+        if outer_end > cursor:
+            stretches.append((outer, cursor, outer_end))
+            cursor = outer_end
         outer_end, outer = stack.pop()
-    if end > now:
-        stretches.append((outer, now, end))
+    if end > cursor:
+        stretches.append((outer, cursor, end))
     return stretches, meetings

@@ -104,7 +104,7 @@ def compare(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> Compar
 
 def _figures(run: Report, parts: Mapping[str, float], basis: str) -> Iterator[tuple[str, float | None, str, str]]:
     """Yield each figure's name, value and unit, and whether higher or lower is better."""
-    peak = max((one.peak_memory for one in run.ranks if one.peak_memory is not None), default=None)
+    peak = max((record.peak_memory for record in run.ranks if record.peak_memory is not None), default=None)
     yield "ranks", len(run.ranks), "", ""
     yield "samples per step", run.samples_per_step, "", ""
     yield "samples per second", samples_per_second(run), "", "more"
@@ -136,10 +136,10 @@ def _verdict(
     if abs(ratio - 1) < EQUAL:
         return f"{names[0]} and {names[1]} take the same time for a {unit}, within {percent(EQUAL)}.", ""
     way, sign = ("less", 1) if ratio < 1 else ("more", -1)
-    most = max(step_parts.ALL, key=lambda part: sign * (parts[0][part] - parts[1][part]))
-    before, after = (ms(one[most]) for one in parts)
+    largest = max(step_parts.ALL, key=lambda part: sign * (parts[0][part] - parts[1][part]))
+    before, after = (ms(values[largest]) for values in parts)
     headline = f"{names[1]} takes {percent(abs(1 - ratio))} {way} time for a {unit} than {names[0]}."
     return (
         headline,
-        f"Most of it is {step_parts.NAMES[most]}: {before} for {basis} in {names[0]}, {after} in {names[1]}.",
+        f"Most of it is {step_parts.NAMES[largest]}: {before} for {basis} in {names[0]}, {after} in {names[1]}.",
     )

@@ -39,8 +39,8 @@ def mean_parts(report: Report) -> dict[str, float]:
 
 def typical_step(report: Report) -> float | None:
     """Return the median step time over all ranks and steps; None without steps."""
-    there = [one for row in report.step_seconds for one in row if one is not None]
-    return median(there) if there else None
+    present = [seconds for row in report.step_seconds for seconds in row if seconds is not None]
+    return median(present) if present else None
 
 
 def samples_per_second(report: Report) -> float | None:
@@ -59,16 +59,16 @@ def kind_name(kind: str) -> str:
     return kind.replace("-", " ").capitalize()
 
 
-def notable_ranks(report: Report, most: int) -> list[int]:
-    """Return up to `most` ranks: stragglers, other causes of waiting, the busiest, one in the middle, the idlest."""
+def notable_ranks(report: Report, limit: int) -> list[int]:
+    """Return up to `limit` ranks: stragglers, other causes of waiting, the busiest, one in the middle, the idlest."""
     count = len(report.ranks)
-    if count <= most:
+    if count <= limit:
         return list(range(count))
     caused = [sum(row[rank] for row in report.waited_for) if report.waited_for else 0.0 for rank in range(count)]
     busy = [sum(parts[part] for part in step_parts.COMPUTE) if parts else 0.0 for parts in report.rank_parts]
     by_cause = sorted(range(count), key=lambda rank: -caused[rank])
     by_work = sorted(range(count), key=lambda rank: -busy[rank])
-    wanted = [one.rank for one in report.stragglers][: most // 2]
-    wanted += [rank for rank in by_cause if caused[rank] > 0][: most // 4] + by_work[: most // 4]
+    wanted = [straggler.rank for straggler in report.stragglers][: limit // 2]
+    wanted += [rank for rank in by_cause if caused[rank] > 0][: limit // 4] + by_work[: limit // 4]
     wanted += by_work[count // 2 : count // 2 + 1] + by_work[::-1]
-    return sorted(list(dict.fromkeys(wanted))[:most])
+    return sorted(list(dict.fromkeys(wanted))[:limit])

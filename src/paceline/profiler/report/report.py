@@ -120,7 +120,7 @@ class Report:
     parts: Mapping[str, Sequence[Sequence[float | None]]]
     """Seconds of each part in :data:`~paceline.profiler.report.step_parts.ALL`, shape (steps, ranks)."""
     waited_for: Sequence[Sequence[float]]
-    """Seconds per step that a rank (row) spent in bubbles that another one (column) caused by arriving last."""
+    """Seconds per step that a rank (row) spent in bubbles that another rank (column) caused by arriving last."""
     headline: str
     """Verdict in one sentence."""
     advice: Sequence[Advice]
@@ -159,8 +159,8 @@ class Report:
         if all(row[rank] is None for row in self.step_seconds):
             return None
         seconds = {part: [row[rank] for row in self.parts.get(part, ())] for part in step_parts.ALL}
-        there = {part: [value for value in values if value is not None] for part, values in seconds.items()}
-        return {part: fmean(values) if values else 0.0 for part, values in there.items()}
+        present = {part: [value for value in values if value is not None] for part, values in seconds.items()}
+        return {part: fmean(values) if values else 0.0 for part, values in present.items()}
 
     @property
     def overlap(self) -> float | None:

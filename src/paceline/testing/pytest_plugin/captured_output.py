@@ -24,8 +24,8 @@ def separate(config: pytest.Config) -> None:
             descriptor = getattr(capture, "targetfd", None)
             if file is None or descriptor is None:  # not captured, or captured in memory
                 continue
-            with tempfile.TemporaryFile(buffering=0) as own:
-                os.dup2(own.fileno(), file.fileno())
+            with tempfile.TemporaryFile(buffering=0) as capture_file:
+                os.dup2(capture_file.fileno(), file.fileno())
             # While capturing is suspended, for example by capsys.disabled(), the descriptor is the terminal's.
             if capture._state == "started":
                 os.dup2(file.fileno(), descriptor)

@@ -27,18 +27,18 @@ def measured(folder: Path, rank: int) -> Iterator[None]:
     inherited.stop()
     options = {name: inherited.get_option(f"run:{name}") for name in ("branch", "source", "include", "omit")}
     options["config_file"] = getattr(inherited.config, "config_file", None) or False
-    own = coverage.Coverage(data_file=str(folder / f"coverage-{rank}"), messages=False, **options)
-    own.set_option("run:parallel", False)
-    own.set_option("run:patch", [])
+    measurement = coverage.Coverage(data_file=str(folder / f"coverage-{rank}"), messages=False, **options)
+    measurement.set_option("run:parallel", False)
+    measurement.set_option("run:patch", [])
     # Disable warnings that pytest might turn into errors. A rank does not have to run any of the measured source.
-    own._warn_no_data = own._warn_unimported_source = own._warn_preimported_source = False
+    measurement._warn_no_data = measurement._warn_unimported_source = measurement._warn_preimported_source = False
     with _where_paths_begin():
-        own.start()  # start() resolves relative paths
+        measurement.start()  # start() resolves relative paths
     try:
         yield
     finally:
-        own.stop()
-        own.save()
+        measurement.stop()
+        measurement.save()
 
 
 @contextmanager
@@ -46,13 +46,13 @@ def _where_paths_begin() -> Iterator[None]:
     """Change to the base folder of relative source paths, because the test may have changed to another folder."""
     from coverage.files import relative_directory
 
-    here = os.open(".", os.O_RDONLY)  # a descriptor instead of a path, because the test may have deleted the folder
+    cwd = os.open(".", os.O_RDONLY)  # a descriptor instead of a path, because the test may have deleted the folder
     try:
         os.chdir(relative_directory())
         yield
     finally:
-        os.fchdir(here)
-        os.close(here)
+        os.fchdir(cwd)
+        os.close(cwd)
 
 
 def harvest(folder: Path) -> None:

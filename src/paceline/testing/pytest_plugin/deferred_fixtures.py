@@ -36,15 +36,15 @@ def _is_ours(definition: Any) -> bool:
     return bool(definition.func.__module__ == "pytest_paceline")
 
 
-def _needs(name: str, needed: set[str], definitions: dict[str, Any], seen: set[str]) -> bool:
+def _needs(name: str, needed: set[str], definitions: dict[str, Any], visited: set[str]) -> bool:
     """Return whether the fixture is one of `needed` or depends on one of them."""
     if name in needed or RUNNER.fullmatch(name):
         return True
-    if name in seen or name not in definitions:
+    if name in visited or name not in definitions:
         return False
-    seen.add(name)
+    visited.add(name)
     return any(
-        _needs(argument, needed, definitions, seen)
+        _needs(argument, needed, definitions, visited)
         for definition in definitions[name]
         for argument in definition.argnames
     )

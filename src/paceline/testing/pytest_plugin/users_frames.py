@@ -16,8 +16,8 @@ from paceline.errors import PacelineError
 def keep_users_frames(config: pytest.Config, error: BaseException) -> str:
     """Keep only the user's frames in `error`. If a library raised it, return the library's frames in short form."""
     entries = [*_entries(error)]
-    own, options = [entry for entry in entries if is_users(entry.tb_frame.f_code.co_filename)], config.option
-    if not own or own[-1] is entries[-1] or options.usepdb or options.fulltrace or options.tbstyle == "native":
+    users, options = [entry for entry in entries if is_users(entry.tb_frame.f_code.co_filename)], config.option
+    if not users or users[-1] is entries[-1] or options.usepdb or options.fulltrace or options.tbstyle == "native":
         return ""
     lines = _library_frames(error)
     if isinstance(error, PacelineError):  # its message includes the cause, so show the chained error in short
@@ -25,10 +25,10 @@ def keep_users_frames(config: pytest.Config, error: BaseException) -> str:
             lines += [first_line(f"{type(error.__cause__).__name__}: {error.__cause__}")]
             lines += _library_frames(error.__cause__)
         error.__cause__, error.__suppress_context__ = None, True
-    kept = None
-    for entry in reversed(own):
-        kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    error.__traceback__ = kept
+    trimmed = None
+    for entry in reversed(users):
+        trimmed = TracebackType(trimmed, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__traceback__ = trimmed
     return "\n".join(lines)
 
 

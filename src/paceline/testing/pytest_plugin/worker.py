@@ -182,13 +182,13 @@ class Listener:
 
 def _listen(config: pytest.Config, connected: Connected) -> list[pytest.TestReport]:
     """Return a list that will collect all further reports of this rank."""
-    ours: Any = config.pluginmanager.getplugin(Listener.NAME)
-    ours.connected = connected
+    plugin: Any = config.pluginmanager.getplugin(Listener.NAME)
+    plugin.connected = connected
     listeners = config.hook.pytest_runtest_logreport
     for listener in list(listeners.get_hookimpls()):  # for example, the terminal reporter and xdist's connection
-        if listener.plugin is not ours:
+        if listener.plugin is not plugin:
             listeners._remove_plugin(listener.plugin)
-    reports: list[pytest.TestReport] = ours.reports
+    reports: list[pytest.TestReport] = plugin.reports
     return reports
 
 

@@ -85,10 +85,10 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
         return Verdict("exit", leaving[0], outcomes[leaving[0].rank].message)
     dead = [e for e in endings if e.code is not None and not e.ordered]
     failed = [e for e in endings if e.outcome and e.outcome.kind == "failed"]
-    own = [e for e in failed if not outcomes[e.rank].is_consequence]
+    own_failures = [e for e in failed if not outcomes[e.rank].is_consequence]
     disagreement = _disagreement(endings)
     # A failed collective is a consequence of another rank's error or death, so look for these causes first.
-    for causes in (own + dead, [] if disagreement else failed):
+    for causes in (own_failures + dead, [] if disagreement else failed):
         if causes:
             first = min(causes, key=lambda e: e.when)
             if first.outcome is None:
@@ -99,8 +99,8 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
     silent = [e for e in endings if e.outcome is None and not e.ordered]
     if silent:
         where = "; ".join(f"rank {e.rank} {e.doing}" for e in silent)
-        done = [str(e.rank) for e in endings if e.outcome is not None]
-        others = f"; rank{'s' * (len(done) > 1)} {', '.join(done)} had finished" if done else ""
+        finished = [str(e.rank) for e in endings if e.outcome is not None]
+        others = f"; rank{'s' * (len(finished) > 1)} {', '.join(finished)} had finished" if finished else ""
         return Verdict("failed", None, f"{deadlock or f'no end within {timeout:g} s'}: {where}{others}")
     for ending in endings:
         if ending.outcome is not None and ending.outcome.kind in LEFT_OUT:

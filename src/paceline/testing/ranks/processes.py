@@ -121,7 +121,7 @@ class RankRun:
         return [process.ending for process in self.processes]
 
     def _fork(self, rank: int, body: Callable[[Connected], Outcome], folder: Path, listener: Any, private: str) -> None:
-        ours, theirs = Pipe()
+        parent_end, rank_end = Pipe()
         note, drawn = Note(), random.getstate()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # since 3.12, Python warns if a process with threads forks
@@ -129,14 +129,14 @@ class RankRun:
         if pid == 0:
             port = listener.getsockname()[1]
             # This rank's copies would keep the pipes of other ranks open.
-            for inherited in (listener, ours, *(process.pipe for process in self.processes)):
+            for inherited in (listener, parent_end, *(process.pipe for process in self.processes)):
                 inherited.close()
-            connected = Connected(rank, self.size, port, private, theirs, note, folder, drawn)
+            connected = Connected(rank, self.size, port, private, rank_end, note, folder, drawn)
             be_rank(body, connected)  # which never returns
-        theirs.close()
+        rank_end.close()
         with suppress(OSError):
             os.setpgid(pid, pid)  # the rank also does this; from now on it can be killed as a group
-        self.processes.append(RankProcess(pid, ours, note, Ending(rank)))
+        self.processes.append(RankProcess(pid, parent_end, note, Ending(rank)))
 
     def _converse(self) -> None:
         """Receive messages until all ranks have ended or further waiting is useless."""
@@ -222,23 +222,23 @@ class RankRun:
                 continue
             if now - call["since"] < STUCK_S:
                 continue
-            for other in self.processes:
-                outcome = other.ending.outcome
-                if outcome is None or other.ending.rank not in call["ranks"]:
+            for peer in self.processes:
+                outcome = peer.ending.outcome
+                if outcome is None or peer.ending.rank not in call["ranks"]:
                     continue
-                made = outcome.calls.get(call["group"])
-                if made is None or (not made.has_failed and len(made.calls) < call["number"]):
-                    self.deadlock = f"rank {other.ending.rank} never joined a collective"
+                group_calls = outcome.calls.get(call["group"])
+                if group_calls is None or (not group_calls.has_failed and len(group_calls.calls) < call["number"]):
+                    self.deadlock = f"rank {peer.ending.rank} never joined a collective"
                     return True
         return False
 
     def _ask_for_stacks(self, folder: Path) -> None:
         """Ask the remaining ranks for their stacks, and also read the stacks of crashed ranks."""
-        asked = [process for process in self.processes if not process.is_over]
-        ask_for_stacks(folder, {process.ending.rank: process.pid for process in asked}, ANSWER_S)
+        running = [process for process in self.processes if not process.is_over]
+        ask_for_stacks(folder, {process.ending.rank: process.pid for process in running}, ANSWER_S)
         for process in self.processes:
             process.ending.stack = own_frames(stack_of(folder, process.ending.rank))
-        for process in asked:
+        for process in running:
             process.ending.doing = position(process.note.read(), process.ending.stack, process.begun is not None)
             process.ending.when = time.monotonic() - self._start
 

@@ -143,15 +143,15 @@ def unmatched(calls: Mapping[int, Calls]) -> str:
     for name in groups:
         members = next(groups[name].ranks for groups in calls.values() if name in groups)
         by_rank = {rank: calls[rank].get(name, GroupCalls(members)) for rank in members if rank in calls}
-        if len(by_rank) < len(members) or any(made.has_failed for made in by_rank.values()):
+        if len(by_rank) < len(members) or any(log.has_failed for log in by_rank.values()):
             continue
-        for number in range(max(len(made.calls) for made in by_rank.values())):
-            here = {rank: made.calls[number] if number < len(made.calls) else None for rank, made in by_rank.items()}
-            names = {call[0] if call else None for call in here.values()}
+        for number in range(max(len(log.calls) for log in by_rank.values())):
+            called = {rank: log.calls[number] if number < len(log.calls) else None for rank, log in by_rank.items()}
+            names = {call[0] if call else None for call in called.values()}
             if len(names) > 1:
                 return f"collective {number + 1} of {_group(members)} differs: " + "; ".join(
                     f"rank {rank} called {call[0]} at {call[1]}" if call else f"rank {rank} called none"
-                    for rank, call in here.items()
+                    for rank, call in called.items()
                 )
     return ""
 

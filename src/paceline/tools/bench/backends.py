@@ -57,20 +57,20 @@ def part_of_rank(count: int) -> slice:
 @contextmanager
 def variants(op: str, count: int, backends: Sequence[str], gloo: Any) -> Iterator[list[Variant]]:
     """Yield the implementations of `op` on `count` float32 values; `gloo` is a Gloo group of all ranks."""
-    made: list[Variant] = []
+    entries: list[Variant] = []
     if "algorithms" in backends:
-        made += [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
+        entries += [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
     if "gloo" in backends:
-        made.append(_of_group(op, "gloo", torch.zeros(count), gloo))
+        entries.append(_of_group(op, "gloo", torch.zeros(count), gloo))
     if "paceline" in backends:
-        made.append(_of_group(op, "paceline", torch.zeros(count), None))
+        entries.append(_of_group(op, "paceline", torch.zeros(count), None))
     group = dist.group.WORLD
     with ExitStack() as stack:
         if "paceline" in backends and op == "all_reduce" and isinstance(group, PacelineProcessGroup) and group.native:
             shared = group.allocate(count, torch.float32)
             stack.callback(group.free, shared)
-            made.append(_of_group(op, ZERO_COPY, shared, None))
-        yield made
+            entries.append(_of_group(op, ZERO_COPY, shared, None))
+        yield entries
 
 
 def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
@@ -85,11 +85,14 @@ def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
 def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
     """Return the collective `op` of `group`. Reduce-scatter and all-gather need a second tensor for a rank's part."""
     part = torch.zeros(tensor.numel() // dist.get_world_size())
+    # Since torch 2.13 the old names give a deprecation warning.
+    reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     calls: dict[str, tuple[Tensor, Callable[[], object], Tensor]] = {
         "all_reduce": (tensor, lambda: dist.all_reduce(tensor, group=group), tensor),
         "broadcast": (tensor, lambda: dist.broadcast(tensor, 0, group=group), tensor),
         "reduce": (tensor, lambda: dist.reduce(tensor, 0, group=group), tensor),
-        "reduce_scatter": (tensor, lambda: dist.reduce_scatter_tensor(part, tensor, group=group), part),
-        "all_gather": (part, lambda: dist.all_gather_into_tensor(tensor, part, group=group), tensor),
+        "reduce_scatter": (tensor, lambda: reduce_scatter(part, tensor, group=group), part),
+        "all_gather": (part, lambda: all_gather(tensor, part, group=group), tensor),
     }
     return Variant(name, None, *calls[op])

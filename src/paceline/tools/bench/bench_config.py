@@ -59,10 +59,10 @@ def parse_sizes(text: str) -> list[int]:
     return sorted(sizes)
 
 
-def parse_names(option: str, text: str, known: tuple[str, ...]) -> list[str]:
-    """Return the comma-separated names in `text`, each once, in the order of `known`."""
+def parse_names(option: str, text: str, choices: tuple[str, ...]) -> list[str]:
+    """Return the comma-separated names in `text`, each once, in the order of `choices`."""
     names = [part.strip().replace("-", "_") for part in text.split(",")]
     for name in names:
-        if name not in known:
-            raise UsageError(f"{option}: {name!r} is unknown; choose among {', '.join(known)}")
-    return [name for name in known if name in names]
+        if name not in choices:
+            raise UsageError(f"{option}: {name!r} is unknown; choose among {', '.join(choices)}")
+    return [name for name in choices if name in names]

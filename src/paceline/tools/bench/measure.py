@@ -95,5 +95,5 @@ def _right(op: str, count: int) -> Tensor:
         return _values(count, 0)
     if op == "all_gather":
         return torch.arange(count).remainder(7).add(torch.arange(count) // (count // size)).float()
-    total = sum((_values(count, other) for other in range(size)), torch.zeros(count))
+    total = sum((_values(count, peer) for peer in range(size)), torch.zeros(count))
     return total[part_of_rank(count)] if op == "reduce_scatter" else total

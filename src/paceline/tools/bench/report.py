@@ -42,11 +42,11 @@ def table(op: str, rows: Sequence[Row], cores: int) -> Table:
     kind = "float32, sum" if "reduce" in op else "float32"
     title = f"{op} ({kind}), {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}; bandwidths in GB/s"
     caption = f"time: median of {counted(len(rows[0].times), 'round')}; ±: half the distance between its quartiles"
-    made = new_table(COLUMNS, title=title, caption=caption, words=("variant",), space=0)
+    result = new_table(COLUMNS, title=title, caption=caption, words=("variant",), space=0)
     fastest = {size: min(row.seconds for row in rows if row.nbytes == size) for size in {row.nbytes for row in rows}}
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         modelled = row.model_seconds
-        made.add_row(
+        result.add_row(
             str(row.nbytes),
             row.variant,
             f"{1e6 * row.seconds:.1f}",
@@ -58,7 +58,7 @@ def table(op: str, rows: Sequence[Row], cores: int) -> Table:
             style="bold" if row.seconds == fastest[row.nbytes] else "",
             end_section=following is not None and following.nbytes != row.nbytes,
         )
-    return made
+    return result
 
 
 def describe(model: Model, rows: Sequence[Row]) -> str:

@@ -67,25 +67,25 @@ def list_checkpoints(
     from paceline.tools.checkpoints import inspection
 
     place, steps = inspection.locate(folder)
-    found = list(inspection.inspect(place, steps, every_byte=not quick))
-    complete = [each for each in found if not each.damages]
+    checkpoints = list(inspection.inspect(place, steps, every_byte=not quick))
+    complete = [entry for entry in checkpoints if not entry.damages]
     latest = complete[-1].step if complete else None
     best = inspection.best_of(complete)
     if json:
-        rows = [_summary(each) for each in found]
+        rows = [_summary(entry) for entry in checkpoints]
         print_json({"folder": str(place), "latest": latest, "best": best, "checkpoints": rows})
         return
     table = make_table(">step", ">size", ">age", "state", "", "metadata")
-    for each in found:
-        roles = {"latest": each.step == latest, "best": each.step == best, "protected": each.notes.protected}
+    for entry in checkpoints:
+        roles = {"latest": entry.step == latest, "best": entry.step == best, "protected": entry.notes.protected}
         marks = ", ".join(role for role, holds in roles.items() if holds)
-        metadata = ", ".join(f"{key}={_short(value)}" for key, value in each.notes.metadata.items())
-        age = _age(time.time() - each.saved_at) if each.saved_at else ""
-        add_row(table, each.step, nbytes(each.nbytes), age, each.state, marks, metadata)
+        metadata = ", ".join(f"{key}={_short(value)}" for key, value in entry.notes.metadata.items())
+        age = _age(time.time() - entry.saved_at) if entry.saved_at else ""
+        add_row(table, entry.step, nbytes(entry.nbytes), age, entry.state, marks, metadata)
     print_table(table)
-    for each in found:
-        for damage in each.damages:
-            warn(f"step {each.step} is {'of a newer format' if each.newer else 'damaged'}: {damage}")
+    for entry in checkpoints:
+        for damage in entry.damages:
+            warn(f"step {entry.step} is {'of a newer format' if entry.newer else 'damaged'}: {damage}")
 
 
 @checkpoint.command("verify")
@@ -111,22 +111,22 @@ def verify_checkpoints(
         place, steps = inspection.locate(folder, step)
         for each_step in steps:
             places.setdefault((place.resolve(), each_step), place)
-    found = []
+    entries = []
     for (_, number), place in places.items():
-        for each in inspection.inspect(place, [number], every_byte=True):
-            found.append(each)
+        for item in inspection.inspect(place, [number], every_byte=True):
+            entries.append(item)
             if not json:
-                _echo_verdict(each, "" if len(folders) == 1 else f" in {place}")
-    if not found:
+                _echo_verdict(item, "" if len(folders) == 1 else f" in {place}")
+    if not entries:
         raise NoCheckpoint(
             f"the checkpoints in {folders[0]} have just been deleted; check whether a run is deleting them"
         )
-    same_step = {number: [each for each in found if each.step == number and not each.newer] for _, number in places}
+    same_step = {number: [item for item in entries if item.step == number and not item.newer] for _, number in places}
     compared = {number: same for number, same in sorted(same_step.items()) if len(same) > 1}
     different = [text for number, same in compared.items() for text in _differences(number, same)]
     if json:
-        damaged = sorted({each.step for each in found if each.state == "damaged"})
-        rows = [_summary(each) for each in found]
+        damaged = sorted({item.step for item in entries if item.state == "damaged"})
+        rows = [_summary(item) for item in entries]
         print_json({"damaged": damaged, "differences": different, "checkpoints": rows})
     else:
         for text in different[:MOST_SHOWN]:
@@ -137,9 +137,9 @@ def verify_checkpoints(
             typer.echo("the copies are equal: every tensor bit by bit, and every plain value")
         elif len(folders) > 1 and not compared:
             typer.echo("no copies to compare: no step is in more than one folder")
-    if different or any(each.state == "damaged" for each in found):
+    if different or any(item.state == "damaged" for item in entries):
         raise typer.Exit(1)
-    if newer := [each for each in found if each.newer]:
+    if newer := [item for item in entries if item.newer]:
         raise UsageError(f"cannot verify step {newer[0].step}: {newer[0].damages[0]}")
 
 
@@ -156,21 +156,21 @@ def show_checkpoint(
     from paceline.core.output.tables import print_table
     from paceline.tools.checkpoints import inspection
 
-    found = _choose(folder, step, every_byte=False)
-    objects = inspection.contents(found)
-    known = found.manifest
-    assert known is not None, "a chosen checkpoint is not damaged"
+    entry = _choose(folder, step, every_byte=False)
+    objects = inspection.contents(entry)
+    manifest = entry.manifest
+    assert manifest is not None, "a chosen checkpoint is not damaged"
     if json:
-        versions = {"torch_version": known.torch_version, "paceline_version": known.paceline_version}
-        listed = [{**asdict(each), "nbytes": each.nbytes} for each in objects]
-        print_json({**_summary(found), "world_size": known.world_size, **versions, "objects": listed})
+        versions = {"torch_version": manifest.torch_version, "paceline_version": manifest.paceline_version}
+        listed = [{**asdict(item), "nbytes": item.nbytes} for item in objects]
+        print_json({**_summary(entry), "world_size": manifest.world_size, **versions, "objects": listed})
         return
-    typer.echo(f"step {found.step} in {found.path}: {nbytes(found.nbytes)}, {_age(time.time() - found.saved_at)} old")
-    ranks = counted(known.world_size, "rank")
-    typer.echo(printable(f"saved by {ranks} with Paceline {known.paceline_version}, torch {known.torch_version}"))
-    for key, value in found.notes.metadata.items():
+    typer.echo(f"step {entry.step} in {entry.path}: {nbytes(entry.nbytes)}, {_age(time.time() - entry.saved_at)} old")
+    ranks = counted(manifest.world_size, "rank")
+    typer.echo(printable(f"saved by {ranks} with Paceline {manifest.paceline_version}, torch {manifest.torch_version}"))
+    for key, value in entry.notes.metadata.items():
         typer.echo(printable(f"metadata {key} = {_short(value)}"))
-    if found.notes.protected:
+    if entry.notes.protected:
         typer.echo("protected: never deleted to make room")
     print_table(_contents_table(objects))
 
@@ -190,69 +190,69 @@ def export_object(
     from paceline.tools.checkpoints import export as exporting
 
     target = exporting.check_target(out)
-    found = _choose(folder, step, every_byte=True)
-    assert found.manifest is not None, "a chosen checkpoint is not damaged"
+    chosen = _choose(folder, step, every_byte=True)
+    assert chosen.manifest is not None, "a chosen checkpoint is not damaged"
     try:
-        count, size = exporting.export(found.path, found.manifest, name, target)
+        count, size = exporting.export(chosen.path, chosen.manifest, name, target)
     # Must come first, because NoCheckpoint is also a CheckpointError.
     except UsageError:
         raise
     except CheckpointError as error:
         raise NoCheckpoint(str(error)) from error
-    typer.echo(f"{out}: {name!r} of step {found.step}, {_tensors(count)}, {nbytes(size)}")
+    typer.echo(f"{out}: {name!r} of step {chosen.step}, {_tensors(count)}, {nbytes(size)}")
 
 
-def _echo_verdict(found: Inspected, where: str) -> None:
+def _echo_verdict(entry: Inspected, where: str) -> None:
     from paceline.tools.checkpoints.compare_copies import count_tensors
 
-    if found.manifest is not None and not found.damages:
-        files = len(found.manifest.files) + 1  # including the manifest
-        count = _tensors(count_tensors(found.manifest))
-        typer.echo(printable(f"step {found.step}{where}: complete ({count} in {files} files, {nbytes(found.nbytes)})"))
-    for damage in found.damages:
-        typer.echo(printable(f"step {found.step}{where}: {found.state}: {damage}"))
+    if entry.manifest is not None and not entry.damages:
+        files = len(entry.manifest.files) + 1  # including the manifest
+        count = _tensors(count_tensors(entry.manifest))
+        typer.echo(printable(f"step {entry.step}{where}: complete ({count} in {files} files, {nbytes(entry.nbytes)})"))
+    for damage in entry.damages:
+        typer.echo(printable(f"step {entry.step}{where}: {entry.state}: {damage}"))
 
 
 def _differences(step: int, same: Sequence[Inspected]) -> Iterator[str]:
     """Yield the differences between the copies of `step` and a reference copy, which is undamaged if possible."""
     from paceline.tools.checkpoints.compare_copies import differences
 
-    reference = next((each for each in same if not each.damages), same[0])
-    for other in same:
-        if other is not reference:
-            yield from (f"step {step} in {other.path.parent}: {text}" for text in differences(reference, other))
+    reference = next((entry for entry in same if not entry.damages), same[0])
+    for copy in same:
+        if copy is not reference:
+            yield from (f"step {step} in {copy.path.parent}: {text}" for text in differences(reference, copy))
 
 
 def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:
     """Return the checkpoint of `step`, or the newest complete one; warn about skipped checkpoints."""
     from paceline.tools.checkpoints import inspection
 
-    found, skipped = inspection.newest(*inspection.locate(folder, step), every_byte)
-    for each in skipped:
-        warn(f"step {each.step} is skipped: {each.damages[0]}")
-    return found
+    chosen, skipped = inspection.newest(*inspection.locate(folder, step), every_byte)
+    for entry in skipped:
+        warn(f"step {entry.step} is skipped: {entry.damages[0]}")
+    return chosen
 
 
-def _summary(found: Inspected) -> dict[str, Any]:
+def _summary(entry: Inspected) -> dict[str, Any]:
     """Return the overview of a checkpoint for JSON, without its contents."""
     return {
-        "step": found.step,
-        "path": str(found.path),
-        "state": found.state,
-        "damages": found.damages,
-        "nbytes": found.nbytes,
-        "saved_at": found.saved_at or None,
-        "protected": found.notes.protected,
-        "metadata": found.notes.metadata,
+        "step": entry.step,
+        "path": str(entry.path),
+        "state": entry.state,
+        "damages": entry.damages,
+        "nbytes": entry.nbytes,
+        "saved_at": entry.saved_at or None,
+        "protected": entry.notes.protected,
+        "metadata": entry.notes.metadata,
     }
 
 
 def _contents_table(objects: Sequence[SavedObject]) -> Table:
     table = make_table("object", "rank", "tensor", "dtype", "shape", ">bytes")
-    for each in objects:
-        rank = "all" if each.rank is None else str(each.rank)
-        add_row(table, each.name, rank, _tensors(len(each.tensors)), "", "", f"{each.nbytes:,}")
-        for tensor in each.tensors:
+    for entry in objects:
+        rank = "all" if entry.rank is None else str(entry.rank)
+        add_row(table, entry.name, rank, _tensors(len(entry.tensors)), "", "", f"{entry.nbytes:,}")
+        for tensor in entry.tensors:
             size = f"{tensor.nbytes:,}" if tensor.tied_to is None else f"as {tensor.tied_to}"
             add_row(table, "", "", f"  {tensor.name}", tensor.dtype, _shape(tensor), size)
     return table

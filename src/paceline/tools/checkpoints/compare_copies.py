@@ -23,26 +23,26 @@ def differences(first: Inspected, second: Inspected) -> Iterator[str]:
         without = first if first.manifest is None else second
         yield f"{without.path} has no readable manifest"
         return
-    ours, theirs = _tensor_files(first.manifest), _tensor_files(second.manifest)
+    first_files, second_files = _tensor_files(first.manifest), _tensor_files(second.manifest)
     # The digests of undamaged files have been verified, so files with equal digests need not be read again.
     intact = not first.damages and not second.damages
     # Sorted as text, because a rank may be None, which cannot be compared with numbers.
-    for key in sorted(ours.keys() | theirs.keys(), key=str):
-        file, other = ours.get(key), theirs.get(key)
-        if file is None or other is None:
-            yield f"{_named(key)} is in {(first if other is None else second).path} only"
-        elif not intact or file.sha256 != other.sha256:
-            yield from _in_files(_named(key), first.path / file.path, second.path / other.path)
+    for key in sorted(first_files.keys() | second_files.keys(), key=str):
+        first_file, second_file = first_files.get(key), second_files.get(key)
+        if first_file is None or second_file is None:
+            yield f"{_named(key)} is in {(first if second_file is None else second).path} only"
+        elif not intact or first_file.sha256 != second_file.sha256:
+            yield from _in_files(_named(key), first.path / first_file.path, second.path / second_file.path)
     yield from _in_values(first.path, second.path)
 
 
-def count_tensors(found: Manifest) -> int:
+def count_tensors(contents: Manifest) -> int:
     """Return the number of tensors in a checkpoint."""
-    return sum(len(file.tensors) for file in found.files)
+    return sum(len(file.tensors) for file in contents.files)
 
 
-def _tensor_files(found: Manifest) -> dict[tuple[str, int | None], File]:
-    return {(file.role, file.rank): file for file in found.files if file.path.endswith(".safetensors")}
+def _tensor_files(contents: Manifest) -> dict[tuple[str, int | None], File]:
+    return {(file.role, file.rank): file for file in contents.files if file.path.endswith(".safetensors")}
 
 
 def _named(key: tuple[str, int | None]) -> str:
@@ -53,10 +53,10 @@ def _named(key: tuple[str, int | None]) -> str:
 def _in_files(whose: str, first: Path, second: Path) -> Iterator[str]:
     try:
         with safetensors_file.opened(first) as file, safetensors_file.opened(second) as other:
-            ours, theirs = set(file.keys()), set(other.keys())
-            for name in sorted(ours | theirs):
-                if name not in ours or name not in theirs:
-                    yield f"tensor {strict_json.shown(name)} of {whose} is in {first if name in ours else second} only"
+            names, other_names = set(file.keys()), set(other.keys())
+            for name in sorted(names | other_names):
+                if name not in names or name not in other_names:
+                    yield f"tensor {strict_json.shown(name)} of {whose} is in {first if name in names else second} only"
                 elif (difference := _in_tensors(file.get_tensor(name), other.get_tensor(name))) is not None:
                     yield f"tensor {strict_json.shown(name)} of {whose} differs: {difference}"
     except (OSError, ValueError) as error:
@@ -65,8 +65,8 @@ def _in_files(whose: str, first: Path, second: Path) -> Iterator[str]:
 
 def _in_tensors(tensor: torch.Tensor, other: torch.Tensor) -> str | None:
     """Describe the first difference between two stored tensors."""
-    if (ours := safetensors_file.spec_of(tensor)) != (theirs := safetensors_file.spec_of(other)):
-        return f"{ours.dtype} {list(ours.shape)} and {theirs.dtype} {list(theirs.shape)}"
+    if (spec := safetensors_file.spec_of(tensor)) != (other_spec := safetensors_file.spec_of(other)):
+        return f"{spec.dtype} {list(spec.shape)} and {other_spec.dtype} {list(other_spec.shape)}"
     different = safetensors_file.bytes_view(tensor) != safetensors_file.bytes_view(other)
     # Not nonzero(), which needs 8 bytes of memory for each different byte.
     return f"from byte {int(different.view(torch.uint8).argmax())} of {different.numel()}" if different.any() else None
@@ -75,12 +75,12 @@ def _in_tensors(tensor: torch.Tensor, other: torch.Tensor) -> str | None:
 def _in_values(first: Path, second: Path) -> Iterator[str]:
     """Yield the objects whose plain values differ."""
     try:
-        ours, theirs = (strict_json.parse(verify.read_document(path / manifest.STATE)) for path in (first, second))
-        if ours == theirs:
+        left, right = (strict_json.parse(verify.read_document(path / manifest.STATE)) for path in (first, second))
+        if left == right:
             return
-        ours, theirs = _entries(ours), _entries(theirs)
-        for name in sorted(ours.keys() | theirs.keys()):
-            if ours.get(name) != theirs.get(name):
+        left, right = _entries(left), _entries(right)
+        for name in sorted(left.keys() | right.keys()):
+            if left.get(name) != right.get(name):
                 yield f"plain values of {name} differ"
     except (verify.Damaged, ValueError, AttributeError, TypeError, KeyError) as error:
         yield f"plain values cannot be compared: {error}"

@@ -35,13 +35,13 @@ def check_target(file: str) -> Path:
     return path
 
 
-def export(checkpoint: Path, found: Manifest, name: str, target: Path) -> tuple[int, int]:
+def export(checkpoint: Path, contents: Manifest, name: str, target: Path) -> tuple[int, int]:
     """Write the state of the object `name` in the folder `checkpoint` to `target`; return the tensors and bytes.
 
     The suffix of `target` selects the format. The file is written whole or not at all. A safetensors file stores each
     tied weight under all of its names.
     """
-    node, tensors = read_object(checkpoint, found, name)
+    node, tensors = read_object(checkpoint, contents, name)
     state = state_codec.decode(node["state"], tensors)
     is_torch = target.suffix in TORCH_ENDINGS
     if is_torch:

@@ -60,7 +60,7 @@ class SavedTensor:
     dtype: str
     nbytes: int
     tied_to: str | None = None
-    """Name of the stored tensor that shares its memory."""
+    """If the tensor is tied, the name of the stored tensor that shares its memory."""
     slice: Slice | None = None
     """Position in the whole tensor, if it is a piece of a sharded optimizer's state."""
 
@@ -80,7 +80,7 @@ class SavedObject:
 
 
 def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[int]]:
-    """Return the folder of the run and the steps to inspect; `folder` may also be that of one checkpoint."""
+    """Return the run's folder and the steps to inspect. `folder` may be a run or a single checkpoint."""
     place = Path(folder)
     if not place.is_dir():
         fault = "is not a folder" if os.path.lexists(place) else "does not exist"
@@ -117,10 +117,10 @@ def inspect(folder: Path, steps: Sequence[int], every_byte: bool) -> Iterator[In
 def newest(folder: Path, steps: Sequence[int], every_byte: bool) -> tuple[Inspected, list[Inspected]]:
     """Return the newest complete checkpoint, and all newer, incomplete ones."""
     skipped: list[Inspected] = []
-    for found in inspect(folder, steps[::-1], every_byte):
-        if not found.damages:
-            return found, skipped
-        skipped.append(found)
+    for entry in inspect(folder, steps[::-1], every_byte):
+        if not entry.damages:
+            return entry, skipped
+        skipped.append(entry)
     if not skipped:
         raise NoCheckpoint(f"the checkpoints in {folder} have just been deleted; check whether a run is deleting them")
     raise NoCheckpoint(f"the checkpoint {skipped[0].path} cannot be used: {skipped[0].damages[0]}; choose another one")
@@ -128,49 +128,49 @@ def newest(folder: Path, steps: Sequence[int], every_byte: bool) -> tuple[Inspec
 
 def best_of(complete: Sequence[Inspected]) -> int | None:
     """Return the best step according to the newest checkpoint with a ``keep_best`` rule, or None."""
-    rule = next((found.notes.keep_best for found in reversed(complete) if found.notes.keep_best), None)
+    rule = next((entry.notes.keep_best for entry in reversed(complete) if entry.notes.keep_best), None)
     if rule is None:
         return None
     metric, better = rule
     keep = Keep(1, metric, "min" if better == "min" else "max")
-    return keep.best({found.step: found.notes for found in complete})
+    return keep.best({entry.step: entry.notes for entry in complete})
 
 
-def contents(found: Inspected) -> list[SavedObject]:
+def contents(checkpoint: Inspected) -> list[SavedObject]:
     """Return the shared objects of a checkpoint, followed by the objects of each rank."""
-    known = found.manifest
-    assert known is not None, "a checkpoint without a manifest is damaged"
+    saved = checkpoint.manifest
+    assert saved is not None, "a checkpoint without a manifest is damaged"
     try:
-        if (file := known.file("state")) is not None:
-            verify.check_bytes(found.path / file.path, file)
-        state = strict_json.parse(verify.read_document(found.path / manifest.STATE))
-        objects = [_object(name, None, node, known.file(name)) for name, node in state["objects"].items()]
+        if (file := saved.file("state")) is not None:
+            verify.check_bytes(checkpoint.path / file.path, file)
+        state = strict_json.parse(verify.read_document(checkpoint.path / manifest.STATE))
+        objects = [_object(name, None, node, saved.file(name)) for name, node in state["objects"].items()]
         for rank, nodes in enumerate(state["ranks"]):
-            file = known.file(RANK_ROLE, rank)
+            file = saved.file(RANK_ROLE, rank)
             pieces = {} if file is None else slices_of(nodes, file.tensors)
             objects += [_object(name, rank, node, file, pieces) for name, node in nodes.items()]
     except (verify.Damaged, ValueError, KeyError, TypeError, AttributeError) as error:
         raise NoCheckpoint(
-            f"the checkpoint {found.path} is damaged: {manifest.STATE}: {error}; use another one"
+            f"the checkpoint {checkpoint.path} is damaged: {manifest.STATE}: {error}; use another one"
         ) from None
     return objects
 
 
 def _inspect(path: Path, step: int, every_byte: bool) -> Inspected:
-    known, given, newer = None, Notes(), False
+    saved, saved_notes, newer = None, Notes(), False
     damages: list[str] = []
     try:
-        known = verify.read_manifest(path, step)
-        damages += [_describe(file, damage) for file, damage in verify.damages(path, known, every_byte)]
-        given = notes.read_verified(path, step)
+        saved = verify.read_manifest(path, step)
+        damages += [_describe(file, damage) for file, damage in verify.damages(path, saved, every_byte)]
+        saved_notes = notes.read_verified(path, step)
     # Newer must come before its base class, Damaged.
     except verify.Newer as damage:
         newer = True
         damages.append(str(damage))
     except verify.Damaged as damage:
-        if str(damage) not in damages:  # the manifest lists the notes, so their damage may already be reported
+        if str(damage) not in damages:  # the manifest lists the notes, so damaged notes may already be reported
             damages.append(str(damage))
-    return Inspected(step, path, _size(path), _saved_at(path), known, given, tuple(damages), newer)
+    return Inspected(step, path, _size(path), _saved_at(path), saved, saved_notes, tuple(damages), newer)
 
 
 def _describe(file: File, damage: verify.Damaged) -> str:

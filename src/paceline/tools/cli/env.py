@@ -38,7 +38,7 @@ def describe() -> dict[str, str]:
 
 
 def _backends() -> list[str]:
-    register()  # "import paceline" does not register it in the command's process
+    register()  # the command's process has not registered the "paceline" backend yet
     return [name for name in (OWN_BACKEND, "gloo", "nccl", "mpi") if dist.is_backend_available(name)]
 
 

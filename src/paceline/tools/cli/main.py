@@ -103,7 +103,7 @@ def compare(
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON.")] = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the results (.svg, .png or .pdf).")] = None,
 ) -> None:
-    """Train the same program in several ways or on several numbers of ranks, and compare speed, memory and weights.
+    """Train a program in several modes or with different numbers of ranks, and compare speed, memory and weights.
 
     Arguments after the name are passed to the recipe or script: paceline compare --nproc 2 digits --batch-size 64.
     Options of the comparison go before a script's name; with a recipe, they can go anywhere.
@@ -178,7 +178,7 @@ def profile(
     else:
         validate_script(target, RECIPES)
         program = [target, *context.args]
-    # After the other checks, because it deletes an earlier profile in the folder.
+    # Must come after the other checks, because it deletes an earlier profile in the folder.
     settings.check()
     if note:
         say(note)
@@ -247,8 +247,8 @@ def main() -> NoReturn:
 def _near_option(option: str, error: Any) -> str:
     """Return a hint for an unknown option."""
     context = getattr(error, "ctx", None)
-    known = [] if context is None else options_of(context)
-    if (hint := or_near(option, known)) or "--nproc" in known or not or_near(option, ["--nproc"]):
+    options = [] if context is None else options_of(context)
+    if (hint := or_near(option, options)) or "--nproc" in options or not or_near(option, ["--nproc"]):
         return hint
     return "; options go after a command, as in: paceline run --nproc 2 script.py"
 

@@ -40,13 +40,13 @@ def start(arguments: Sequence[str]) -> int:
         )
     if several_hosts(options):
         others = supervision_of(vars(options)) != Supervision()
-        for name, given in (
+        for name, is_given in (
             (OPTION, options.report is not None),
             ("--prefix-ranks", options.prefix_ranks),
             ("--min-nproc (torchrun's --nnodes MIN:MAX is for hosts)", options.min_nproc is not None),
             ("--requeue-exit-code or --hang-timeout", others),
         ):
-            if given:
+            if is_given:
                 raise UsageError(f"{name} works on one host only; omit it, or omit --nnodes and the rendezvous")
         from paceline.launch.multi_host import check_meeting_point, launch_hosts
 
@@ -93,15 +93,15 @@ def rank_command(options: Namespace) -> list[str]:
 
 def own_options_in(arguments: Sequence[str], text: str | None) -> list[str]:
     """Return the `arguments` of a script that are options of ``paceline run`` and do not appear in its `text`."""
-    known = parser()._option_string_actions
+    options = parser()._option_string_actions
     misplaced: list[str] = []
     for index, word in enumerate(arguments):
         name, equals, _ = word.partition("=")
         # --help after the script's name is for the script.
-        if not name.startswith("--") or name == "--help" or name not in known:
+        if not name.startswith("--") or name == "--help" or name not in options:
             continue
         if text is None or not re.search(rf"\b{name[2:].replace('-', '[-_]')}\b", text):
-            has_value = not equals and known[name].nargs is None
+            has_value = not equals and options[name].nargs is None
             misplaced += arguments[index : index + 1 + has_value]
     return misplaced
 
@@ -110,19 +110,19 @@ def several_hosts(options: Namespace) -> bool:
     """Return whether the options describe a job on several hosts."""
     try:
         low, _, high = options.nnodes.partition(":")
-        least, most = int(low), int(high or low)
+        minimum, maximum = int(low), int(high or low)
     except ValueError:
         raise UsageError(f"--nnodes={options.nnodes!r} is neither a number nor MIN:MAX; give one such as 2") from None
-    if not 1 <= least <= most:
+    if not 1 <= minimum <= maximum:
         raise UsageError(f"--nnodes={options.nnodes} is out of range; give MIN:MAX with 1 <= MIN <= MAX")
-    if most == 1 and options.node_rank != 0:
+    if maximum == 1 and options.node_rank != 0:
         raise UsageError(f"--node-rank={options.node_rank}, but --nnodes is 1; give the number of hosts")
     if options.standalone:
         return False
     # The port is optional, and an IPv6 address is in brackets.
     host = options.rdzv_endpoint.rpartition(":")[0] or options.rdzv_endpoint
     return (
-        most > 1
+        maximum > 1
         # etcd implies several hosts; c10d and static on loopback are common on a single host.
         or options.rdzv_backend not in ("static", "c10d")
         or host.strip("[]") not in LOOPBACKS

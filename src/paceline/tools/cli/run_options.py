@@ -78,7 +78,7 @@ def add_own_options(parser: ArgumentParser) -> None:
 
 
 def help_parser() -> ArgumentParser:
-    """Return the parser that prints the help: Paceline's options and the most common ones of torchrun."""
+    """Return the parser that prints the help: Paceline's options and torchrun's most common options."""
     parser = ArgumentParser(
         "paceline run",
         USAGE,
@@ -157,7 +157,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     return options
 
 
-def split(arguments: Sequence[str], known: Mapping[str, Action]) -> tuple[list[str], list[str]]:
+def split(arguments: Sequence[str], options: Mapping[str, Action]) -> tuple[list[str], list[str]]:
     """Split `arguments` after the script.
 
     argparse alone would also parse the script's arguments, and treat ``--log x`` as an ambiguous launcher option.
@@ -165,8 +165,8 @@ def split(arguments: Sequence[str], known: Mapping[str, Action]) -> tuple[list[s
     index = 0
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] not in ("-", "--"):
         name, _, _ = arguments[index].partition("=")
-        abbreviated = {full for full in known if name.startswith("--") and full.startswith(name)}
-        actions = {known[full] for full in ({name} if name in known else abbreviated)}
+        abbreviated = {full for full in options if name.startswith("--") and full.startswith(name)}
+        actions = {options[full] for full in ({name} if name in options else abbreviated)}
         # argparse reports unknown and ambiguous options later. "-t3" is "-t" with its value.
         takes_next = "=" not in arguments[index] and len(actions) == 1 and actions.pop().nargs is None
         index += 2 if takes_next else 1

@@ -1,1 +1,1 @@
-"""Compares ways to train the same program: one device, threads, torch DDP, Paceline, and different numbers of ranks."""
+"""Compares modes of training a program (one device, threads, torch DDP, Paceline) or different numbers of ranks."""

@@ -60,16 +60,16 @@ class Torch(Measured):
     """Total weight of the micro-batches since the last synchronization."""
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
-        given = inspect.signature(super().__init__).bind(module, *arguments, **options).arguments
-        ranks: Any = given.pop("process_group", None) or dist.group.WORLD
+        bound = inspect.signature(super().__init__).bind(module, *arguments, **options).arguments
+        ranks: Any = bound.pop("process_group", None) or dist.group.WORLD
         # Use Gloo, because users of torch's wrapper would not have the "paceline" backend.
         if dist.get_backend(ranks) == "paceline":
             ranks = dist.new_group(dist.get_process_group_ranks(ranks), backend="gloo")
-        known = inspect.signature(TorchDDP).parameters
-        accepted = {name: value for name, value in given.items() if name in known}
+        supported = inspect.signature(TorchDDP).parameters
+        accepted = {name: value for name, value in bound.items() if name in supported}
         wrapper = TorchDDP(**accepted, process_group=ranks)
-        alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        super().__init__(module, process_group=alone)
+        own_group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        super().__init__(module, process_group=own_group)
         self.__dict__["_torch"] = wrapper  # registering it as a module would rename the parameters
         self.process_group = ranks
 
@@ -104,10 +104,10 @@ class Torch(Measured):
         raise UsageError("only Paceline's wrapper lets ranks agree to stop; compare with --modes ddp")
 
 
-def substitute(mode: str, devices: int, seen: Callable[[nn.Module, Any], None]) -> None:
+def substitute(mode: str, devices: int, on_forward: Callable[[nn.Module, Any], None]) -> None:
     """Make ``DistributedDataParallel(…)`` and its subclasses construct the wrapper of `mode` in this process."""
     kind: Any = {"dp": Threads, "ddp-torch": Torch}.get(mode, Measured)
-    kind.seen, kind.devices = staticmethod(seen), devices
+    kind.seen, kind.devices = staticmethod(on_forward), devices
 
     def new(cls: type, *_: Any, **__: Any) -> Any:
         if not issubclass(cls, kind):

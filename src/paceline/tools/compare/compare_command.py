@@ -45,10 +45,10 @@ class Comparison:
         """Reject invalid settings before anything runs."""
         whole_number("--steps", self.steps)
         config: Any = self.config
-        most = max(way.devices for way in ways)
-        if config is not None and most > (samples := config.batch_size // config.micro_batches):
+        devices = max(way.devices for way in ways)
+        if config is not None and devices > (samples := config.batch_size // config.micro_batches):
             raise UsageError(
-                f"--nproc {most} is more than the {samples} samples of a batch; give fewer ranks or a larger "
+                f"--nproc {devices} is more than the {samples} samples of a batch; give fewer ranks or a larger "
                 "--batch-size"
             )
         check_file("--json", self.json)
@@ -85,7 +85,7 @@ def _run_ways(comparison: Comparison, ways: Sequence[Way], threads: int, folder:
     if comparison.config is not None:
         program = ["-m", "paceline.tools", f"recipes.{comparison.target}", comparison.config.to_json()]
     jobs = {}
-    before = 0
+    offset = 0
     for way in ways:
         run = Run(
             way.mode,
@@ -93,11 +93,11 @@ def _run_ways(comparison: Comparison, ways: Sequence[Way], threads: int, folder:
             comparison.steps,
             record=str(folder / f"{way.name}.json"),
             program=program,
-            turns=(str(turns), before, ranks),
+            turns=(str(turns), offset, ranks),
         )
         command = [sys.executable, "-u", "-m", "paceline.tools", "compare.measured_run", run.to_json()]
         jobs[way.name] = Job(command, way.ranks, env={"OMP_NUM_THREADS": str(threads)})
-        before += way.ranks
+        offset += way.ranks
     code, failed = launch_together(jobs, lambda name: (folder / f"{name}.json").is_file())
     if failed:
         [way] = [way for way in ways if way.name == failed]

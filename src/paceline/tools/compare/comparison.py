@@ -51,8 +51,8 @@ def figures(
     start = next((number for number, way in enumerate(ways) if way.mode == "single"), 0)
     base = _row(ways[start], records[start], None, 0.0)
     return [
-        base if way == ways[start] else _row(way, record, base, weights_difference(weights[start], own))
-        for way, record, own in zip(ways, records, weights, strict=True)
+        base if way == ways[start] else _row(way, record, base, weights_difference(weights[start], own_weights))
+        for way, record, own_weights in zip(ways, records, weights, strict=True)
     ]
 
 
@@ -64,7 +64,7 @@ def _row(way: Way, record: Mapping[str, Any], base: Row | None, difference: floa
         seconds = median(turns)
     else:
         # A median, because an evaluation or a checkpoint may fall between two steps.
-        seconds = base.seconds_per_step * median(time / other for time, other in zip(turns, base.turns, strict=True))
+        seconds = base.seconds_per_step * median(time / base_ for time, base_ in zip(turns, base.turns, strict=True))
     samples = sum(rank["samples"] for rank in ranks) / len(steps) or None
     speedup = 1.0 if base is None else base.seconds_per_step / seconds
     if samples and base and base.samples_per_step:  # otherwise, assume that steps have equally many samples

@@ -39,8 +39,8 @@ def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) 
 
     with Caught() as caught, ExitStack() as ends:
         running = {Future[int](): name for name in jobs}
-        # A thread for each job, because torchelastic blocks its caller. Not from a pool, whose threads a forked rank
-        # would try to join.
+        # Use a thread per job, because torchelastic blocks its caller. Do not use a thread pool, because a forked rank
+        # would try to join the threads of the pool.
         for future, name in running.items():
             thread = threading.Thread(target=run_into, args=(future, jobs[name]))
             thread.start()

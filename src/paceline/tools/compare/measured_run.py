@@ -114,7 +114,7 @@ class Meter:
     def _write(self) -> None:
         """Write the record on rank 0. Collective."""
         parameters = [parameter for wrapper in self.wrappers for parameter in wrapper.parameters()]
-        mine = {
+        record = {
             "seconds": self.seconds[WARM_UP:],
             "samples": sum(self.samples[WARM_UP:]),
             "memory": peak_memory(),
@@ -122,7 +122,7 @@ class Meter:
             "sha256": hashlib.sha256(b"".join(map(tensor_digest, parameters))).hexdigest(),
         }
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        dist.all_gather_object(ranks, record)
         if dist.get_rank() == 0:
             Path(self.run.record).write_text(json.dumps({"ranks": ranks}), "utf-8")
             save_file(self._sampled_weights(), f"{self.run.record}.safetensors")

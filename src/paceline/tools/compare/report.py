@@ -50,16 +50,16 @@ def table(rows: Sequence[Row], target: str) -> Table:
     """Return a table with a row for each variant."""
     samples = f" of {rows[0].samples_per_step:,.0f} samples" if rows[0].samples_per_step else ""
     title = f"{target}: steps{samples} in {counted(len(rows), 'way')}"
-    made = new_table(tuple(COLUMNS), title=title, words=("mode",), wraps=("weights\ndiffer",), space=0)
+    result = new_table(tuple(COLUMNS), title=title, words=("mode",), wraps=("weights\ndiffer",), space=0)
     for row in rows:
-        made.add_row(*(cell(row) for cell in COLUMNS.values()))
-    return made
+        result.add_row(*(cell(row) for cell in COLUMNS.values()))
+    return result
 
 
 def statistic(rows: Sequence[Row]) -> str:
     """Describe how the times are computed."""
-    taken = f"the median of {counted(len(rows[0].turns), 'turn')} of {counted(TURN, 'step')}"
-    return f"Times: {_base(rows)} shows {taken}; for the others, this is multiplied by their median ratio to it."
+    source = f"the median of {counted(len(rows[0].turns), 'turn')} of {counted(TURN, 'step')}"
+    return f"Times: for {_base(rows)}, {source}; for others, that time multiplied by the median of their turn ratios."
 
 
 def _base(rows: Sequence[Row]) -> str:

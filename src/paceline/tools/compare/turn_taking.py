@@ -27,9 +27,9 @@ class Turns:
         ranks: number of ranks of all variants.
     """
 
-    def __init__(self, file: str, before: int, ranks: int) -> None:
+    def __init__(self, file: str, offset: int, ranks: int) -> None:
         self._file, self._ranks = file, ranks
-        self._next = ranks + before
+        self._next = ranks + offset
         """File length at which this rank's next turn begins."""
 
     def end(self) -> None:

@@ -24,7 +24,7 @@ WAITING = (
 
 @dataclass(frozen=True)
 class Bar:
-    """An interval in one row."""
+    """A bar, which covers an interval in one row."""
 
     row: int
     begin: float
@@ -41,7 +41,7 @@ class Panel:
     rows: Sequence[str]
     bars: Sequence[Bar]
     results: Sequence[str] = ()
-    """Text beside the panel, shown once its last bar has ended."""
+    """Text next to the panel, shown once the last bar has ended."""
     marks: Sequence[tuple[float, str, str]] = ()
     """Synchronizations of all ranks: time, letter and class of the line, ``way`` or ``elsewhere`` (dashed)."""
 
@@ -75,14 +75,14 @@ class Chart:
         moments: dict[float, list[str]] = {}
         for moment, event in sorted(events, key=lambda event: event[0]):
             moments.setdefault(moment, []).append(event)
-        return [Frame(f"after {ms(at)}", "; ".join(said), self.draw(at)) for at, said in moments.items()]
+        return [Frame(f"after {ms(at)}", "; ".join(texts), self.draw(at)) for at, texts in moments.items()]
 
     def still(self) -> list[Frame]:
         """Draw the complete chart as one frame."""
         return [Frame("", "", self.draw())]
 
     def draw(self, moment: float = math.inf) -> Drawing:
-        """Draw everything up to `moment`, which is marked by a line. Later parts are dashed."""
+        """Draw the chart as of `moment`, which is marked by a line. Everything later is dashed."""
         parts = list(self._axis())
         for panel, top in zip(self.panels, self.tops, strict=True):
             parts += self._panel(panel, top, moment)
@@ -120,9 +120,9 @@ class Chart:
 
     def _bar(self, bar: Bar, y: float, moment: float) -> str:
         x, end = self.x(bar.begin), self.x(bar.end)
-        done = min(end, max(x, self.x(moment)))
-        later = box(x, y, end - x, ROW - 3, "ghost") if done < end else ""
-        return later + (box(x, y, done - x, ROW - 3, bar.kind) if done > x else "")
+        drawn = min(end, max(x, self.x(moment)))
+        later = box(x, y, end - x, ROW - 3, "ghost") if drawn < end else ""
+        return later + (box(x, y, drawn - x, ROW - 3, bar.kind) if drawn > x else "")
 
     def _label(self, bar: Bar, y: float, moment: float) -> str:
         x, end = self.x(bar.begin), self.x(bar.end)

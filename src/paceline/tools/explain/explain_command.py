@@ -39,15 +39,15 @@ EXAMPLES = "\n\n".join(
 
 
 def explain(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(KNOWN)}.", show_default=False)],
+    subject: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(KNOWN)}.", show_default=False)],
     ranks: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Ranks in the picture, 1 to 16.")] = 4,
     out: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a picture (.svg) or an animated page (.html).")
     ] = None,
 ) -> None:
     """Show step by step which ranks send data, what they hold afterwards, and which ranks wait."""
-    if what not in KNOWN:
-        raise UsageError(f"WHAT is {what!r}; choose one of {', '.join(KNOWN)}")
+    if subject not in KNOWN:
+        raise UsageError(f"WHAT is {subject!r}; choose one of {', '.join(KNOWN)}")
     suffix = Path(out).suffix if out else ""
     if out is not None and suffix not in (".svg", ".html"):
         raise UsageError(f"--out {out}: the name must end in .svg (one picture) or .html (an animated page)")
@@ -57,7 +57,7 @@ def explain(
     from paceline.tools.explain.page import page
     from paceline.tools.explain.sheet import sheet
 
-    drawn = scenes(what, ranks)
+    drawn = scenes(subject, ranks)
     if out is not None:
         write_file("--out", out, sheet(drawn) if suffix == ".svg" else page(drawn))
         print(f"wrote {out}")
@@ -67,13 +67,13 @@ def explain(
         print_table(table, keys=2 if table.columns[1].header == "rank" else 1)
 
 
-def scenes(what: str, ranks: int) -> list[Scene]:
-    """Draw the scenes of the subject `what`, one of :data:`KNOWN`."""
+def scenes(subject: str, ranks: int) -> list[Scene]:
+    """Draw the scenes of the subject `subject`, one of :data:`KNOWN`."""
     from paceline.comm.algorithms import build
     from paceline.tools.explain.subjects import bubble, buckets, collectives, schedules, slices, ways, workflow
 
-    if what in SCHEDULES:
-        return [schedules.scene(build(name, ranks)) for name in SCHEDULES[what]]
+    if subject in SCHEDULES:
+        return [schedules.scene(build(name, ranks)) for name in SCHEDULES[subject]]
     return {
         "collectives": collectives.scenes,
         "bucket-overlap": buckets.scenes,
@@ -81,4 +81,4 @@ def scenes(what: str, ranks: int) -> list[Scene]:
         "bubble": bubble.scenes,
         "data-parallel": ways.scenes,
         "same-bits": slices.scenes,
-    }[what](ranks)
+    }[subject](ranks)

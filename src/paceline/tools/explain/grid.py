@@ -19,10 +19,10 @@ SLOT = 13.0
 
 
 class Cell(NamedTuple):
-    """One rank's contents in one row; empty by default."""
+    """What one rank holds in one row; nothing by default."""
 
     terms: Terms = ()
-    """Ranks whose contributions it contains, each drawn as a slot in the color of the rank."""
+    """Ranks whose contributions the cell contains. Each is drawn as a slot in the color of its rank."""
     label: str = ""
     """Text drawn instead of slots, in the color of the only rank in `terms`, or in gray if there is none."""
     came: bool = False
@@ -76,7 +76,7 @@ class Grid:
         return self.at(column, 0)[0] + self.wide / 2
 
     def flight(self, cell: Cell, source: tuple[int, int], destination: tuple[int, int]) -> str:
-        """Draw a message at the (rank, row) of its source, with the distance that the animation moves it."""
+        """Draw a message at its source, given as (rank, row), with the offset by which the animation moves it."""
         (x, y), (end, below) = self.at(*source), self.at(*destination)
         style = f"--dx: {end - x:g}px; --dy: {below - y:g}px"
         return f'<g class="flight" style="{style}">{self.cell(cell._replace(came=True), x, y)}</g>'
@@ -85,7 +85,7 @@ class Grid:
         """Draw a cell with its upper left corner at `x`, `y`."""
         if not cell.terms and not cell.label:
             return box(x, y, self.wide, self.high, "ghost")
-        # Each appearance is defined once and then referenced, because a page with many ranks has 100,000 cells.
+        # Define each distinct look once and refer to it, because a page with many ranks has 100,000 cells.
         name = f"c{self.size}{'b' if self.is_bowed else ''}-{'.'.join(map(str, cell.terms))}-{cell.label}"
         if name not in self.symbols:
             self.symbols[name] = f'<g id="{name}">{self._look(cell)}</g>'
@@ -115,8 +115,8 @@ class Grid:
             (start, y), (end, _) = self.at(source, row), self.at(destination, row)
             path = f"M{start + ends[0]:g},{y + self.high / 2:g} H{end + ends[1]:g}"
         else:
-            # An arrow leaves right of the middle and arrives left of it, so two at one rank do not touch. Curved arrows
-            # differ in height, so that they do not overlap.
+            # An arrow starts right of the middle of a column and ends left of the middle, so that arrows do not touch.
+            # Curved arrows have different heights, so that they do not overlap.
             start, end, y = self.middle(source) + 4, self.middle(destination) - 4, self.at(source, row)[1] - 2
             top = y - self.room * (0.5 + 0.4 * (distance + source) / self.size)
             path = f"M{start:g},{y:g} C{start:g},{top:g} {end:g},{top:g} {end:g},{y:g}"

@@ -47,8 +47,8 @@ def _section(scene: Scene) -> str:
 """
 
 
-def _paragraph(kind: str, words: str, before: str = "") -> str:
-    return f'<p class="{kind}">{before}{escape(words)}</p>' if words else ""
+def _paragraph(kind: str, words: str, prefix: str = "") -> str:
+    return f'<p class="{kind}">{prefix}{escape(words)}</p>' if words else ""
 
 
 def _picture(scene: Scene) -> str:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Drawing(NamedTuple):
-    """SVG elements and their size."""
+    """SVG elements and the size of the drawing."""
 
     svg: str
     width: float
@@ -27,12 +27,12 @@ class Frame:
     caption: str
     drawing: Drawing
     moving: str = ""
-    """SVG elements that move before the drawing is shown, each by ``--dx`` and ``--dy``."""
+    """SVG elements that an animation moves by their ``--dx`` and ``--dy`` before the drawing is shown."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One subject, or one of its cases."""
+    """A subject of ``paceline explain``, or one case of a subject."""
 
     title: str
     about: str

@@ -44,8 +44,8 @@ def _scene(scene: Scene) -> tuple[str, float, float]:
     top = 34 + LINE * len(lines)
     for number, frame in enumerate(frames):
         x, y = number % across * column, top + number // across * row
-        said = text(0, 14, frame.title, "heading") + text(0, 31, frame.caption) if caption else ""
+        heading = text(0, 14, frame.title, "heading") + text(0, 31, frame.caption) if caption else ""
         drawing = f'<g transform="translate(0,{caption:g})">{frame.drawing.svg}</g>'
-        parts.append(f'<g transform="translate({x:g},{y:g})">{said}{drawing}</g>')
+        parts.append(f'<g transform="translate({x:g},{y:g})">{heading}{drawing}</g>')
     width = max(across * column - 30, *(LETTER * len(line) for line in lines))
     return "\n".join(parts), width, top + -(-len(frames) // across) * row

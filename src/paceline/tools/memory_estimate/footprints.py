@@ -24,7 +24,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the rank that holds the most."""
+    """Memory of the rank that needs the most, in bytes."""
 
     strategy: str
     weights: int
@@ -33,7 +33,7 @@ class Footprint:
     state: int
     """Bytes of the optimizer's state."""
     communication: int
-    """Bytes of the buffers for communicating weights and gradients."""
+    """Bytes of buffers that are used to communicate weights and gradients."""
     largest: int
     """Bytes of the largest piece that the optimizer updates at once."""
 
@@ -68,7 +68,7 @@ class Training:
     @property
     def dense(self) -> list[int]:
         """Indices of the trained parameters with dense gradients."""
-        return [at for at, each in enumerate(self.parameters) if each.requires_grad and at not in self.sparse]
+        return [at for at, parameter in enumerate(self.parameters) if parameter.requires_grad and at not in self.sparse]
 
     @property
     def gradient_bytes(self) -> int:
@@ -79,10 +79,10 @@ class Training:
         """Return the footprint of each strategy on `ranks` ranks."""
         weights = sum(parameter.nbytes for parameter in self.parameters) + self.buffer_bytes
         gradients = self.gradient_bytes
-        # Some optimizers also keep state for frozen parameters.
-        state = sum(self._state_bytes(at, tuple(each.shape)) for at, each in enumerate(self.parameters))
+        # Some optimizers keep state for frozen parameters, too.
+        state = sum(self._state_bytes(at, tuple(param.shape)) for at, param in enumerate(self.parameters))
         reduction = self._reduction_bytes() if ranks > 1 else 0
-        largest = max(each.nbytes for each in self.parameters if each.requires_grad)
+        largest = max(param.nbytes for param in self.parameters if param.requires_grad)
         return [
             Footprint(TORCH_DDP, weights, gradients, state, gradients, largest),
             Footprint(DDP, weights, gradients, state, reduction, largest),

@@ -19,7 +19,7 @@ from paceline.errors import MissingExtra, UsageError
 from paceline.tools.shared.hub import cached_config, fetch, one_line, quiet_libraries, work_offline
 
 LABEL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
-"""Suffixes of the transformers classes whose labels have the same shape as their tokens."""
+"""Suffixes of transformers classes that take labels of the same shape as the tokens."""
 
 
 class BuiltModel(NamedTuple):
@@ -28,7 +28,7 @@ class BuiltModel(NamedTuple):
     name: str
     module: nn.Module
     input_name: str | None = None
-    """Name of the main input if transformers built the module; None if the first argument is the input."""
+    """Name of the input of a transformers model; None for other modules, whose first argument is the input."""
     has_labels: bool = False
     """Whether the module also takes the tokens as labels and returns a loss."""
 
@@ -96,7 +96,7 @@ def _from_python(path: str) -> BuiltModel:
 
 
 def _import(source: str) -> Any:
-    """Import a file or a module, found as by ``python file.py`` or ``python -m module``."""
+    """Import a file or a module, located as by ``python file.py`` or ``python -m module``."""
     is_file = source.endswith(".py")
     sys.path.insert(0, str(Path(source).absolute().parent if is_file else Path.cwd()))
     return importlib.import_module(Path(source).stem if is_file else source)

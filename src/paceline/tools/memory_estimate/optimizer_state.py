@@ -36,8 +36,8 @@ class OptimizerState:
     @property
     def title(self) -> str:
         """The optimizer as code: ``SGD(momentum=0.9)``."""
-        given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        return f"{self.optimizer_class.__name__}({given})" if given else self.optimizer_class.__name__
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self.optimizer_class.__name__}({options})" if options else self.optimizer_class.__name__
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, gradient: Gradient = "dense") -> int:
         """Return the bytes of state for a parameter of `shape` and `dtype` after a step."""
@@ -83,14 +83,14 @@ class OptimizerState:
 def parse_optimizer(text: str) -> OptimizerState:
     """Return the torch optimizer that `text` names: ``adamw``, ``sgd+momentum``, ``adamw+betas=(0.9, 0.95)``."""
     name, *settings = text.split("+")
-    known = {
+    classes = {
         kind.__name__.lower(): kind
         for kind in vars(torch.optim).values()
         if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
     }
-    if (optimizer_class := known.get(name.strip().lower())) is None:
+    if (optimizer_class := classes.get(name.strip().lower())) is None:
         raise UsageError(
-            f"--optimizer {text}: torch has no optimizer {name!r}; choose one of {', '.join(sorted(known))}"
+            f"--optimizer {text}: torch has no optimizer {name!r}; choose one of {', '.join(sorted(classes))}"
         )
     parameters = dict(inspect.signature(optimizer_class).parameters)
     del parameters["params"]

@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 INTERRUPTED = "interrupted"
-"""Reason for a missing answer after Ctrl-C."""
+"""Reason that is sent instead of an answer after Ctrl-C."""
 SETTING = "PACELINE_NOTEBOOK"
-"""Environment variable with the kernel's socket and the secret that a rank sends first."""
+"""Environment variable with the address of the kernel's socket, and the secret that a rank must send first."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Session:
             raise Shown(failure.name, failure.lines + repair)
 
     def pull(self, names: Sequence[str], rank: int | None) -> dict[str, Any]:
-        """Return variables of `rank`, or lists over all ranks if it is None. Tensors are moved to the CPU."""
+        """Return variables of `rank`, or lists over all ranks if `rank` is None. Tensors are moved to the CPU."""
         self._replace_dead()
         ranks = range(self.size) if rank is None else [rank]
         outcome = Conversation(self._processes, ranks).hold("pull", list(names))
@@ -119,9 +119,9 @@ class Session:
         try:
             for rank in outcome.deaths:
                 self._processes.remove(rank)
-            left = Conversation(self._processes, sorted(self._processes.ranks)).hold("leave", seconds=JOIN_S)
-            lost = {*outcome.deaths, *left.deaths}
-            for rank in left.deaths:
+            answers = Conversation(self._processes, sorted(self._processes.ranks)).hold("leave", seconds=JOIN_S)
+            lost = {*outcome.deaths, *answers.deaths}
+            for rank in answers.deaths:
                 self._processes.remove(rank)
             # Start new ranks only after the others have left the old group, because they can only join a new one.
             self._processes.spawn(sorted(lost))

@@ -18,7 +18,7 @@ from paceline.profiler.report.formatting import kind_name, mean_parts, ms, notab
 from paceline.profiler.report.report import Advice, Report
 
 MOST_RANKS = 5
-"""Maximum number of rank columns; larger jobs show the most notable ranks and the mean."""
+"""Maximum number of ranks in the table. For larger jobs, it has only the most notable ranks and the mean."""
 MOST_ADVICE = 3
 STYLES = {"better": "green", "worse": "red", "": ""}
 
@@ -40,7 +40,7 @@ def print_summary(report: Report) -> None:
 
 
 def parts_table(report: Report, between: str = "  ") -> Table:
-    """Return a table with the parts of each rank's mean step; `between` separates a time from its share."""
+    """Return a table of the parts of an average step on each rank; `between` separates a time from its share."""
     slow = {straggler.rank for straggler in report.stragglers}
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("a step")

@@ -103,7 +103,7 @@ def recipe_command(recipe: str) -> Any:
 
 
 def _option(name: str, type_: Any, default: Any, option: Any) -> inspect.Parameter:
-    """Return a parameter for the signature that typer reads."""
+    """Return a parameter that typer turns into an option."""
     option.rich_help_panel = panel_of(name)
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword, default=default, annotation=Annotated[type_, option])
@@ -155,7 +155,7 @@ def command_line(recipe: str, config: Any) -> str:
 
 def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files: bool = False) -> Any:
     """Return the checked configuration of `recipe` from its options on the command line of `caller`."""
-    # A copy, because click removes the arguments from the list.
+    # Pass a copy, because click removes arguments from the list.
     values = recipe_command(recipe).make_context(recipe, list(arguments)).params
     reasons = {name: f"is an option of paceline train, not of paceline {caller}" for name, *_ in LAUNCHER_OPTIONS}
     defaults = {name: default for name, _, default, _ in LAUNCHER_OPTIONS}
@@ -173,7 +173,7 @@ def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files:
 
 
 def untyped_flags(command: Any) -> Any:
-    """Remove the type from the help of flags in `command` and its subcommands; return `command`."""
+    """Do not show a type for flags in the help of `command` and its subcommands. Return `command`."""
     for parameter in command.get_params(typer.Context(command)):
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""

@@ -54,8 +54,8 @@ class LmConfig(TrainingOptions):
 
     def check(self) -> None:
         super().check()
-        for name, least in {"context": 1, "width": 1, "layers": 1, "heads": 1, "sample": 0}.items():
-            whole_number(flag_of(name), getattr(self, name), least)
+        for name, minimum in {"context": 1, "width": 1, "layers": 1, "heads": 1, "sample": 0}.items():
+            whole_number(flag_of(name), getattr(self, name), minimum)
         if self.width % (2 * self.heads):  # gpt.rotate() rotates pairs of a head's dimensions
             raise UsageError(f"--width {self.width} must be a multiple of twice --heads {self.heads}")
         if self.sharded:
@@ -91,7 +91,7 @@ class MrpcConfig(TrainingOptions):
         from paceline.tools.recipes.hugging_face import fetch_model
 
         super().check()
-        whole_number("--max-length", self.max_length, least=8)
+        whole_number("--max-length", self.max_length, minimum=8)
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise UsageError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
         if self.balance and self.virtual_ranks is not None:

@@ -33,7 +33,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        nn.init.zeros_(self.head.weight)  # all tokens are equally likely at first
+        nn.init.zeros_(self.head.weight)  # at first, all tokens are equally likely
         self.register_buffer("rotation", rotation(context, width // heads), persistent=False)
 
     def matrices(self) -> list[nn.Parameter]:
@@ -104,7 +104,7 @@ def ngram_slots(tokens: Tensor) -> list[Tensor]:
     """Return, for each position, the table rows of the last two and the last three tokens; token 0 pads the start."""
     slots, code = [], tokens
     for distance in (1, 2):
-        before = F.pad(tokens, (distance, 0))[:, : tokens.shape[1]]
-        code = code * 1_000_003 + before + 1  # a hash; a prime spreads neighboring tokens over the table
+        previous = F.pad(tokens, (distance, 0))[:, : tokens.shape[1]]
+        code = code * 1_000_003 + previous + 1  # a hash; a prime spreads neighboring tokens over the table
         slots.append(code.remainder(NGRAM_SLOTS))
     return slots

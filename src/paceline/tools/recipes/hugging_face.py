@@ -46,13 +46,13 @@ def folder_of(name: str, option: str = "--model") -> Path:
     return folder
 
 
-def load(what: str, folder: Path, function: Any, *arguments: Any, **options: Any) -> Any:
-    """Call a transformers `function` that loads `what` from `folder`, and report errors in one line."""
+def load(kind: str, folder: Path, function: Any, *arguments: Any, **options: Any) -> Any:
+    """Call a transformers `function` that loads `kind` from `folder`, and report errors in one line."""
     hub.quiet_libraries()
     try:
         return function(*arguments, **options)
     except Exception as error:  # transformers raises many kinds of exceptions
-        raise UsageError(f"no {what} can be made from {folder}: {hub.one_line(error)}") from error
+        raise UsageError(f"no {kind} can be made from {folder}: {hub.one_line(error)}") from error
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -113,10 +113,10 @@ def classifier(folder: Path, tokenizer: Any, dropout: float | None, *, is_random
 
 def validate_fitting(model: Any, tokens: int, length: int) -> None:
     """Check that the model has embeddings for all `tokens` of the tokenizer and for texts of this `length`."""
-    known, config = model.get_input_embeddings().weight.shape[0], model.config.to_dict()
-    if tokens > known:
+    vocabulary, config = model.get_input_embeddings().weight.shape[0], model.config.to_dict()
+    if tokens > vocabulary:
         raise UsageError(
-            f"the tokenizer has {tokens:,} tokens but the model has only {known:,}; give the model's tokenizer"
+            f"the tokenizer has {tokens:,} tokens but the model has only {vocabulary:,}; give the model's tokenizer"
         )
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     if isinstance(positions, int) and length > positions:

@@ -89,12 +89,10 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
 
 
 def remark(report: Report) -> str:
-    """Return a remark if always predicting the more frequent class is just as good; else an empty string."""
-    beaten = [name for name in ("accuracy", "f1") if report[name] > report[f"majority_{name}"]]
-    if len(beaten) == 2:
-        return ""
-    figures = (f"{name} {report[name]:.3f} against {report[f'majority_{name}']:.3f}" for name in ("accuracy", "f1"))
-    return f"Always predicting the more frequent class is just as good: {', '.join(figures)}. Train longer."
+    """Return a remark if always predicting the more frequent class is at least as good; else an empty string."""
+    worse = [name for name in ("accuracy", "f1") if not report[name] > report[f"majority_{name}"]]
+    figures = ", ".join(f"{name} {report[name]:.3f} against {report[f'majority_{name}']:.3f}" for name in worse)
+    return f"Always predicting the more frequent class is at least as good: {figures}. Train longer." if worse else ""
 
 
 def main(text: str) -> None:
@@ -104,5 +102,5 @@ def main(text: str) -> None:
     with init(config.backend) as world:
         report, result = train_mrpc(config, world)
         finish("mrpc", report, REPORTED, result, config)
-        if said := remark(report):
-            world.print(said)
+        if message := remark(report):
+            world.print(message)

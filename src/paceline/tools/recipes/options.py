@@ -87,7 +87,7 @@ class TrainingOptions(ProgramConfig):
             if getattr(self, name) is not None:
                 whole_number(flag_of(name), getattr(self, name))
         positive("--lr", self.lr)
-        whole_number("--warmup-steps", self.warmup_steps, least=0)
+        whole_number("--warmup-steps", self.warmup_steps, minimum=0)
         choice("--decay", self.decay, ("none", "linear", "cosine", "wsd"))
         for name in ("metrics", "tensorboard", "checkpoint_dir"):
             if getattr(self, name) is not None:
@@ -125,8 +125,8 @@ class TrainingOptions(ProgramConfig):
     def _settings(self) -> dict[str, Any]:
         """Return the Trainer's settings."""
         no_length = self.epochs is None and self.max_steps is None
-        given = {name: getattr(self, name) for name in (*SETTINGS.split(), "log_every")}
-        return {**given, "epochs": self.passes if no_length else self.epochs, "accumulate": self.micro_batches}
+        settings = {name: getattr(self, name) for name in (*SETTINGS.split(), "log_every")}
+        return {**settings, "epochs": self.passes if no_length else self.epochs, "accumulate": self.micro_batches}
 
     def train(
         self,

@@ -72,12 +72,12 @@ def read_pairs(file: Path) -> list[Pair]:
             continue
         if len(cells) != len(COLUMNS):
             raise BrokenRow(file, number, f"{len(cells)} columns separated by tabs instead of {len(COLUMNS)}")
-        label, one, other, first, second = cells
+        label, first_id, second_id, first, second = cells
         if label not in ("0", "1"):
             raise BrokenRow(file, number, f"the Quality is {label!r} instead of 0 or 1")
         if not (first and second):
             raise BrokenRow(file, number, "a sentence is empty")
-        pairs.append(Pair((one, other), first, second, int(label)))
+        pairs.append(Pair((first_id, second_id), first, second, int(label)))
     if not pairs:
         raise UsageError(f"{file} has no sentence pairs; give another folder")
     return pairs
@@ -111,8 +111,8 @@ def read_hub() -> Splits:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()  # otherwise, every rank would print a message about the cache
-    both = (datasets.load_dataset(*_HUB_NAME, split=split) for split in ("train", "validation"))
-    train, dev = ([_from_hub(row) for row in rows] for rows in both)
+    splits = (datasets.load_dataset(*_HUB_NAME, split=split) for split in ("train", "validation"))
+    train, dev = ([_from_hub(row) for row in rows] for rows in splits)
     return Splits(train, dev)
 
 
@@ -144,7 +144,7 @@ def tokenize(tokenizer: Any, pairs: Sequence[Pair], max_length: int) -> Tokenize
     first, second = [pair.first for pair in pairs], [pair.second for pair in pairs]
     texts: tuple[list[str], ...] = (first, second)
     if tokenizer.num_special_tokens_to_add(pair=True) == tokenizer.num_special_tokens_to_add(pair=False):
-        texts = ([f"{one}\n{other}" for one, other in zip(first, second, strict=True)],)
+        texts = ([f"{a}\n{b}" for a, b in zip(first, second, strict=True)],)
     encoded = tokenizer(*texts, truncation=True, max_length=max_length)
     rows = [dict(zip(encoded, row, strict=True)) for row in zip(*encoded.values(), strict=True)]
     return TokenizedPairs([{**row, "label": pair.label} for row, pair in zip(rows, pairs, strict=True)])

@@ -39,14 +39,14 @@ def quiet_libraries() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def fetch(what: str, remedy: str, download: Callable[[], object]) -> None:
-    """Download `what` into the cache; an error message recommends `remedy`, the options that avoid a download."""
+def fetch(subject: str, remedy: str, download: Callable[[], object]) -> None:
+    """Download `subject` into the cache; an error message recommends `remedy`, the options that avoid a download."""
     if (reason := out_of_reach()) is not None:
-        raise UsageError(f"{what} is not on this machine, and {reason}; to run without a network, give {remedy}")
+        raise UsageError(f"{subject} is not on this machine, and {reason}; to run without a network, give {remedy}")
     try:
         download()
     except Exception as error:  # the libraries raise many kinds of exceptions
-        raise UsageError(f"cannot download {what}: {one_line(error)}; try again, or give {remedy}") from error
+        raise UsageError(f"cannot download {subject}: {one_line(error)}; try again, or give {remedy}") from error
 
 
 def out_of_reach() -> str | None:

@@ -119,14 +119,14 @@ def _slow(statuses: Sequence[RankStatus]) -> Straggler | None:
     """Return the rank that waits least on average, if the others wait significantly longer."""
     if any(status.timed < LEAST_STEPS or status.waiting_seconds is None for status in statuses):
         return None
-    least = min(statuses, key=lambda status: status.waiting_seconds or 0.0)
-    others = [status for status in statuses if status is not least]
-    gap = median(status.waiting_seconds or 0.0 for status in others) - (least.waiting_seconds or 0.0)
-    spread = math.hypot(least.waiting_spread or 0.0, median(status.waiting_spread or 0.0 for status in others))
+    slowest = min(statuses, key=lambda status: status.waiting_seconds or 0.0)
+    others = [status for status in statuses if status is not slowest]
+    gap = median(status.waiting_seconds or 0.0 for status in others) - (slowest.waiting_seconds or 0.0)
+    spread = math.hypot(slowest.waiting_spread or 0.0, median(status.waiting_spread or 0.0 for status in others))
     step = median(status.step_seconds or 0.0 for status in statuses)
     # If values have standard deviation s, their moving average has s * sqrt(weight / (2 - weight)).
     enough = max(LEAST_SHARE * step, LEAST_SPREADS * spread * math.sqrt(WEIGHT / (2 - WEIGHT)))
-    return Straggler(least.rank, "slow", gap) if gap > enough else None
+    return Straggler(slowest.rank, "slow", gap) if gap > enough else None
 
 
 def describe(statuses: Sequence[RankStatus]) -> str:

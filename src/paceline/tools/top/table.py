@@ -25,8 +25,8 @@ def table_of(view: JobView) -> Table:
     """Return a table with a row for each rank on this host."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("rank", "step", "phase", "for", "step time", "waiting", "", ""):
-        left = name in ("rank", "phase", "")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+        is_left = name in ("rank", "phase", "")
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=True)
     table.columns[6].justify = "right"
     table.columns[7].header = Text.assemble("█ busy ", ("░ waiting", "yellow"))
     straggler = find_straggler(view.statuses)
@@ -51,7 +51,7 @@ def _cells(status: RankStatus) -> list[str | Text]:
 
 
 def phase_of(status: RankStatus) -> str:
-    """Return the rank's phase; if it is not running, its state and last phase."""
+    """Return the rank's phase, or if the rank is not running, its state and last phase."""
     phase = status.phase if status.bucket is None else f"{status.phase} {status.bucket}"
     if status.state == RUNNING:
         return str(phase)

@@ -57,8 +57,8 @@ def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> list[tuple[Path,
     if not jobs:
         raise UsageError("you have no running job on this host; start one with paceline run, train or profile")
     if wanted is None:
-        here = [job for job in jobs.items() if job[1].folder == os.getcwd()]
-        return here if len(here) == 1 else list(jobs.items())
+        local = [job for job in jobs.items() if job[1].folder == os.getcwd()]
+        return local if len(local) == 1 else list(jobs.items())
     candidates = [job for job in jobs.items() if wanted in (job[1].pid, *job[1].processes.values())]
     if not candidates:
         listed = "; ".join(f"{process_of(note, jobs)} ({note.title})" for note in jobs.values())

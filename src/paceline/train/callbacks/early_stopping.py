@@ -35,10 +35,10 @@ class EarlyStopping:
         self.best: float | None = None
         """The best value; None before the first value that is not NaN."""
         self.wait = 0
-        """Evaluations since the best one."""
+        """Number of evaluations since the best value."""
 
     def on_evaluation(self, run: Run) -> None:
-        """Compare with the best value; NaN does not count as an improvement."""
+        """Compare the metric with its best value. NaN does not count as an improvement."""
         value = run.metrics[f"eval/{self.monitor}"]
         if is_better(value, self.best, self.mode, self.min_delta):
             self.best, self.wait = value, 0
@@ -48,7 +48,7 @@ class EarlyStopping:
             run.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the number of evaluations since."""
+        """Return the best value and the number of evaluations since then."""
         return {"best": self.best, "wait": self.wait}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

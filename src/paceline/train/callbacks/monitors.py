@@ -7,7 +7,7 @@ from paceline.train.run.run import Run
 
 
 class LearningRateMonitor:
-    """Logs the learning rate of each parameter group as ``lr/0``, ``lr/1``, …, or with the group's ``"name"``."""
+    """Logs each parameter group's learning rate as ``lr/0``, ``lr/1``, …, or as ``lr/NAME`` if it has a ``"name"``."""
 
     def on_step(self, run: Run) -> None:
         """Log the rates if a line of metrics is due."""
@@ -26,7 +26,7 @@ class ThroughputMonitor:
     def __init__(self, *, counts_tokens: bool = False) -> None:
         self._counts_tokens = flag("counts_tokens", counts_tokens)
         self._last = (0, 0.0, 0.0)
-        """Samples, weight and seconds at the last line."""
+        """Totals of samples, weight and seconds at the last line."""
 
     def on_start(self, run: Run) -> None:
         """Start counting."""

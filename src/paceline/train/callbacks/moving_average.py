@@ -1,6 +1,6 @@
 """An exponential moving average of the weights.
 
-Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; the exponential form is that of
+Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; the exponential form follows
 ``torch.optim.swa_utils``.
 """
 
@@ -22,15 +22,15 @@ from paceline.train.run.run import Run
 
 
 class ExponentialMovingAverage:
-    """Averages the weights over the steps; evaluations and predictions use the averages, and the model ends with them.
+    """Averages the weights over the steps. Evaluations, predictions and the final model use the averages.
 
-    The first step copies the weights. Later steps compute ``average = decay · average + (1 - decay) · weight``, with
-    the same bits as ``torch.optim.swa_utils.AveragedModel`` and ``get_ema_multi_avg_fn(decay)``. Buffers are not
+    The first step copies the weights. Later steps compute ``average = decay · average + (1 - decay) · weight``,
+    bit-identical to ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``. Buffers are not
     averaged. No communication is needed, because all ranks have the same weights.
 
     Args:
-        model: the model that is trained, wrapped or not.
-        decay: the share of the average that remains after a step.
+        model: the model being trained, wrapped or not.
+        decay: weight of the previous average in each step.
 
     Raises:
         UsageError: if `decay` is not from 0 to 1, or `model` is not a module.
@@ -45,9 +45,9 @@ class ExponentialMovingAverage:
         self.decay = share("decay", decay)
         self._parameters = dict(unwrap(model).named_parameters())
         self.averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        """The averages, by the parameters' names."""
+        """The averages, by parameter name."""
         self.updates = 0
-        """Number of steps in the averages."""
+        """Number of steps that the averages include."""
 
     @torch.no_grad()
     def on_step(self, run: Run) -> None:
@@ -62,7 +62,7 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def evaluating(self, run: Run) -> Iterator[None]:
-        """Put the averages into the model, and restore the weights afterwards."""
+        """Use the averages in the model, and restore the weights afterwards."""
         if self.updates == 0:  # the averages are still the weights from before this run
             yield
             return
@@ -75,7 +75,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def on_end(self, run: Run) -> None:
-        """Leave the averages in the model."""
+        """Copy the averages into the model."""
         if self.updates:
             copy_each(list(self._parameters.values()), list(self.averages.values()))
 
@@ -91,6 +91,6 @@ class ExponentialMovingAverage:
         self.updates = int(saved["updates"])
 
     def _point_to(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        # A copy would cost time and memory, and would count as a change of the parameters since the last step.
+        # A copy would cost time and memory, and would look as if the parameters had changed since the last step.
         for name, parameter in self._parameters.items():
             parameter.data = tensors[name]

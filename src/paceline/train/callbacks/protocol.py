@@ -14,9 +14,9 @@ MOMENTS = ("on_start", "on_step", "on_evaluation", "on_save", "on_end")
 class Callback(Protocol):
     """An object that the Trainer calls on every rank.
 
-    It needs at least one of these methods, and need not inherit from this class. If it has ``state_dict`` and
-    ``load_state_dict``, checkpoints contain rank 0's state for all ranks. If it has an attribute ``monitor``, the name
-    of an evaluation's metric, the Trainer checks the name before it starts.
+    A callback needs at least one of these methods; it does not have to inherit from this class. If it has
+    ``state_dict`` and ``load_state_dict``, checkpoints contain rank 0's state for all ranks. If it has an attribute
+    ``monitor``, which names a metric of the evaluation, the Trainer checks the name before it starts.
 
     An exception in a callback ends the training with an error that names the callback's class and the rank.
     """
@@ -30,21 +30,21 @@ class Callback(Protocol):
     def on_step(self, run: Run) -> None:
         """Called after an optimizer step; ``run.metrics`` has the values of the latest line.
 
-        Do not launch collectives here: if a rank died in one, the step could not be rescued.
+        Do not launch collectives here. If a rank died during a collective, the step could not be rescued.
         """
 
     def on_evaluation(self, run: Run) -> None:
         """Called after an evaluation; its results are in ``run.metrics``."""
 
     def on_save(self, run: Run) -> None:
-        """Called after a checkpoint was written, or started in the background."""
+        """Called after a checkpoint has been written, or after a background save has started."""
 
     def on_end(self, run: Run) -> None:
         """Called when the training is complete or was stopped by ``run.stop()``; not after an error."""
 
     def evaluating(self, run: Run) -> AbstractContextManager[None]:
-        """Return a context manager around evaluations and predictions, for example to use other weights.
+        """Return a context manager that surrounds evaluations and predictions, for example to use different weights.
 
-        ``load_best_at_end`` also loads the state of a callback with this method.
+        If a callback has this method, ``load_best_at_end`` also loads its state.
         """
         return nullcontext()

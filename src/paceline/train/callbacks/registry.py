@@ -15,14 +15,14 @@ from paceline.train.run.run import Run
 
 
 class Callbacks:
-    """The callbacks of a run, of the same classes on every rank."""
+    """The callbacks of a run; their classes are the same on every rank."""
 
     def __init__(self, callbacks: Sequence[Any], run: Run) -> None:
         self._all, self._run = callbacks, run
         self._methods = {moment: [callback for callback in callbacks if _has(callback, moment)] for moment in MOMENTS}
 
     def check_same_on_all_ranks(self) -> None:
-        """Check that all ranks have the same callbacks, because different ones could make ranks hang. Collective."""
+        """Check that all ranks have the same callbacks; otherwise, ranks could hang. Collective."""
         classes = consensus.gather(consensus.here(), [type(callback).__qualname__ for callback in self._all])
         for rank, names in enumerate(classes):
             if names != classes[0]:
@@ -31,13 +31,13 @@ class Callbacks:
                 )
 
     def stateful(self) -> dict[str, Any]:
-        """Return the callbacks with state, by their names in checkpoints."""
-        # The Checkpointer refuses an object with only one of the two methods.
-        stateful = [one for one in self._all if hasattr(one, "state_dict") or hasattr(one, "load_state_dict")]
-        return {f"callback_{number}_{_snake(type(one).__name__)}": one for number, one in enumerate(stateful)}
+        """Return the stateful callbacks by their names in checkpoints."""
+        # The Checkpointer raises an error for an object with only one of the two methods.
+        stateful = [entry for entry in self._all if hasattr(entry, "state_dict") or hasattr(entry, "load_state_dict")]
+        return {f"callback_{number}_{_snake(type(entry).__name__)}": entry for number, entry in enumerate(stateful)}
 
     def with_weights(self) -> list[str]:
-        """Return the names of the stateful callbacks that change the weights in evaluations."""
+        """Return the names of the stateful callbacks that have an ``evaluating`` method."""
         return [name for name, callback in self.stateful().items() if _has(callback, "evaluating")]
 
     def on_step(self) -> None:
@@ -47,7 +47,7 @@ class Callbacks:
 
     def meet(self, moment: str) -> bool:
         """Call the callbacks at a `moment` outside of steps; return whether any rank asks to stop. Collective."""
-        if not self._all:  # the same on every rank
+        if not self._all:  # true on all ranks or on none
             return False
         failure: CallbackError | UsageError | None = None
         try:
@@ -66,7 +66,7 @@ class Callbacks:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Enter the callbacks' contexts around an evaluation or prediction."""
+        """Enter the context of every callback for an evaluation or prediction."""
         with ExitStack() as stack:
             for callback in self._all:
                 if _has(callback, "evaluating"):
@@ -102,7 +102,7 @@ def validate_callbacks(callbacks: Any) -> None:
 
 
 def _has(callback: Any, method: str) -> bool:
-    """Return whether the callback has a `method` other than the empty one of the protocol."""
+    """Return whether the callback defines `method` itself, not only through the protocol."""
     return callable(getattr(callback, method, None)) and (
         getattr(type(callback), method, None) is not getattr(Callback, method)
     )

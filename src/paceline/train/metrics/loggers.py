@@ -20,20 +20,20 @@ from paceline.errors import MissingExtra, UsageError
 from paceline.train.run.run import Run
 
 WANDB_TIMEOUT_S = 20.0
-"""Less than wandb's default of 90 s, because all other ranks wait for rank 0."""
+"""Shorter than wandb's default of 90 s, because all other ranks wait for rank 0."""
 
 
 class Logger(Protocol):
     """A destination of metrics, used on rank 0 only. Only the method ``write`` is required."""
 
     def open(self, run: Run) -> None:
-        """Called before the first line, with the restored run; a :class:`UsageError` ends all ranks."""
+        """Called before the first line, with the restored run. A :class:`UsageError` ends the training on all ranks."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` of the optimizer step `step`, reduced over all ranks.
 
-        They are ``train/loss`` (the mean since the last line) and ``lr`` every ``log_every`` steps, ``eval/…`` after an
-        evaluation, and the values that callbacks log.
+        The values are ``train/loss`` (the mean since the last line) and ``lr`` every ``log_every`` steps, ``eval/…``
+        after an evaluation, and the values that callbacks log.
         """
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class Logger(Protocol):
 
 
 class Loggers:
-    """The loggers of a run; none except on rank 0."""
+    """The loggers of a run. Ranks other than 0 have none."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._all = loggers
@@ -49,10 +49,10 @@ class Loggers:
 
     def open(self, run: Run) -> None:
         """Open all loggers, or none. Collective."""
-        here = consensus.here()
-        if here.rank != 0:
+        world = consensus.here()
+        if world.rank != 0:
             self._all = ()
-        consensus.agree(here, consensus.error_of(self._open_all, run))
+        consensus.agree(world, consensus.error_of(self._open_all, run))
 
     def _open_all(self, run: Run) -> None:
         try:
@@ -85,7 +85,7 @@ def validate_loggers(loggers: Any) -> None:
 
 
 def _imported(module: str, package: str, purpose: str) -> Any:
-    """Return the `module` of an optional `package`."""
+    """Import and return the `module` of an optional `package`."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -143,7 +143,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, **values})
 
     def close(self) -> None:
-        """Finish the run, with the state failed if an exception is propagating."""
+        """Finish the run, and mark it as failed if an exception is propagating."""
         self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
@@ -180,12 +180,12 @@ class MLflow:
         self._client.log_batch(self._run, [self._metric(name, value, now, step) for name, value in values.items()])
 
     def close(self) -> None:
-        """Finish the run, with the state failed if an exception is propagating."""
+        """Finish the run, and mark it as failed if an exception is propagating."""
         self._client.set_terminated(self._run, "FAILED" if sys.exc_info()[0] is not None else "FINISHED")
 
 
 class JsonLines:
-    """Writes one JSON object per line to `file`, with its step. NaN and infinities become null.
+    """Writes each step's metrics to `file` as one JSON object per line. NaN and infinities become null.
 
     A new run appends to the lines of earlier runs. A resumed run first drops the lines of the steps and the evaluation
     that it repeats.
@@ -200,10 +200,11 @@ class JsonLines:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            kept = lines[: lines_to_keep(lines, run.step, run.is_evaluation_due)] if run.step else lines
+            kept_lines = lines[: lines_to_keep(lines, run.step, run.is_evaluation_due)] if run.step else lines
             self._file = path.open("a")
-            self._file.truncate(sum(map(len, kept)))  # truncated, not rewritten, so that a kill loses no line
-            if kept and not kept[-1].endswith(b"\n"):
+            # Truncate instead of rewriting the file, so that no line is lost if the run is killed.
+            self._file.truncate(sum(map(len, kept_lines)))
+            if kept_lines and not kept_lines[-1].endswith(b"\n"):
                 self._file.write("\n")  # an earlier run was killed while it wrote this line
         except OSError as error:
             raise UsageError(f"metrics cannot be written to {path}: {error.strerror}; choose another file") from error
@@ -211,7 +212,7 @@ class JsonLines:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line."""
         self._file.write(strict_json.lenient({"step": step, **values}) + "\n")
-        self._file.flush()  # a killed run must not lose its last lines
+        self._file.flush()  # no line may be lost if the run is killed
 
     def close(self) -> None:
         """Close the file."""
@@ -236,7 +237,7 @@ def lines_to_keep(lines: Sequence[bytes], step: int, evaluates_first: bool) -> i
 
 
 def _step_of(line: bytes) -> float | None:
-    """Return the step of a line; None for an incomplete line that a killed run left."""
+    """Return the step of a line; None for an incomplete line left by a killed run."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):

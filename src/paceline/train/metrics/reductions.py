@@ -1,4 +1,4 @@
-"""Collectives of a training run: sums of metrics, and a comparison of the ranks' data."""
+"""Collectives of a training run: sums metrics over ranks, and checks that ranks have the same data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.errors import DesyncError
 
 
 def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: int | None = None) -> None:
-    """Compare the data between the model's ranks, and its order in `epoch` if one is given. Collective.
+    """Check that the model's ranks have the same data, in the same order in `epoch` if one is given. Collective.
 
-    Synchronized backwards make the same comparison, but an evaluation has no backward, and a checkpoint may be loaded
-    before the first backward.
+    Synchronized backward passes make the same check, but an evaluation has no backward pass, and a checkpoint may be
+    loaded before the first backward pass.
     """
     size, rank = dist.get_world_size(model.process_group), dist.get_rank(model.process_group)
     if size == 1:
@@ -26,7 +26,7 @@ def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: i
     if loader.progress.world_size == size:
         # source=0, because ranks may have created the loader on different lines of code.
         rows[rank] = torch.tensor(loader.progress.origin_in(epoch)._replace(source=0), dtype=torch.float64)
-    else:  # a loader for other ranks; this rank only takes part in the collective
+    else:  # the loader belongs to a different set of ranks; this rank only takes part in the collective
         rows[rank] = -1
     origins = all_sum(rows, model, "the comparison of data").tolist()
     if message := difference({rank: Origin(*map(int, row)) for rank, row in enumerate(origins)}):

@@ -16,9 +16,9 @@ from paceline.train.metrics.reductions import all_sum
 
 
 class LossAverage:
-    """Sums of losses and weights: this rank's since the last line, and all ranks' in the epoch up to that line.
+    """Sums of losses and weights: of this rank since the last line, and of all ranks in the epoch before that line.
 
-    With virtual ranks, sums are kept per slice, so that their total has the same bits on any number of ranks.
+    With virtual ranks, sums are kept per slice, so that their total is bit-identical on any number of ranks.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -28,7 +28,7 @@ class LossAverage:
         """The rows of this rank's slices; one row without virtual ranks."""
         if slices is not None:
             self._rows = slices_of_rank(slices, dist.get_rank(group), dist.get_world_size(group))
-        # On the device of the losses, so that the CPU waits for a GPU only when it logs; MPS lacks float64.
+        # Keep sums on the device of the losses, so that the CPU waits for a GPU only when it logs. MPS lacks float64.
         home = "cpu" if model.device.type == "mps" else model.device
         # Loss and weight since the last line; rows of other ranks stay zero.
         self._own = torch.zeros(slices or 1, 2, dtype=torch.float64, device=home)
@@ -36,14 +36,14 @@ class LossAverage:
         self.line_at = 0
         """The step of the last line."""
         self.lr = 0.0
-        """The learning rate that the last step used."""
+        """The learning rate used in the last step."""
 
     def add(self, loss: Tensor, weight: float | Tensor, slice_number: int = 0) -> None:
-        """Add a micro-batch of this rank; with virtual ranks, that is its slice `slice_number`."""
-        own = self._own[self._rows[slice_number]]
-        own[0] += loss.detach().squeeze().to(own.device)
+        """Add a micro-batch of this rank. With virtual ranks, `slice_number` is its index in the rank's slices."""
+        sums = self._own[self._rows[slice_number]]
+        sums[0] += loss.detach().squeeze().to(sums.device)
         on_device = isinstance(weight, Tensor)  # converting to a number would make the host wait for the device
-        own[1] += torch.as_tensor(weight).detach().squeeze().to(own.device) if on_device else float(weight)
+        sums[1] += torch.as_tensor(weight).detach().squeeze().to(sums.device) if on_device else float(weight)
 
     def line(self, step: int) -> float:
         """Return the mean loss over all ranks since the last call, for the line of `step`. Collective."""
@@ -76,21 +76,21 @@ class LossAverage:
         self._load(_rows_in(saved), saved)
 
     def load_rank_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load the sums of a run with a different number of ranks."""
-        # Without virtual ranks, rank 0 takes the total, so that it counts once.
+        """Load the sums of a run that had a different number of ranks."""
+        # Without virtual ranks, only rank 0 takes the total, so that it counts once.
         total, rows = torch.stack([_rows_in(state) for state in states]).sum(0), self._rows
         if len(total) == 1:
             rows = range(int(consensus.here().rank == 0))
-        own = torch.zeros_like(total)
-        own[rows.start : rows.stop] = total[rows.start : rows.stop]
-        self._load(own, states[0])
+        restored = torch.zeros_like(total)
+        restored[rows.start : rows.stop] = total[rows.start : rows.stop]
+        self._load(restored, states[0])
 
-    def _load(self, own: Tensor, shared: dict[str, Any]) -> None:
-        if len(own) == len(self._own):
-            self._own.copy_(own)
+    def _load(self, sums: Tensor, shared: dict[str, Any]) -> None:
+        if len(sums) == len(self._own):
+            self._own.copy_(sums)
         else:  # saved with a different number of slices
             self._own.zero_()
-            self._own[self._rows[0]] = own.sum(0)
+            self._own[self._rows[0]] = sums.sum(0)
         self._epoch.copy_(torch.tensor(shared["epoch"], dtype=torch.float64))
         self.line_at, self.lr = int(shared["line_at"]), float(shared["lr"])
 

@@ -1,1 +1,1 @@
-"""Facts that must be equal when a run is resumed, and its checkpoint folder."""
+"""Saving and resuming runs: checks that settings and data are unchanged, and writes checkpoints."""

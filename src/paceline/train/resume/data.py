@@ -1,8 +1,8 @@
-"""Fingerprints of training data, which detect changes at a resume without loading a sample.
+"""Fingerprints of training data, which detect changes when a run is resumed, without loading a sample.
 
-A fingerprint has a digest of every column from :func:`paceline.data.dataset_digest.columns`. A digest covers the whole
-column if it is a tensor of up to ``WHOLE_BYTES``, otherwise ``MOST_ROWS`` evenly spaced rows; changes of other rows are
-not detected. Files are compared only by name.
+A fingerprint contains a digest of every column from :func:`paceline.data.dataset_digest.columns`. The digest covers the
+whole column if it is a tensor of up to ``WHOLE_BYTES``. Otherwise it covers ``MOST_ROWS`` evenly spaced rows, and
+changes to other rows are not detected. Files are compared only by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHOLE_BYTES = 2**28
 
 
 def fingerprint(dataset: Any, samples: int | None = None) -> dict[str, Any]:
-    """Return the fingerprint of `dataset`, or of its first `samples`, as plain values."""
+    """Return the fingerprint of `dataset`, or of its first `samples` samples, as plain values."""
     size = len(dataset) if hasattr(dataset, "__len__") else -1
     count = size if samples is None else min(samples, size)
     digests = {}
@@ -39,7 +39,7 @@ def fingerprint(dataset: Any, samples: int | None = None) -> dict[str, Any]:
 
 
 def changes(dataset: Any, saved: dict[str, Any]) -> str:
-    """Describe how `dataset` differs from the one with the fingerprint `saved`; empty if it does not."""
+    """Describe how `dataset` differs from the data set with the fingerprint `saved`; empty if it is unchanged."""
     current = fingerprint(dataset)
     if current == saved:
         return ""
@@ -70,7 +70,7 @@ def _column_digest(values: Any, count: int) -> str:
 
 
 class DataIdentity:
-    """Refuses to resume on data that have changed since the checkpoint was written, unless `allow_changed`."""
+    """Raises an error at a resume if the data have changed since the checkpoint was written, unless `allow_changed`."""
 
     state_is_constant = True
 
@@ -98,7 +98,7 @@ class DataIdentity:
 
 
 class ChangedDataLoader:
-    """A loader that can resume with a data set of a different length, from the beginning of the current epoch."""
+    """A loader that can resume with a data set of a different length, by restarting the current epoch."""
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader

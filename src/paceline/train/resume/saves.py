@@ -1,4 +1,4 @@
-"""The saves of a run, and its best checkpoint."""
+"""Saves the checkpoints of a run, and keeps track of the best checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.train.run.run_state import RunState, is_better
 
 logger = logging.getLogger(__name__)
 _numbers = itertools.count()
-"""Numbers the Trainers of this process that have no Checkpointer."""
+"""Counts the Trainers in this process that have no Checkpointer."""
 
 
 def is_restart() -> bool:
@@ -24,7 +24,7 @@ def is_restart() -> bool:
 
 
 def in_memory() -> Checkpointer | None:
-    """Return a Checkpointer for rescues in memory if the launcher restarts failed ranks; otherwise None."""
+    """Return a Checkpointer that rescues steps in memory if the launcher restarts failed ranks; otherwise None."""
     job = job_folder()
     if job is None or not int(os.environ.get(RESTARTS, "0")):
         return None
@@ -45,13 +45,13 @@ class Saves:
         self.keeps_best = checkpointer.keep_best is not None
         self._metric, self._mode = checkpointer.keep_best or ("", "max")
         self._best_saved_at = -1  # step of the best evaluation
-        self._best_before: float | None = None  # the best value before it
+        self._best_before: float | None = None  # the best value before that evaluation
         self._result.failed_saves = checkpointer.due.failed
 
     def is_best(self) -> bool:
-        """Return whether the current step's evaluation is a new best; if so, record it."""
+        """Return whether the current step's evaluation is the best so far; if so, record it."""
         best = self._state.best
-        # If the best step could not be saved, compare with the best value before it.
+        # If the best step could not be saved, compare with the best value before that step.
         if self._best_saved_at in self._result.failed_saves:
             best = self._best_before
         value = self._result.metrics[self._metric]
@@ -61,7 +61,7 @@ class Saves:
         return True
 
     def save(self, *, is_last: bool) -> None:
-        """Save the current step, with the results of its evaluation, if any."""
+        """Save the current step, together with the results of its evaluation, if any."""
         self._model.sync_buffers()  # rank 0's buffers are saved, and a resumed run uses them on every rank
         is_evaluated = self._state.evaluated_at == self._result.steps
         metadata = dict(self._result.metrics) if is_evaluated else None

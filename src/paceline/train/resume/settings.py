@@ -1,4 +1,4 @@
-"""The settings that determine a run's results, compared when it is resumed."""
+"""The settings that determine a run's results, which are compared when the run is resumed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.train.config import TrainConfig
 
 _DECISIVE = ("accumulate", "clip_norm", "precision")
-"""The length is not among them: a run may become longer, unless its schedule depends on the length."""
+"""The length is not included, because a run may be made longer, unless its schedule depends on the length."""
 _FIXED = ("batch_size", "scheduler")
-"""Settings that cannot change: the position in the data depends on the batch size, and a scheduler restores its own."""
+"""Settings that must stay the same: the data position depends on them, or schedulers restore them."""
 
 
 class Settings:
-    """Refuses a checkpoint that was written under other settings, unless the config allows changed ones."""
+    """Raises an error if a checkpoint was written with different settings, unless the config allows changes."""
 
     state_is_constant = True
 
@@ -44,5 +44,5 @@ class Settings:
 
     def _changed(self, saved: dict[str, Any]) -> list[tuple[str, Any, Any]]:
         """Return the name, the saved value and this run's value of each setting that differs."""
-        both = [(name, saved.get(name), self._values.get(name)) for name in sorted(saved.keys() | self._values.keys())]
-        return [(name, saved_value, value) for name, saved_value, value in both if saved_value != value]
+        rows = [(name, saved.get(name), self._values.get(name)) for name in sorted(saved.keys() | self._values.keys())]
+        return [(name, saved_value, value) for name, saved_value, value in rows if saved_value != value]

@@ -1,4 +1,4 @@
-"""Weights of optimizers with ``train()`` and ``eval()``, such as schedule-free ones.
+"""Weights of optimizers that have ``train()`` and ``eval()``, such as schedule-free optimizers.
 
 Defazio et al., "The Road Less Scheduled", 2024.
 """
@@ -19,13 +19,13 @@ class WeightViews:
     """Switches between the training weights, which steps use, and the evaluation weights.
 
     Switching back and forth rounds the weights. A copy of the training weights is therefore kept during evaluations and
-    in checkpoints, so that evaluating, saving and resuming do not change the bits of a run.
+    in checkpoints, so that a run stays bit-identical with or without evaluating, saving and resuming.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
         self.are_two = all(callable(getattr(optimizer, view, None)) for view in ("train", "eval"))
-        """Whether the optimizer has both methods; without them, this class has no effect."""
+        """Whether the optimizer has both methods; otherwise, this class has no effect."""
         self._is_training = False
         self._kept: list[Tensor] = []
         """The training weights while the model has the evaluation weights."""

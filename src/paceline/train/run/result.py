@@ -23,11 +23,11 @@ class Result:
     learning_rates: tuple[float, ...] = ()
     """Learning rates of the latest step, one per parameter group."""
     exposed_seconds: float = 0.0
-    """Part of ``seconds`` that this rank spent waiting for communication at the end of backward."""
+    """Part of ``seconds`` that this rank spent waiting for communication at the end of backward passes."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last evaluation, or of the best checkpoint with ``load_best_at_end``."""
     best_step: int | None = None
-    """Step of the best checkpoint according to ``keep_best``, set after the training."""
+    """Step of the best checkpoint according to ``keep_best``; set when the training ends."""
     history: History | None = None
     """Restarts after failures, and repeated steps; None without a Checkpointer."""
     failed_saves: list[int] = field(default_factory=list)
@@ -40,5 +40,5 @@ class Result:
 
     @property
     def exposed_share(self) -> float:
-        """Share of the training time spent waiting for communication, 0..1."""
+        """Share of the training time spent waiting for communication, from 0 to 1."""
         return self.exposed_seconds / self.seconds if self.seconds else 0.0

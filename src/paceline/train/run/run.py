@@ -1,4 +1,4 @@
-"""The view of a run for callbacks and loggers."""
+"""The view of a run that callbacks and loggers receive."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.train.run.run_state import RunState
 
 
 class StopRequest:
-    """Whether this rank has asked to end the training; part of its checkpoints.
+    """This rank's request to end the training, which is saved in checkpoints.
 
-    During a step, the request is sent with the control block of the next synchronized backward
-    (:meth:`paceline.DistributedDataParallel.ask_to_stop`), without another collective. After an evaluation or a save,
-    ranks gather the requests. See decision 0053.
+    During a step, the request is sent with the control block of the next synchronized backward pass
+    (:meth:`paceline.DistributedDataParallel.ask_to_stop`), without an additional collective. After an evaluation or a
+    save, ranks gather all requests. See decision 0053.
     """
 
     def __init__(self, model: DistributedDataParallel, state: RunState) -> None:
@@ -59,9 +59,9 @@ class Run:
         self.settings = settings
         """The settings of the :class:`~paceline.train.TrainConfig`, by name."""
         self.is_line_due = False
-        """Whether a line of metrics comes next."""
+        """Whether a line of metrics follows this step."""
         self.is_evaluation_due = False
-        """Whether an evaluation comes next; also set when a logger is opened."""
+        """Whether an evaluation follows this step; also set when a logger is opened."""
         self.stops = StopRequest(model, state)
         """This rank's request to end the training; call :meth:`stop`."""
         self._position, self._state = position, state
@@ -85,7 +85,7 @@ class Run:
     def metrics(self) -> Mapping[str, float]:
         """The latest value of each metric, by its name in lines of metrics: ``train/loss``, ``lr``, ``eval/loss``, …
 
-        The values are reduced over the ranks, so they are equal on all ranks.
+        The values are reduced over the ranks, so all ranks have the same values.
         """
         return MappingProxyType(self._state.metrics)
 
@@ -96,8 +96,8 @@ class Run:
     def stop(self) -> None:
         """End the training on all ranks after the same step. A request by one rank is enough.
 
-        Called from ``on_start``, ``on_evaluation`` or ``on_save``, it ends the training after the current step. Called
-        from ``on_step``, it does so after the next step, which sends the request to the other ranks, or after the
-        current step if an evaluation or a save follows it. This does not depend on the number of ranks.
+        Called from ``on_start``, ``on_evaluation`` or ``on_save``, this method ends the training after the current
+        step. Called from ``on_step``, it ends the training after the next step, which sends the request to the other
+        ranks, or after the current step if an evaluation or a save follows. The number of ranks makes no difference.
         """
         self.stops.ask()

@@ -1,4 +1,4 @@
-"""State of a run besides its model and data."""
+"""The state of a run apart from its model and data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.train.run.result import Result
 
 
 class RunState:
-    """State that a resumed run needs; equal on every rank."""
+    """State that a resumed run needs; it is the same on every rank."""
 
     def __init__(self, may_go_on: bool) -> None:
         self._may_go_on = may_go_on
@@ -18,7 +18,7 @@ class RunState:
         self.metrics: dict[str, float] = {}
         """The latest value of each metric, by its name in lines of metrics."""
         self.logged: dict[str, float] = {}
-        """Values from callbacks since the last line."""
+        """Values that callbacks have logged since the last line."""
         self.evaluated_at = 0
         """The step of the last evaluation."""
         self.best: float | None = None
@@ -27,7 +27,7 @@ class RunState:
         """Whether all ranks have agreed to end the training early."""
 
     def line(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the next line of metrics: `values`, and values from callbacks since the last line."""
+        """Return the next line of metrics: `values` and the values that callbacks have logged since the last line."""
         line = {**values, **self.logged}
         self.metrics.update(line)
         self.logged = {}

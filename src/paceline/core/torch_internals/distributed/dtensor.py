@@ -38,12 +38,12 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def part_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Return `whole`, which every rank has, in the layout of the DTensor `tensor`, without a collective."""
+def part_like(full: Tensor, tensor: Tensor) -> Tensor:
+    """Return `full`, which every rank has, in the layout of the DTensor `tensor`, without a collective."""
     from torch.distributed.tensor import distribute_tensor
 
     like = cast("DTensor", tensor)
-    moved = whole.to(like._local_tensor.device)
+    moved = full.to(like._local_tensor.device)
     return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
 

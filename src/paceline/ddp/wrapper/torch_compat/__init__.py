@@ -1,1 +1,1 @@
-"""The interface of torch's DDP: members, communication hooks, copying, mixed precision."""
+"""Compatibility with torch's DDP: members, communication hooks, copying, mixed precision."""

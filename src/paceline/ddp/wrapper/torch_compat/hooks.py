@@ -34,7 +34,7 @@ def builtin_hook(comm_hook_type: Any) -> Hook:
 
 
 def put_hook(wrapper: TorchMembers, state: object, hook: Hook) -> None:
-    """Make `hook` reduce the buckets of `wrapper` from now on, instead of the all-reduce."""
+    """Use `hook` instead of the all-reduce to reduce the buckets of `wrapper` from now on."""
     if wrapper._comm_hooks:
         raise UsageError(
             "register_comm_hook or register_builtin_comm_hook can only be called once, and "
@@ -42,10 +42,8 @@ def put_hook(wrapper: TorchMembers, state: object, hook: Hook) -> None:
         )
     options, replica = wrapper._options, wrapper._replica
     if options.algorithm is not None:
-        raise UsageError(
-            f"a communication hook takes the place of algorithm={options.algorithm!r}; leave one of them out"
-        )
-    reducer = wrapper._engine.connected()  # in a world of one, only a hook needs buckets
+        raise UsageError(f"a communication hook would replace algorithm={options.algorithm!r}; use only one of them")
+    reducer = wrapper._engine.connected()  # on a single rank, only a hook needs buckets
     if reducer.virtual_ranks:
         raise UsageError(
             f"communication hook {name_of(hook)!r} adds up gradients in another order; leave it out with "
@@ -53,10 +51,10 @@ def put_hook(wrapper: TorchMembers, state: object, hook: Hook) -> None:
         )
     if owner := reducer.finisher.owner:
         raise UsageError(
-            f"a communication hook takes the place of the wrapper's all-reduce, as does {owner}; leave one of them out"
+            f"a communication hook replaces the wrapper's all-reduce, and so does {owner}; use only one of them"
         )
-    # A bucket fills earlier on a rank that does not use some of its parameters. There the hook's collective would
-    # precede a layer's collective, and on other ranks follow it; usually both use the same process group.
+    # A bucket fills earlier on a rank that does not use some of its parameters. There, the hook's collective would
+    # precede a layer's collective, but on other ranks it would follow; both usually use the same process group.
     layers = any(isinstance(layer, nn.SyncBatchNorm | Communicates) for layer in replica.module.modules())
     make = partial(
         HookFinisher,
@@ -68,6 +66,6 @@ def put_hook(wrapper: TorchMembers, state: object, hook: Hook) -> None:
         layers_first=layers and options.unused == "allow",
     )
     reducer.use_finisher(make)
-    # A hook may average over some of the ranks only (local SGD); then replicas differ between two averages.
+    # A hook may average over only some of the ranks (local SGD); replicas then differ between averages.
     replica.ledger.compare_at = inf
     wrapper._comm_hooks.append((hook, state))

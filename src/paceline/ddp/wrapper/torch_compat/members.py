@@ -39,13 +39,13 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 
 class InertMember:
-    """Replaces ``model.reducer`` or ``model.logger``; the methods named in `calls` are no-ops."""
+    """Replaces ``model.reducer`` or ``model.logger``; the methods named in `calls` do nothing."""
 
     def __init__(self, name: str, *calls: str) -> None:
         self._name, self._calls = name, calls
 
     def __getattr__(self, attribute: str) -> Callable[..., None]:
-        # Names with two underscores are handled first, because copy and pickle ask for them before `_calls` is set.
+        # Check names with two underscores first, because copy and pickle look them up before `_calls` is set.
         if attribute.startswith("__") or attribute not in self._calls:
             raise AttributeError(
                 f"Paceline's model.{self._name} has only {', '.join(self._calls) or 'its name'}, not {attribute}; "
@@ -55,11 +55,11 @@ class InertMember:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Ignore the call, because a backward needs no preparation."""
+    """Ignore the call, because a backward pass needs no preparation."""
 
 
 class TorchMembers:
-    """A base class of the wrapper with members of torch's class; precedes that class among the bases."""
+    """A base class of the wrapper with members of torch's class, which it precedes in the resolution order."""
 
     module: nn.Module
     device: torch.device
@@ -78,8 +78,8 @@ class TorchMembers:
     """The communication hook and its state, in a list with at most one entry; named as in torch."""
 
     require_forward_param_sync = True
-    """Whether a training forward synchronizes buffers; frameworks set it."""
-    # Never read by Paceline; frameworks and torch's own functions look for them on the class.
+    """Whether forward passes in training mode synchronize buffers; frameworks set this attribute."""
+    # Paceline never reads these; frameworks and torch's own functions look for them on the class.
     broadcast_bucket_size = 250 * 2**20
     use_side_stream_for_tensor_copies = False
     is_multi_device_module = False
@@ -94,11 +94,11 @@ class TorchMembers:
     lazy_bucket_allocation = False
     _require_manual_backward_finalization = False
     should_finalize_after_backward = False
-    """Always False, as in torch without manual finalization."""
+    """Always False, as in torch unless finalization is manual."""
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Always ``False``: every backward ends with the averages in place. Setting it to ``True`` is refused."""
+        """Always ``False``: gradients are averaged when backward ends. Setting it to ``True`` raises an error."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -115,20 +115,20 @@ class TorchMembers:
         """Register ``hook(state, bucket)`` to replace the all-reduce of every bucket, with torch's contract.
 
         The bucket holds this rank's gradients. The hook returns a future of their new values, which should be the mean
-        over the ranks; with :meth:`weight` the result is then multiplied by N/Σw. The hook is called for all buckets in
-        each synchronized backward, in the same order on every rank, with zeros on a rank without gradients, and also in
-        a world of one. Late gradients (reentrant checkpointing) are averaged without the hook.
+        over the ranks; with :meth:`weight` the result is then multiplied by N/Σw. In each synchronized backward pass
+        the hook is called for all buckets, in the same order on every rank: with zeros on a rank without gradients, and
+        also on a single rank. Late gradients (reentrant checkpointing) are averaged without the hook.
 
-        Call this once, on all ranks, between steps.
+        Call this method once, on all ranks, between steps.
 
         Raises:
-            HookError: if `hook` is not callable or does not have a hook's signature. In backward: if it raises,
-                or returns anything but a future of one tensor like ``bucket.buffer()``.
-            UsageError: if there is a hook already.
+            HookError: if `hook` is not callable or does not have a hook's signature. In backward: if it raises, or
+                returns anything but a future of one tensor like ``bucket.buffer()``.
+            UsageError: if a hook is already registered.
             DesyncError: in backward, if the hook failed on another rank.
         """
         from paceline.ddp.transport.hook_signature import check_hook
-        from paceline.ddp.wrapper.torch_compat.hooks import put_hook  # few wrappers have one
+        from paceline.ddp.wrapper.torch_compat.hooks import put_hook  # few wrappers need this import
 
         check_hook(hook)
         put_hook(self, state, hook)
@@ -151,27 +151,27 @@ class TorchMembers:
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the wrapper on this rank alone; a copy that is trained connects to its peers in its first backward."""
-        # Without __init__, which communicates.
+        """Copy the wrapper on this rank only; a trained copy connects to its peers in its first backward pass."""
+        # Without calling __init__, which communicates.
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied._revive(copied_state(self, memo), self.process_group)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without the process group and buckets, which the loading world recreates."""
+        """Return the state to pickle, without the process group and buckets, which are recreated on loading."""
         check_default_group(self.process_group)
         return portable_state(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Initialize from a pickle, over the default process group."""
+        """Initialize from a pickle, using the default process group."""
         self._revive(state, choose_group(None, None))
 
     # -- members that frameworks read and call ------------------------------------------------------------------
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the module's parameters; on return, their gradients are complete averages."""
-        self._read_late()  # with GPUs, access through the wrapper reads control blocks that are still unread
+        """Return the module's parameters, after making sure that their gradients are complete averages."""
+        self._read_late()  # with GPUs, some control blocks may not have been read yet
         return super().named_parameters(*arguments, **options)  # type: ignore[misc,no-any-return]
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
@@ -180,7 +180,7 @@ class TorchMembers:
         return super().state_dict(*arguments, **options)  # type: ignore[misc]
 
     def _read_late(self) -> None:
-        if (engine := vars(self).get("_engine")) is not None:  # there is none while the wrapper is being constructed
+        if (engine := vars(self).get("_engine")) is not None:  # not set yet while the wrapper is being constructed
             engine.read_late()
 
     @property
@@ -204,7 +204,7 @@ class TorchMembers:
         return [parameter for name, parameter in named if name not in self.parameters_to_ignore]
 
     def will_sync_module_buffers(self) -> bool:
-        """Return whether a training forward synchronizes buffers."""
+        """Return whether forward passes in training mode synchronize buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self._replica.buffers) > 0
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
@@ -222,7 +222,7 @@ class TorchMembers:
         self._engine.check_idle()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return the entries of torch's logging data that exist here, under torch's names."""
+        """Return the entries of torch's logging data that Paceline has, under torch's names."""
         parameters = self._module_parameters
         return {
             "module_name": type(self.module).__name__,
@@ -254,7 +254,7 @@ class TorchMembers:
         self._engine.close()
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:
-        """Ignore the call, because each step finds the touched rows itself."""
+        """Ignore the call, because each step finds the rows it needs on its own."""
 
     def _sync_buffers(self) -> None:
         self.sync_buffers()
@@ -309,7 +309,7 @@ _MADE_AGAIN = (
 
 
 def portable_state(wrapper: Any) -> dict[str, Any]:
-    """Return the attributes of `wrapper` that belong to no process group or ``join``; the others are recreated."""
+    """Return the attributes of `wrapper` except those of its process group or ``join``, which are recreated."""
     state = {name: value for name, value in wrapper.__dict__.items() if name not in _MADE_AGAIN}
     return state | {"_join_config": make_disabled_join()}
 

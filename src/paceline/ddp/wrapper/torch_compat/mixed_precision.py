@@ -1,8 +1,7 @@
-"""``mixed_precision``: computation in low precision, weights and gradients in full precision, as in torch's DDP.
+"""``mixed_precision``: low-precision computation with full-precision weights and gradients, as in torch's DDP.
 
-During forward every parameter is replaced with a low-precision copy, made by a differentiable operation, so gradients
-arrive at the parameters in the parameters' dtype. Buckets cast them to ``reduce_dtype`` for communication.
-
+During forward, every parameter is replaced with a low-precision copy. The copy is made by a differentiable operation,
+so gradients arrive at the parameters in the parameters' dtype. Buckets cast them to ``reduce_dtype`` for communication.
 Decision 0009 gives the reasons.
 """
 
@@ -23,8 +22,8 @@ from paceline.errors import UsageError
 class LowPrecision:
     """Casts a module and its inputs according to a ``_MixedPrecision`` policy; buffers are cast once, as in torch.
 
-    It cannot be combined with activation checkpointing inside the module: the recomputation in backward would see the
-    parameters in full precision, and torch raises. Use ``torch.autocast`` instead.
+    This cannot be combined with activation checkpointing inside the module: when backward recomputes a forward, the
+    parameters have full precision again, and torch raises an error. Use ``torch.autocast`` instead.
     """
 
     reduce_dtype: torch.dtype | None
@@ -47,21 +46,21 @@ class LowPrecision:
                 buffer.data = buffer.to(self._buffer_dtype)
 
     def cast_inputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return a forward's inputs with their floating-point tensors cast to low precision."""
+        """Return the inputs with their floating-point tensors cast to low precision."""
         return cast_inputs(self._dtype, inputs, kwargs)
 
     def cast_parameters(self, module: nn.Module, ignored: set[str]) -> AbstractContextManager[Any]:
-        """Return a context manager that casts parameters to low precision for a forward; tied ones stay tied."""
+        """Return a context manager that casts parameters to low precision for a forward pass; tied ones stay tied."""
         if self._dtype is None:
             return nullcontext()
         named = module.named_parameters()
-        # A differentiable cast, whose backward casts the gradients to the parameters' dtype.
+        # The cast is differentiable; its backward casts the gradients to the parameters' dtype.
         cast = {name: p.to(self._dtype) for name, p in named if p.is_floating_point() and name not in ignored}
         return replace_parameters(module, cast)
 
 
 def low_precision(policy: Any, reduce_dtype: torch.dtype | None) -> tuple[LowPrecision | None, torch.dtype | None]:
-    """Return the casts for `policy` (None without a policy) and the dtype for summing gradients."""
+    """Return the :class:`LowPrecision` for `policy` (None without a policy), and the dtype for summing gradients."""
     if policy is None:
         return None, reduce_dtype
     casts = LowPrecision(policy, reduce_dtype)

@@ -14,21 +14,21 @@ FORK_SERVER = "PACELINE_FORK_SERVER"  # set in the fork server
 
 def _leave() -> None:
     """Remove this folder from the path and the environment, and import the user's module of the same name."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    if here in sys.path:
-        sys.path.remove(here)
+    folder = os.path.dirname(os.path.abspath(__file__))
+    if folder in sys.path:
+        sys.path.remove(folder)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if paths[0] == here:
+    if paths[0] == folder:
         del paths[0]
         if paths:
             os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         else:
             del os.environ["PYTHONPATH"]
-    ours = sys.modules.pop(__name__)
+    this_module = sys.modules.pop(__name__)
     try:
         __import__(__name__)
     except ImportError as error:
-        sys.modules[__name__] = ours
+        sys.modules[__name__] = this_module
         if error.name != __name__:
             raise
 

@@ -24,8 +24,8 @@ def accumulation(facts: Facts) -> Advice | None:
             "accumulation",
             f"Average gradients once per step, not {averages:.0f} times: model.no_sync() around every forward and "
             "backward but the last, or paceline.accumulate(model, batches, steps)",
-            f"communication costs {share:.0%} of a step, because each of its {averages:.0f} backwards averages all "
-            "gradients",
+            f"communication costs {share:.0%} of a step, because each of its {averages:.0f} backward passes "
+            "averages all gradients",
             share * (1 - 1 / averages),
             headline,
         )

@@ -29,14 +29,14 @@ def host_load(facts: Facts) -> Advice | None:
 
 def threads(facts: Facts) -> Advice | None:
     """Detect ranks that together have more threads than cores."""
-    crowded = [found for rank in range(len(facts.records)) if (found := neighbours(facts.records, rank)).is_crowded]
+    crowded = [group for rank in range(len(facts.records)) if (group := neighbours(facts.records, rank)).is_crowded]
     load = facts.load if facts.load is not None and facts.load.is_by_ranks else None
     # With GPUs, threads mostly sleep, so their number alone is not a problem.
     if not crowded or (facts.records[0].device != "cpu" and load is None):
         return None
-    there = max(crowded, key=lambda found: found.threads / found.cores)
-    ranks, room = len(there.records), max(1, math.floor(there.cores))
-    reason = there.description()
+    crowd = max(crowded, key=lambda group: group.threads / group.cores)
+    ranks, room = len(crowd.records), max(1, math.floor(crowd.cores))
+    reason = crowd.description()
     if load is not None:
         reason += (
             f"; rank {load.rank} was ready to run but had no core for {load.of_ranks:.0%} of its time because of the "
@@ -44,25 +44,25 @@ def threads(facts: Facts) -> Advice | None:
         )
     if ranks > room:
         text = f"Start {counted(room, 'rank')} on these cores, with the batches of all {ranks}"
-        if any(record.threads > 1 for record in there.records):
+        if any(record.threads > 1 for record in crowd.records):
             text += ", and OMP_NUM_THREADS=1"
         idle = 0.0
         if facts.load is not None:  # the same work on the same cores, without idle time
-            left = max(there.cores - facts.load.others, 1e-6)
-            idle = max(0.0, 1 - math.fsum(record.own_cores for record in there.records) / left)
+            free = max(crowd.cores - facts.load.others, 1e-6)
+            idle = max(0.0, 1 - math.fsum(record.own_cores for record in crowd.records) / free)
         return Advice("threads", text, reason, idle, weight=ONE_CAUSE)
     return Advice(
         "threads",
         f"Give each rank fewer threads: OMP_NUM_THREADS={room // ranks}, which paceline run sets if you do not",
         reason,
-        # A conservative estimate: threads that take turns on a core lose time at the barriers of every operator.
-        (1 - there.cores / there.threads) * math.fsum(facts.shares[part] for part in COMPUTE) / 4,
+        # A conservative estimate of the time that threads sharing a core lose at the barriers of every operator.
+        (1 - crowd.cores / crowd.threads) * math.fsum(facts.shares[part] for part in COMPUTE) / 4,
         weight=ONE_CAUSE,
     )
 
 
 def lack_of_cores(load: Load) -> str:
-    """Return a sentence that says why the most delayed rank lacked cores."""
+    """Return a sentence that explains why the most delayed rank lacked cores."""
     lacked = f"rank {load.rank} was ready to run but had no core for {load.share:.0%} of its time."
     others, crowd = "other programs slow the ranks down", load.neighbours.description()
     if not load.is_by_ranks:

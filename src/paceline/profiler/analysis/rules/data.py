@@ -1,4 +1,4 @@
-"""A loop that waits for its batches, and the number of workers that would help."""
+"""Detects loops that wait for their batches, and finds the number of workers that would help."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def _advice(facts: Facts, text: str, reason: str, gain: float) -> Advice:
 
 
 def _cheaper(facts: Facts, reason: str, is_waiting: bool) -> Advice:
-    """Return advice for loading that more workers would not speed up."""
+    """Return advice for data loading that would not be faster with more workers."""
     text = "Make loading cheaper: cache what it computes, or do less work per sample"
     if not is_waiting:
-        there, others = neighbours(facts.records, 0), 0.0 if facts.load is None else facts.load.others
+        group, others = neighbours(facts.records, 0), 0.0 if facts.load is None else facts.load.others
         workers = "more workers" if facts.records[0].workers else "workers"
-        ranks = "the rank computes" if len(there.records) == 1 else f"{len(there.records)} ranks compute"
+        ranks = "the rank computes" if len(group.records) == 1 else f"{len(group.records)} ranks compute"
         text += f"; {workers} would not help, because loading is computation, and no core is free for it"
-        reason += f"; {ranks} on {there.cores:g} cores"
+        reason += f"; {ranks} on {group.cores:g} cores"
         reason += f", and other programs keep {others:.1f} of them busy" if others >= OTHERS else ""
     return _advice(facts, text, reason, facts.shares[DATA] / 2)
 
@@ -53,15 +53,15 @@ def _cheaper(facts: Facts, reason: str, is_waiting: bool) -> Advice:
 def _batch(facts: Facts) -> tuple[float, bool]:
     """Return the seconds that a worker needs for a batch, and whether it mostly waits, which takes no core."""
     record = facts.records[0]
-    if record.workers:  # they work all the time, because the loop waits for them
+    if record.workers:  # workers are always busy, because the loop waits for them
         wall = facts.length * record.workers
-        cpu = fmean(max(0.0, one.own_cores - one.loop_cores) for one in facts.records) * facts.length
+        cpu = fmean(max(0.0, item.own_cores - item.loop_cores) for item in facts.records) * facts.length
         is_starved = (record.busy_cores or 0.0) > MOSTLY * neighbours(facts.records, 0).cores
     else:
         wall, cpu, is_starved = facts.accounts.mean(DATA), facts.mean("loading"), False
     # If the system does not report the thread's CPU time, assume that it ran whenever it was not delayed.
     delay = fmean(facts.accounts.delay_of(rank) for rank in range(len(facts.records))) / facts.length
-    ran = fmean(one.loop_cores for one in facts.records) or 1 - delay
+    ran = fmean(item.loop_cores for item in facts.records) or 1 - delay
     # Loading that computes is delayed as much as the rest of the step.
     is_waiting = not is_starved and min(cpu, wall) * (1 + delay / max(ran, 1e-3)) < wall / 2
     return wall if is_waiting else cpu, is_waiting
@@ -69,10 +69,10 @@ def _batch(facts: Facts) -> tuple[float, bool]:
 
 def _workers_and_step(facts: Facts, batch: float, is_waiting: bool) -> tuple[int, float]:
     """Return how many workers per rank keep up with the training, and the resulting seconds per step."""
-    there, busy = neighbours(facts.records, 0), facts.records[0].busy_cores or 0.0
+    group, busy = neighbours(facts.records, 0), facts.records[0].busy_cores or 0.0
     rest = max(facts.length - facts.accounts.mean(DATA), 1e-6)
     wanted = min(MOST_WORKERS, math.ceil(batch / rest) + 1)
     # Workers that wait need no free core.
-    free = wanted if is_waiting else math.floor(max(0.0, there.cores - busy) / len(there.records))
+    free = wanted if is_waiting else math.floor(max(0.0, group.cores - busy) / len(group.records))
     count = min(wanted, free)
     return count, max(rest, batch / count) if count else facts.length

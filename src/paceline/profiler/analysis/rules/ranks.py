@@ -1,4 +1,4 @@
-"""Ranks that wait: for a slow rank, for one rank's own code, or for each other in turns."""
+"""Detects ranks that wait for a slow rank, for one rank's own code, or for each other in turns."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LateRank:
     """Function with most of the additional time; empty if unknown."""
 
     def longer(self, per: str = "") -> str:
-        most = f", most of it in {self.function}" if self.function else ""
-        return f"its {self.what} takes {self.seconds * 1e3:.1f} ms longer{per}{self.when}{most}"
+        detail = f", most of it in {self.function}" if self.function else ""
+        return f"its {self.what} takes {self.seconds * 1e3:.1f} ms longer{per}{self.when}{detail}"
 
     def headline(self, facts: Facts) -> str:
         waiting = f"{facts.shares[BUBBLE]:.0%} of all time is spent waiting for another rank"
@@ -42,48 +42,48 @@ def straggler(facts: Facts) -> Advice | None:
     if not facts.stragglers:
         return None
     slow = facts.stragglers[0]
-    own = facts.records[slow.rank]
-    others = [record for record in facts.records if record is not own]
-    what = {OTHER: OWN_CODE, DATA: "waiting for data"}.get(slow.phase, slow.phase)
+    slow_record = facts.records[slow.rank]
+    others = [record for record in facts.records if record is not slow_record]
+    activity = {OTHER: OWN_CODE, DATA: "waiting for data"}.get(slow.phase, slow.phase)
     during = f" in steps {slow.first_step} to {slow.last_step}"
     when = {"emerging": f" since step {slow.first_step}", "recovered": during}.get(slow.kind, "")
     function = function_of_own_code(facts, slow.rank) if slow.phase == OTHER else ""
-    late = LateRank(slow.rank, what, slow.seconds, when, function)
+    late_rank = LateRank(slow.rank, activity, slow.seconds, when, function)
     remedy = ""
     for name in ("cores", "threads"):
         usual = Counter(getattr(record, name) for record in others).most_common(1)[0][0]
-        if getattr(own, name) < usual:
-            remedy = f"; it has {getattr(own, name)} {name} and the others {usual}: give it the same number"
+        if getattr(slow_record, name) < usual:
+            remedy = f"; it has {getattr(slow_record, name)} {name} and the others {usual}: give it the same number"
             break
     compared = f"that of rank {others[0].rank}" if len(others) == 1 else "the median of the others"
     waited = facts.accounts.caused(slow.rank)
     return Advice(
         "straggler",
-        f"Look at rank {slow.rank} ({own.host}): {late.longer()}{remedy}",
+        f"Look at rank {slow.rank} ({slow_record.host}): {late_rank.longer()}{remedy}",
         f"its own time, excluding waits for other ranks, is {slow.slowdown:.2f} times {compared}{during} "
         f"({slow.kind}); the others wait {waited * 1e3:.1f} ms for it per step",
         _saved_by_one_rank(facts, waited),
-        late.headline(facts),
+        late_rank.headline(facts),
         ONE_CAUSE,
     )
 
 
 def own_code(facts: Facts) -> Advice | None:
     """Detect one rank's own code that makes the others wait, such as a hand-written save or an evaluation."""
-    late = late_by_own_code(facts)
-    if late is None:
+    finding = late_by_own_code(facts)
+    if finding is None:
         return None
-    where = f"{late.function} on rank {late.rank}" if late.function else f"what only rank {late.rank} does"
+    where = f"{finding.function} on rank {finding.rank}" if finding.function else f"what only rank {finding.rank} does"
     how = "do it less often, in the background, or on all ranks at once"
-    if not late.when:  # perhaps not in every step
+    if not finding.when:  # perhaps not in every step
         how += "; a Checkpointer with async_save=True saves in the background"
     return Advice(
         "own-code",
-        f"Look at {where}{late.when}: {how}",
-        f"rank {late.rank}'s {OWN_CODE} takes {late.seconds * 1e3:.1f} ms longer per step than that of the others"
-        f"{late.when}; they wait {facts.accounts.caused(late.rank) * 1e3:.1f} ms per step for it on average",
-        _saved_by_one_rank(facts, fmean(facts.longer(late.rank, OTHER).values())),
-        late.headline(facts),
+        f"Look at {where}{finding.when}: {how}",
+        f"rank {finding.rank}'s {OWN_CODE} takes {finding.seconds * 1e3:.1f} ms longer per step than that of the others"
+        f"{finding.when}; they wait {facts.accounts.caused(finding.rank) * 1e3:.1f} ms per step for it on average",
+        _saved_by_one_rank(facts, fmean(facts.longer(finding.rank, OTHER).values())),
+        finding.headline(facts),
         ONE_CAUSE,
     )
 
@@ -99,7 +99,7 @@ def late_by_own_code(facts: Facts) -> LateRank | None:
         return None
     delays = facts.delays(rank)
     lost = [seconds - delays.get(row, 0.0) for row, seconds in longer.items()]
-    # It must explain at least half of the waiting.
+    # The rank must explain at least half of the waiting.
     waited = accounts.caused(rank) - max(0.0, fmean(delays.values()) if delays else 0.0)
     if fmean(lost) < max(WORTH * facts.length, waited / 2):
         return None
@@ -167,9 +167,9 @@ def _sizes_explain_times(facts: Facts) -> bool:
         # Delays caused by other programs are random, and would hide the effect of the sizes.
         lost = accounts.delayed[at] if facts.is_loaded else [0.0] * len(cells)
         forward, backward = (accounts.parts[part][at] for part in COMPUTE)
-        own = [one + other - late for one, other, late in zip(forward, backward, lost, strict=True)]
-        if not any(map(math.isnan, own)):
+        computing = [first + second - waited for first, second, waited in zip(forward, backward, lost, strict=True)]
+        if not any(map(math.isnan, computing)):
             # Subtract the mean, because a step that is larger on all ranks makes no rank wait.
             sizes += [value - fmean(cells) for value in cells]
-            times += [value - fmean(own) for value in own]
+            times += [value - fmean(computing) for value in computing]
     return len(set(sizes)) > 1 and len(set(times)) > 1 and correlation(sizes, times) > 1 / 2

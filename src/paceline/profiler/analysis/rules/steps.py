@@ -1,4 +1,4 @@
-"""Steps that are too small, idle tensor cores, and time outside of training: saves and the loop's own code."""
+"""Detects steps that are too small, idle tensor cores, and time spent on saves and in the loop's own code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RARER = 10
 IDLE = 0.5
 """A GPU that computes for less than this share of the time counts as idle."""
 COMPUTING = 0.7
-"""If computing takes a larger share of the operators' time than this, their calls are not worth advice."""
+"""If computing takes a larger share of the operators' time than this, no advice about the cost of calls is given."""
 
 
 def larger_batch(facts: Facts) -> Advice | None:

@@ -13,12 +13,12 @@ OWN_CODE = "own code in the loop"
 
 def function_of_own_code(facts: Facts, rank: int | None = None) -> str:
     """Return the function seen in most samples of own code, on `rank` or on all ranks; empty if samples are too few."""
-    seen = Counter[str]()
+    counts = Counter[str]()
     for record in facts.records:
         if rank is None or record.rank == rank:
-            seen.update(record.own_code)
-    name, count = seen.most_common(1)[0] if seen else ("", 0)
-    return name if count >= max(FEWEST, seen.total() / 4) else ""
+            counts.update(record.own_code)
+    name, count = counts.most_common(1)[0] if counts else ("", 0)
+    return name if count >= max(FEWEST, counts.total() / 4) else ""
 
 
 def part_sentence(facts: Facts, part: str) -> str:

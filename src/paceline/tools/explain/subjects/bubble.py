@@ -1,8 +1,8 @@
 """Bubbles: the cost of a late rank, the cost of the network, and the remedies for both.
 
-Ranks wait for two reasons. Until the last rank arrives, the wait is a bubble, which that rank causes and no network can
-shorten. After that it is communication, which an infinitely fast network would eliminate. The profiler makes the same
-distinction. The example uses the numbers of :mod:`paceline.tools.explain.subjects.buckets`.
+Ranks wait for two reasons. Until the last rank arrives, the others are in a bubble, which a faster network cannot
+shorten. From then on, all ranks wait for communication, which would take no time on an infinitely fast network. The
+profiler makes the same distinction. The example uses the numbers of :mod:`paceline.tools.explain.subjects.buckets`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
 
 def micro_batch(start: Sequence[float], work: Sequence[float], bandwidth: float) -> MicroBatch:
-    """Compute forward and backward from `start` on each rank; `work` is a multiple of the example's times."""
+    """Compute the times of forward and backward, given the start and the relative amount of work of each rank."""
     forward = [begin + buckets.FORWARD * amount for begin, amount in zip(start, work, strict=True)]
     full = [
         list(accumulate((amount * share for share in buckets.SHARES), initial=begin))[1:]
@@ -103,24 +103,24 @@ def run_case(title: str, work: Sequence[Sequence[float]], every: int = 1, bandwi
     start = [0.0] * len(work[0])
     computed = []
     for number, amounts in enumerate(work, start=1):
-        done = micro_batch(start, amounts, bandwidth)
-        computed.append(done)
+        batch = micro_batch(start, amounts, bandwidth)
+        computed.append(batch)
         # Rounded, because the same time can differ in the last bit between ranks, and would become two events.
-        start = [round(came, EXACT) for came in done.came] if number % every else [done.end] * len(start)
+        start = [round(came, EXACT) for came in batch.came] if number % every else [batch.end] * len(start)
     met = computed[every - 1 :: every]
-    bubbles = [sum(one.last - one.came[rank] for one in met) for rank in range(len(start))]
-    return Case(title, computed, met, bubbles, sum(one.end - one.last for one in met), done.end + buckets.OPTIMIZER)
+    bubbles = [sum(mb.last - mb.came[rank] for mb in met) for rank in range(len(start))]
+    return Case(title, computed, met, bubbles, sum(mb.end - mb.last for mb in met), batch.end + buckets.OPTIMIZER)
 
 
 def late_rank(ranks: int) -> list[Case]:
     """Return a step with one late rank, with a faster network, and with equal work; for one rank, a plain step."""
     if ranks == 1:
         return [run_case("one rank", [[1.0]])]
-    late = [LATE_WORK if rank == LATE else 1.0 for rank in range(ranks)]
-    equal = [sum(late) / ranks] * ranks
+    uneven = [LATE_WORK if rank == LATE else 1.0 for rank in range(ranks)]
+    equal = [sum(uneven) / ranks] * ranks
     return [
-        run_case(f"rank {LATE} has {LATE_WORK:g} times the work of the others", [late]),
-        run_case("the same with twice the bandwidth", [late], bandwidth=2 * buckets.BANDWIDTH),
+        run_case(f"rank {LATE} has {LATE_WORK:g} times the work of the others", [uneven]),
+        run_case("the same with twice the bandwidth", [uneven], bandwidth=2 * buckets.BANDWIDTH),
         run_case("the same samples, split by cost", [equal]),
     ]
 
@@ -199,7 +199,7 @@ def _bars(case: Case) -> Iterator[Bar]:
 
 
 def _events(case: Case) -> Iterator[tuple[float, str]]:
-    """Yield when each backward, each exchange and the step end."""
+    """Yield the ends of each backward pass, each exchange and the step."""
     for meeting in case.meetings:
         for came, ranks in ranks_by_value(enumerate(meeting.came)).items():
             yield round(came, EXACT), f"{named_ranks(ranks)} finished backward"

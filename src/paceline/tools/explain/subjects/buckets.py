@@ -45,24 +45,24 @@ def example(ranks: int) -> tuple[Overlap, Overlap]:
 
 def scenes(ranks: int) -> list[Scene]:
     """Draw a frame whenever a bucket is full or has been reduced."""
-    late, early = example(ranks)
-    ways = {"after backward": late, "as buckets fill": early}
+    serial, eager = example(ranks)
+    ways = {"after backward": serial, "as buckets fill": eager}
     chart = Chart([_panel(name, way, ranks) for name, way in ways.items()], "time since backward began (ms)")
-    events = [(0.0, "backward begins"), *((full, f"bucket {bucket} is full") for bucket, full in enumerate(early.full))]
+    events = [(0.0, "backward begins"), *((full, f"bucket {bucket} is full") for bucket, full in enumerate(eager.full))]
     for name, way in ways.items():
         events += [(end, f"bucket {bucket} is reduced ({name})") for bucket, end in enumerate(way.end)]
     summary = (
-        f"All-reduce after backward: {ms(late.end[-1])} in total, {figure(late.exposed)} of it waiting. "
-        f"As buckets fill: {ms(early.end[-1])}, {figure(early.exposed)} waiting."
+        f"All-reduce after backward: {ms(serial.end[-1])} in total, {figure(serial.exposed)} of it waiting. "
+        f"As buckets fill: {ms(eager.end[-1])}, {figure(eager.exposed)} waiting."
     )
     reading = f"{ASSUMPTION} A number in a bar is a bucket; the narrow bars are bucket 0."
     title, hint = f"buckets and overlap, {counted(ranks, 'rank')}", HINT if ranks > 1 else "Nothing to reduce."
     table = new_table(["bucket", "MiB", "full at", *ways], title=title, caption=f"{summary} {ASSUMPTION}")
     for bucket, size in enumerate(SIZES):
         spans = [f"{ms(way.begin[bucket])} – {ms(way.end[bucket])}" for way in ways.values()]
-        table.add_row(str(bucket), str(size // MIB), ms(early.full[bucket]), *spans)
+        table.add_row(str(bucket), str(size // MIB), ms(eager.full[bucket]), *spans)
     table.add_section()
-    table.add_row("waiting", "", "", ms(late.exposed), ms(early.exposed))
+    table.add_row("waiting", "", "", ms(serial.exposed), ms(eager.exposed))
     frames = chart.frames(events)
     return [Scene(title, ABOUT, summary, reading, hint, frames, chart.still(), table, legend=[LATER])]
 

@@ -54,13 +54,13 @@ def _scene(collective: Collective) -> Scene:
     grid = schedules.grid_of(schedule)
     end = [[cell._replace(came=False) for cell in held] for held in schedules.states(schedule)[-1]]
     frames = [*schedules.frames(schedule, grid), Frame("after", collective.after, grid.draw(end))]
-    title, said = f"{schedule.result}, {counted(schedule.size, 'rank')}", outcome(collective)
+    title, result = f"{schedule.result}, {counted(schedule.size, 'rank')}", outcome(collective)
     middle, last = (len(schedule.steps) + 1) // 2, len(schedule.steps)
-    caption = f"{said} {collective.after.capitalize()}."
+    caption = f"{result} {collective.after.capitalize()}."
     return Scene(
         title,
         schedules.ABOUT[schedule.result],
-        said,
+        result,
         f"{schedules.reading(grid)} A rank's tensor has {CAPACITY // MIB} MiB; {LINKS}.",
         schedules.hint(schedule),
         frames,

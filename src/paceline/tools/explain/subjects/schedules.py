@@ -47,8 +47,10 @@ HINTS = {
 """What to watch while a schedule is animated."""
 State = list[list[Cell]]
 """Contents of all ranks, ``[rank][row]``."""
+SUMS = ("reduce", "all-reduce", "reduce-scatter")
+"""Collectives whose cells are sums; the cells of the others are copies, and show whose."""
 SPELLED_OUT = 6
-"""With more ranks, a table's cell shows how many contributions it contains, not whose."""
+"""With more ranks, a table's cell shows how many contributions a sum contains, not whose."""
 
 
 def scene(schedule: Schedule) -> Scene:
@@ -104,52 +106,51 @@ def states(schedule: Schedule) -> list[State]:
 
 def _cells(schedule: Schedule, rank: int, held: Sequence[Terms], needed: Sequence[bool], step: Step) -> Iterator[Cell]:
     """Yield the contents of a rank's rows after `step`."""
-    size, arrived = schedule.size, {chunk for one in step if one.dst == rank for chunk in one.chunks}
+    size, arrived = schedule.size, {chunk for transfer in step if transfer.dst == rank for chunk in transfer.chunks}
     chunks: Iterable[int] = range(schedule.chunks)
     if schedule.result == "all-to-all":
         # Row j holds chunk rank·p + j, the part for rank j. Once exchanged, it holds the part from rank j.
         pairs = ((row * size + rank, rank * size + row) for row in range(size))
-        chunks = (theirs if held[theirs] == (theirs // size,) else ours for theirs, ours in pairs)
+        chunks = (swapped if held[swapped] == (swapped // size,) else source for swapped, source in pairs)
     for chunk in chunks:
-        is_sum = schedule.result in ("reduce", "all-reduce", "reduce-scatter")
-        label = "" if is_sum else f"{chunk_name(schedule, chunk % size)}{held[chunk][0]}"
+        label = "" if schedule.result in SUMS else f"{chunk_name(schedule, chunk % size)}{held[chunk][0]}"
         yield Cell(held[chunk], label, chunk in arrived) if needed[chunk] else Cell()
 
 
 def frames(schedule: Schedule, grid: Grid) -> list[Frame]:
     """Draw the start, and the state after every step with its messages."""
-    found = states(schedule)
-    drawn = [Frame("start", "every rank holds its input", grid.draw(found[0]))]
+    history = states(schedule)
+    drawn = [Frame("start", "every rank holds its input", grid.draw(history[0]))]
     for number, step in enumerate(schedule.steps, start=1):
         arrows, moving = [], []
-        for one, chunk in ((transfer, chunk) for transfer in step for chunk in transfer.chunks):
-            source, destination = (one.dst, one.src) if grid.is_bowed else (chunk, chunk)
-            arrows.append((one.src, one.dst, 0 if grid.is_bowed else chunk))
-            cell = found[number - 1][one.src][source]
-            moving.append(grid.flight(cell, (one.src, source), (one.dst, destination)))
-        kinds = {one.reduce for one in step}
+        for message, chunk in ((transfer, chunk) for transfer in step for chunk in transfer.chunks):
+            source, destination = (message.dst, message.src) if grid.is_bowed else (chunk, chunk)
+            arrows.append((message.src, message.dst, 0 if grid.is_bowed else chunk))
+            cell = history[number - 1][message.src][source]
+            moving.append(grid.flight(cell, (message.src, source), (message.dst, destination)))
+        kinds = {message.reduce for message in step}
         verb = "add or copy" if len(kinds) > 1 else "add" if True in kinds else "copy"
         title = f"step {number} of {len(schedule.steps)}: receivers {verb}"
-        caption = ", ".join(f"{one.src}→{one.dst} {_chunks(schedule, one)}".strip() for one in step)
-        drawn.append(Frame(title, caption, grid.draw(found[number], arrows), "".join(moving)))
+        caption = ", ".join(f"{message.src}→{message.dst} {_chunks(schedule, message)}".strip() for message in step)
+        drawn.append(Frame(title, caption, grid.draw(history[number], arrows), "".join(moving)))
     return drawn
 
 
 def table(schedule: Schedule, title: str, caption: str, shown: Iterable[int]) -> Table:
     """Show each rank's rows after the steps `shown`; step 0 is the start."""
-    numbers = "whose" if schedule.size <= SPELLED_OUT else "how many"
+    numbers = "whose" if schedule.size <= SPELLED_OUT or schedule.result not in SUMS else "how many"
     caption += f" A cell shows {numbers} parts it contains; bold: just arrived; –: not needed for the result."
     texts = ["after", *(name or "tensor" for name in grid_of(schedule).rows), "receives"]
     columns = ["after", "rank", *texts[1:]]
     result = new_table(columns, title=title, caption=caption, words=texts, wraps=["receives"])
-    found = states(schedule)
+    history = states(schedule)
     for number in shown:
         for rank in range(schedule.size):
-            arrived = [one for one in schedule.steps[number - 1] if one.dst == rank] if number else []
+            arrived = [sent for sent in schedule.steps[number - 1] if sent.dst == rank] if number else []
             verbs = {True: "adds", False: "copies"}
-            received = [f"{_chunks(schedule, one)} from {one.src}, {verbs[one.reduce]}".strip() for one in arrived]
+            received = [f"{_chunks(schedule, sent)} from {sent.src}, {verbs[sent.reduce]}".strip() for sent in arrived]
             label = "" if rank else f"step {number}" if number else "start"
-            cells = [_text(cell, schedule.size) for cell in found[number][rank]]
+            cells = [_text(cell, schedule.size) for cell in history[number][rank]]
             result.add_row(label, str(rank), *cells, "; ".join(received))
         result.add_section()
     return result
@@ -187,27 +188,27 @@ def traffic(schedule: Schedule) -> tuple[list[float], list[float]]:
 def traffic_of(schedule: Schedule, tensor: float) -> str:
     """Describe the number of steps and the most that a rank sends and receives, given the size of the tensor."""
     sent, received = (f"{tensor * max(moved):.4g}" for moved in traffic(schedule))
-    both = f"sends and receives up to {sent}"
-    moved = both if sent == received else f"sends up to {sent} and receives up to {received}"
+    same = f"sends and receives up to {sent}"
+    moved = same if sent == received else f"sends up to {sent} and receives up to {received}"
     return f"{counted(len(schedule.steps), 'step')}; a rank {moved}"
 
 
 def used_later(schedule: Schedule) -> list[list[list[bool]]]:
     """Return, as ``[k][rank][chunk]``, whether the result depends on what a rank holds of a chunk after k steps."""
-    now = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
-    history = [now]
+    needed = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
+    history = [needed]
     # In two passes, because all messages of a step are sent at once, and one may overwrite data that another sends.
     for step in reversed(schedule.steps):
-        before = [list(row) for row in now]
+        earlier = [list(row) for row in needed]
         for transfer in step:
             if not transfer.reduce:  # the copy overwrites the receiver's part
                 for chunk in transfer.chunks:
-                    before[transfer.dst][chunk] = False
+                    earlier[transfer.dst][chunk] = False
         for transfer in step:
             for chunk in transfer.chunks:
-                before[transfer.src][chunk] |= now[transfer.dst][chunk]
-        now = before
-        history.append(now)
+                earlier[transfer.src][chunk] |= needed[transfer.dst][chunk]
+        needed = earlier
+        history.append(needed)
     return history[::-1]
 
 

@@ -53,24 +53,24 @@ class Step:
 def steps(slices: int, ranks: int) -> list[Step]:
     """Return the steps of adding `slices` on `ranks`: first on each rank, like a binary counter, then between ranks."""
     waiting: list[list[Sum]] = [[] for _ in range(ranks)]
-    found = []
+    result = []
     for number in range(slices // ranks):
-        made = []
+        computed = []
         for rank, sums in enumerate(waiting):
             new = Sum(slices_of_rank(slices, rank, ranks)[number], 1, rank)
-            made.append(new)
+            computed.append(new)
             # The carry of a binary counter: two sums of equal size become one of twice the size.
             while sums and sums[-1].size == new.size:
                 new = replace(sums.pop(), size=2 * new.size)
-                made.append(new)
+                computed.append(new)
             sums.append(new)
-        found.append(Step(tuple(made), tuple(waiting[0])))
+        result.append(Step(tuple(computed), tuple(waiting[0])))
     size = slices // ranks
     while size < slices:
         size *= 2
-        made = [Sum(first, size, None) for first in range(0, slices, size)]
-        found.append(Step(tuple(made), (made[0],)))
-    return found
+        computed = [Sum(first, size, None) for first in range(0, slices, size)]
+        result.append(Step(tuple(computed), (computed[0],)))
+    return result
 
 
 def expression(first: int, size: int) -> str:
@@ -81,20 +81,20 @@ def expression(first: int, size: int) -> str:
     return f"({left} + {right})"
 
 
-def scenes(most: int) -> list[Scene]:
-    """Draw the tree on 1, 2, 4, … ranks, up to `most`."""
-    numbers = [2**power for power in range(most.bit_length())]
+def scenes(limit: int) -> list[Scene]:
+    """Draw the tree on 1, 2, 4, … ranks, up to `limit`."""
+    numbers = [2**power for power in range(limit.bit_length())]
     slices = max(SLICES, numbers[-1])
     drawn = [_scene(slices, ranks) for ranks in numbers]
     return [replace(drawn[0], table=_table(slices, numbers)), *drawn[1:]]
 
 
 def _scene(slices: int, ranks: int) -> Scene:
-    found, done = steps(slices, ranks), set[Sum]()
-    frames = [Frame("start", "no slice has been computed", _draw(slices, ranks, found, done, ()))]
-    for number, step in enumerate(found, start=1):
-        done |= set(step.made)
-        frames.append(Frame(*_words(number, len(found), step, slices), _draw(slices, ranks, found, done, step.made)))
+    tree, computed = steps(slices, ranks), set[Sum]()
+    frames = [Frame("start", "no slice has been computed", _draw(slices, ranks, tree, computed, ()))]
+    for number, step in enumerate(tree, start=1):
+        computed |= set(step.made)
+        frames.append(Frame(*_words(number, len(tree), step, slices), _draw(slices, ranks, tree, computed, step.made)))
     share, rounds = counted(slices // ranks, "slice"), counted(ranks.bit_length() - 1, "round")
     outcome = f"Each rank computes and adds {share}; additions between ranks then complete the tree in {rounds}."
     if ranks == 1:
@@ -110,28 +110,28 @@ def _words(number: int, count: int, step: Step, slices: int) -> tuple[str, str]:
     title = f"step {number} of {count}: " + ("ranks add" if together else "a slice on each rank")
     if number == count:
         return title, f"{expression(0, slices)[1:-1]}, on any number of ranks"
-    sums = [made.name for made in step.made if made.size > 1]
+    sums = [part.name for part in step.made if part.size > 1]
     added = f"added: {', '.join(sums)}" if sums else "nothing to add yet"
-    return title, added if together else f"{added}; rank 0 keeps {', '.join(kept.name for kept in step.waiting)}"
+    return title, added if together else f"{added}; rank 0 keeps {', '.join(waiting.name for waiting in step.waiting)}"
 
 
-def _draw(slices: int, ranks: int, tree: Sequence[Step], done: Collection[Sum], new: Collection[Sum]) -> Drawing:
-    """Draw the sums of the `tree` that are `done`, with frames around the `new` ones."""
+def _draw(slices: int, ranks: int, tree: Sequence[Step], computed: Collection[Sum], new: Collection[Sum]) -> Drawing:
+    """Draw the sums of the `tree` that are `computed`, with frames around the `new` ones."""
     share = slices / ranks
     parts = [text(4, 14, "rank", "heading")]
     parts += [text(_middle((rank + 0.5) * share), 14, str(rank), "heading", "middle") for rank in range(ranks)]
-    for one in (made for step in tree for made in step.made):
-        middle, y = _middle(one.first + one.size / 2), _top(one.size)
+    for node in (sum_ for step in tree for sum_ in step.made):
+        middle, y = _middle(node.first + node.size / 2), _top(node.size)
         x = middle - WIDE / 2
-        if one not in done:
+        if node not in computed:
             parts.append(box(x, y, WIDE, HIGH, "ghost"))
             continue
-        for part in (one.size / 4, 3 * one.size / 4) if one.size > 1 else ():
-            above = f"{_middle(one.first + part):g},{_top(one.size // 2) + HIGH:g}"
+        for part in (node.size / 4, 3 * node.size / 4) if node.size > 1 else ():
+            above = f"{_middle(node.first + part):g},{_top(node.size // 2) + HIGH:g}"
             parts.append(f'<path d="M{above} L{middle:g},{y:g}" class="axis"/>')
-        kind, words = ("cell", "number") if one.rank is None else (f"k{one.rank}", "digit")
-        parts += [box(x, y, WIDE, HIGH, kind), text(middle, y + 12.5, one.name, words, "middle")]
-        if one in new:
+        kind, words = ("cell", "number") if node.rank is None else (f"k{node.rank}", "digit")
+        parts += [box(x, y, WIDE, HIGH, kind), text(middle, y + 12.5, node.name, words, "middle")]
+        if node in new:
             parts.append(box(x, y, WIDE, HIGH, "came"))
     return Drawing("".join(parts), LEFT + slices * COLUMN, _top(slices) + HIGH + 6)
 
@@ -152,12 +152,12 @@ def _table(slices: int, numbers: list[int]) -> Table:
     title, caption = f"one tree of sums, virtual_ranks={slices}", f"On any number of ranks: {expression(0, slices)}."
     table = new_table(["ranks", "rank", *wide], title=title, caption=caption, words=wide, wraps=wide)
     for ranks in numbers:
-        made = [one for step in steps(slices, ranks) for one in step.made]
-        shared = ", ".join(one.name for one in made if one.rank is None)
+        sums = [node for step in steps(slices, ranks) for node in step.made]
+        shared = ", ".join(node.name for node in sums if node.rank is None)
         for rank in range(ranks):
-            own = [one for one in made if one.rank == rank]
-            computed = ", ".join(one.name for one in own if one.size == 1)
-            added = ", ".join(one.name for one in own if one.size > 1)
+            rank_sums = [node for node in sums if node.rank == rank]
+            computed = ", ".join(node.name for node in rank_sums if node.size == 1)
+            added = ", ".join(node.name for node in rank_sums if node.size > 1)
             table.add_row("" if rank else str(ranks), str(rank), computed, added or "–", "" if rank else shared or "–")
         table.add_section()
     return table

@@ -89,12 +89,12 @@ class Way(NamedTuple):
 def data_parallel(size: int) -> Way:
     """Describe one step of DataParallel: one process with a thread for each device."""
     everything, rows = Cell(tuple(range(size))), (BATCH, WEIGHTS, OUTPUTS, LOSS, GRADIENTS)
-    out = [Move(BATCH, 0, other, Cell((other,)), SLICE) for other in range(1, size)]
+    out = [Move(BATCH, 0, dst, Cell((dst,)), SLICE) for dst in range(1, size)]
     copies = [move._replace(row=WEIGHTS, cell=W, nbytes=MODEL) for move in out]
     outputs = [move._replace(row=OUTPUTS, src=move.dst, dst=0, nbytes=OUTPUT) for move in out]
     losses = [move._replace(row=LOSS, nbytes=OUTPUT) for move in out]
     sums = [move._replace(row=GRADIENTS, nbytes=MODEL) for move in outputs]
-    back, each = mib(OUTPUT), f"{mib(MODEL)} from each"
+    back, gradients = mib(OUTPUT), f"{mib(MODEL)} from each"
     thrown_away: Held = {(row, device): Cell() for row in rows for device in range(size)}
     end = {**thrown_away, (WEIGHTS, 0): W, (GRADIENTS, 0): everything}
     stages = [
@@ -105,7 +105,7 @@ def data_parallel(size: int) -> Way:
         Stage("4 gather", f"device 0 gets all outputs, {back} from each", {(OUTPUTS, 0): everything}, outputs),
         Stage("5 loss", f"device 0 computes the loss, and sends {back} back to each", _each(LOSS, size), losses),
         Stage("6 backward", "a replica on each device", _each(GRADIENTS, size)),
-        Stage("7 reduce", f"device 0 adds up all gradients, {each}", {(GRADIENTS, 0): everything}, sums),
+        Stage("7 reduce", f"device 0 adds up all gradients, {gradients}", {(GRADIENTS, 0): everything}, sums),
         Stage("8 optimizer", "device 0 steps alone; the replicas are discarded", end),
     ]
     return Way("DataParallel", "device", size, rows, stages)
@@ -123,8 +123,8 @@ def distributed(size: int) -> Way:
     for bucket, (row, nbytes, end) in enumerate(zip(BUCKETS, SIZES, times.end, strict=True)):
         new = _each(row, size, everything)
         # Buckets that have filled up in the meantime still hold each rank's own gradients.
-        for other, full in list(enumerate(times.full))[bucket + 1 :]:
-            new |= _each(BUCKETS[other], size) if full <= end else {}
+        for later, full in list(enumerate(times.full))[bucket + 1 :]:
+            new |= _each(BUCKETS[later], size) if full <= end else {}
         sent = nbytes * per_tensor
         moves = [Move(row, rank, (rank + 1) % size, Cell((rank,)), sent) for rank in range(size) if size > 1]
         going = "backward continues" if end < times.full[-1] else "backward has ended"
@@ -159,19 +159,19 @@ def scenes(ranks: int) -> list[Scene]:
     """Draw a step of DataParallel and a step of DistributedDataParallel."""
     ways = (data_parallel(ranks), distributed(ranks))
     # Both axes end at the same value, so that the two ways can be compared.
-    most = max(max(*sent, *received) for sent, received in (way.moved(way.stages) for way in ways))
-    return [_scene(way, most / MIB) for way in ways]
+    largest = max(max(*sent, *received) for sent, received in (way.moved(way.stages) for way in ways))
+    return [_scene(way, largest / MIB) for way in ways]
 
 
-def _scene(way: Way, most: float) -> Scene:
-    grid, said = Grid(way.size, way.rows, rank=way.device), outcome(way)
+def _scene(way: Way, largest: float) -> Scene:
+    grid, result = Grid(way.size, way.rows, rank=way.device), outcome(way)
     title = f"{way.name}, {counted(way.size, way.device)}"
     frames = [_frame(grid, way, number) for number in range(len(way.stages))]
     about = f"{ABOUT[way.device]} {READING}"
-    hint, still = said, list[Frame]()
+    hint, still = result, list[Frame]()
     if way.size > 1:
-        hint, still = HINTS[way.device], Chart([_panel(way)], "MiB in one step", most, unit=1).still()
-    return Scene(title, about, said, ASSUMPTION, hint, frames, still, _table(way, title), grid.symbols)
+        hint, still = HINTS[way.device], Chart([_panel(way)], "MiB in one step", largest, unit=1).still()
+    return Scene(title, about, result, ASSUMPTION, hint, frames, still, _table(way, title), grid.symbols)
 
 
 def _frame(grid: Grid, way: Way, number: int) -> Frame:

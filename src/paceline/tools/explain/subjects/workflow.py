@@ -115,7 +115,7 @@ def training_step(ranks: int) -> TrainingStep:
 
 
 def outcome(step: TrainingStep) -> str:
-    """Describe how long the step takes, and where its ranks wait."""
+    """Describe how long the step takes, and where ranks wait."""
     if len(step.data) == 1:
         return f"The step takes {ms(step.end)}. A single rank never waits."
     waits = step.meetings[-1].end - step.backward
@@ -132,9 +132,9 @@ def scenes(ranks: int) -> list[Scene]:
     reading = ", ".join(f"{stage}: {name}" for stage, name in enumerate(STAGES, start=1)) + "."
     if ranks > 1:
         names.append("D: network")
-        letters = ((one, "way" if one.nbytes else "elsewhere") for one in step.meetings if one.letter != "D")
-        marks = [(one.end, one.letter, kind) for one, kind in letters]
-        reading += f" {'; '.join(f'{one.letter}: {one.name}' for one in step.meetings)}."
+        letters = ((item, "way" if item.nbytes else "elsewhere") for item in step.meetings if item.letter != "D")
+        marks = [(item.end, item.letter, kind) for item, kind in letters]
+        reading += f" {'; '.join(f'{item.letter}: {item.name}' for item in step.meetings)}."
     panel = Panel("stages and exchanges", names, list(_bars(step)), [f"{ms(step.end)} in total"], marks)
     chart = Chart([panel], "time since the step began (ms)")
     title, summary = f"one training step, {counted(ranks, 'rank')}", f"{outcome(step)} {ASSUMPTION}"
@@ -145,7 +145,7 @@ def scenes(ranks: int) -> list[Scene]:
 
 def _bars(step: TrainingStep) -> Iterator[Bar]:
     ranks = len(step.data)
-    first, norm = (one for one in step.meetings if one.letter in "AF")
+    first, norm = (meeting for meeting in step.meetings if meeting.letter in "AF")
     for rank, (batch, came) in enumerate(zip(step.data, step.came, strict=True)):
         yield Bar(rank, 0.0, batch, "k0", "1")
         yield Bar(rank, batch, came, "k1", "2")
@@ -175,11 +175,11 @@ def _events(step: TrainingStep) -> Iterator[tuple[float, str]]:
     for bucket in range(len(SIZES)):
         yield step.buckets.full[bucket], f"bucket {bucket} is full"
         yield step.buckets.end[bucket], f"bucket {bucket} is reduced"
-    for one in step.meetings:
-        if not one.nbytes:
-            yield one.end, f"{one.letter}: {one.name}, {one.collective}, not in this model"
-        elif one.letter != "D":
-            yield one.end, f"{one.letter}: {one.name}, {one.collective} of {one.nbytes:,} bytes, is done"
+    for item in step.meetings:
+        if not item.nbytes:
+            yield item.end, f"{item.letter}: {item.name}, {item.collective}, not in this model"
+        elif item.letter != "D":
+            yield item.end, f"{item.letter}: {item.name}, {item.collective} of {item.nbytes:,} bytes, is done"
 
 
 def _table(step: TrainingStep, title: str) -> Table:

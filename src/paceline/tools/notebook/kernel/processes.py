@@ -151,7 +151,7 @@ class Processes:
                     )
                     raise PacelineError(f"rank {rank} {how}{': ' + printed if printed else ''}")
         if self.boxes is not None:
-            self.boxes.began({rank: each.pid for rank, each in self.ranks.items()})
+            self.boxes.began({rank: process.pid for rank, process in self.ranks.items()})
         for rank in wanted:
             gpu_id = None if self.start.gpu_ids is None else self.start.gpu_ids[rank]
             connection = self.ranks[rank].connection
