@@ -93,7 +93,7 @@ def measured() -> dict[str, int]:
     numbers = {path.name: folder_lines(path) for path in sorted(SOURCE.iterdir()) if any(path.rglob("*.py"))}
     tools = numbers.pop("tools")
     for path in sorted((SOURCE / "tools").iterdir()):
-        if path.name in ("explain", "memory_estimate", "recipes", "compare", "bench", "notebook"):
+        if path.name in ("explain", "memory_estimate", "recipes", "compare", "bench", "notebook", "plan"):
             numbers[f"tools/{path.name}"] = folder_lines(path)
             tools -= numbers[f"tools/{path.name}"]
     numbers["tools, others"] = tools
@@ -129,7 +129,7 @@ def full_folders() -> Iterator[str]:
         entries = [
             path
             for path in folder.iterdir()
-            if path.name not in ("__init__.py", "py.typed")
+            if path.name not in ("__init__.py", "__main__.py", "py.typed")
             and (path.is_file() or any(file.is_file() and file.suffix != ".pyc" for file in path.rglob("*")))
             and path.suffix != ".pyc"
         ]

@@ -197,7 +197,7 @@ class Session:
         if kind == previous == "plain":
             return
         recorder.detailed = kind == "detailed"
-        if kind != before:
+        if kind != previous:
             self._gradient_hooks.close()
             if recorder.detailed and self._record.size == 1 and self._wrapper is not None:
                 self._mark_gradients()
