@@ -200,8 +200,8 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--part", "nonsense"], "there is no nonsense"),
-        (["--part", "one/nonsense"], "there is no one/nonsense"),
+        (["--part", "nonsense"], "no part or check is named nonsense"),
+        (["--part", "one/nonsense"], "no part or check is named one/nonsense"),
         (["--rounds", "0"], "--rounds 0"),
         (["--json", "/no/such/folder/result.json"], "there is no folder"),
     ],
