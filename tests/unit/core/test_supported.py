@@ -43,7 +43,7 @@ def test_pip_is_asked_for_the_versions_that_were_tested() -> None:
     root = Path(__file__).parents[3]
     (wanted,) = re.findall(r'"(torch[<>=][^"]*)"', (root / "pyproject.toml").read_text())
     assert f"'{wanted}'" in supported.INSTALL
-    assert f"torch {supported.RANGE}" in (root / "README.md").read_text()
+    assert f"PyTorch {supported.RANGE}" in (root / "README.md").read_text()
 
 
 @pytest.fixture

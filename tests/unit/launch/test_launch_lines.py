@@ -126,6 +126,9 @@ try:
     while more := os.read(terminal, 4096):
         sys.stdout.buffer.write(more)
         sys.stdout.flush()
+        for word in ("half", "whole"):
+            if word.encode() in more:
+                open(word + ".shown", "w").close()
         if b"(ask)" in more:
             os.write(terminal, b"an answer\\n")
         if b"(stop)" in more:
@@ -160,13 +163,11 @@ def wait_for(name):
     while not os.path.exists(name): time.sleep(0.01)
 if os.environ["RANK"] == "0":
     print("half", end="", flush=True)
-    wait_for("printed")
-    time.sleep(0.3)
+    wait_for("whole.shown")
     print("rest")
 else:
-    time.sleep(1)  # longer than an incomplete line is held back
+    wait_for("half.shown")  # an incomplete line is held back for a while
     print("whole", flush=True)
-    open("printed", "w").close()
 """
     code, said = on_a_terminal(tmp_path, text, "--nproc", "2", "--prefix-ranks")
     assert (code, said.splitlines()) == (0, ["rank 0 | half", "rank 1 | whole", "rank 0 | rest"])
