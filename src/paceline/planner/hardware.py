@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from paceline.core.untrusted_files import LARGEST
 from paceline.errors import UsageError
 from paceline.planner.cluster import Link
 
@@ -83,8 +84,8 @@ def match(name: str, text: str, **columns: str) -> dict[str, str] | None:
 def device(text: str) -> Device:
     """Return the device that `text` names, or describes by its peak, as in ``400tflops``."""
     name = text.lower().strip()
-    if described := re.fullmatch(r"(\d+(?:\.\d+)?) ?tflops", name):
-        peak = 1e12 * float(described[1])
+    described = re.fullmatch(r"(\d+(?:\.\d+)?) ?tflops", name)
+    if described and 1 <= (peak := 1e12 * float(described[1])) <= LARGEST:
         return Device(name, peak, peak, peak / FLOPS_PER_BYTE)
     if (row := match("devices", name)) is None:
         raise UsageError(
@@ -117,14 +118,22 @@ def inside_link(text: str, kind: Device) -> Link:
 
 def between_link(text: str, kind: Device) -> Link:
     """Return the link that `text` names between hosts; by default the usual network of hosts with such devices."""
-    stated, row = SPEED.search(text), match("links", text.lower(), place="between")
+    stated, row = _speed(SPEED.search(text)), match("links", text.lower(), place="between")
     nominal, latency = kind.network, RDMA_S
     if row is not None:
         nominal, latency = 1e9 * float(row["gbyte_per_s"]), 1e-6 * float(row["latency_us"])
     if stated is not None:
-        nominal = int(stated[1] or 1) * float(stated[2]) * (1e9 if stated[3] else GBIT)
+        nominal = stated
     name = text or f"{nominal / GBIT:g}gbit"
     return Link(name, nominal, TCP_S, "tcp") if "tcp" in text.lower() else Link(name, nominal, latency, "rdma")
+
+
+def _speed(stated: re.Match[str] | None) -> float | None:
+    """Return the bytes per second of a network's stated speed; None without one, or if it is impossible."""
+    if stated is None:
+        return None
+    speed = float(stated[1] or 1) * float(stated[2]) * (1e9 if stated[3] else GBIT)
+    return speed if 1 <= speed <= LARGEST else None
 
 
 def links(text: str, kind: Device) -> tuple[Link, Link]:
@@ -133,7 +142,7 @@ def links(text: str, kind: Device) -> tuple[Link, Link]:
     between = [row["name"] for row in table("links") if row["place"] == "between"]
 
     def is_between(name: str) -> bool:
-        return name in between or SPEED.fullmatch(name.removesuffix("-tcp")) is not None
+        return name in between or _speed(SPEED.fullmatch(name.removesuffix("-tcp"))) is not None
 
     first, comma, second = (part.strip().lower() for part in text.partition(","))
     if not comma and is_between(first):

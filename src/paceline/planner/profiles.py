@@ -81,7 +81,7 @@ class Profiled:
 
     def link(self) -> Link | None:
         """Return the link that the all-reduces measured; None if they are unknown."""
-        if self.ranks < 2 or not self.all_reduces:
+        if self.ranks < 2 or not any(size for size, _ in self.all_reduces):
             return None
         ends = self.ranks if self.hosts == 1 else self.hosts
         if self.reduces_in_backward:

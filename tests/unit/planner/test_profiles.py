@@ -113,6 +113,10 @@ def test_two_ranks_alone_are_taken_as_they_are() -> None:
     assert from_profiles([crowded]).step(1).length_s == pytest.approx(0.33 / 2)
 
 
+def test_all_reduces_without_bytes_measure_no_link() -> None:
+    assert replace(TWO, all_reduces=[(0, 0.0)], reduces_in_backward=True).link() is None
+
+
 def test_gpus_do_not_share_cores() -> None:
     one, two = (replace(profile, busy_cores=0.0, device="H100") for profile in (ONE, replace(TWO, forward_s=0.12)))
     job = from_profiles([one, two])

@@ -141,6 +141,13 @@ def test_a_single_row_can_be_validated(
         (("--links", "nvlink3"), "contradicts --device h100, which has nvlink4"),
         (("--plot", "plan.txt"), "the name must end in .svg, .png or .pdf"),
         (("--price", "-1"), "--price=-1 is not a positive number"),
+        (("--params", "1e308"), "--params=1e308 is out of range; give a value from 1000 to 1e+20"),
+        (("--params", "3"), "--params=3 is out of range"),
+        (("--failure-rate", "1e308"), "--failure-rate=1e308 is out of range"),
+        (("--devices", "9" * 5000), "must be a number from 1 to 1,048,576"),
+        (("--links", "nvlink4,0gbit"), "'0gbit' is unknown"),
+        (("--links", "nvlink4,0x100gbit"), "'0x100gbit' is unknown"),
+        (("--device", "0tflops"), "unknown device '0tflops'"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -158,6 +165,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     ("text", "message"),
     [
         (ROW.replace("0.94", "94"), "row 2 (ResNet-50, 8 × V100): efficiency=94 is above 1.5"),
+        (ROW.replace(",8,8,", ",8,0.5,"), "devices_per_node=0.5 is not a whole number"),
+        (ROW.replace(",8,8,", ",0.4,8,"), "devices=0.4 is not a whole number"),
         ("", "has no row with an efficiency"),
     ],
 )
@@ -168,6 +177,32 @@ def test_a_wrong_table_is_one_line_and_exit_code_2(
     captured = capfd.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [
+        (",128,", ",...,"),
+        (",128,", ",0,"),
+        (",\n", ",baseline_devices=0\n"),
+        (",\n", ",baseline tokens/s/gpu=.\n"),
+        ("ResNet-50,", "0-way model,"),
+        ("NVLink2,,8,", "NVLink2,0 Gbps,16,"),
+    ],
+)
+def test_free_text_without_a_usable_number_counts_as_unstated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], column: str, text: str
+) -> None:
+    assert run_here(monkeypatch, "plan", "--validate", table(tmp_path / "rows.csv", ROW.replace(column, text))) == 0
+    assert "1 row of 1 source" in capfd.readouterr().out
+
+
+def test_small_rates_can_be_written_with_an_exponent(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--failure-rate", "1e-3", "--devices", "8")
+    goodput = planned(monkeypatch, capfd, *DESCRIBED, *options)["predictions"][-1]["goodput"]
+    assert goodput["mtbf_s"] == pytest.approx(86_400_000)
 
 
 def test_a_folder_that_is_no_profile_is_one_line_and_exit_code_2(

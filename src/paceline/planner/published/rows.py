@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline.core.untrusted_files import LARGEST
 from paceline.errors import UsageError
 from paceline.planner.calibration import PUBLISHED, Calibration
 from paceline.planner.cluster import Cluster
@@ -29,6 +30,7 @@ HOST = 8
 OWN_REDUCER = re.compile("no horovod|replicated|parameter.?server|distributed tensorflow|mirrored|paddle")
 """Frameworks that reduce gradients with code of their own, which does not use NVLink."""
 LIBRARY = re.compile("(?<!no )horovod|ddp|apex")
+NUMBER = r"\d+(?:\.\d+)?"
 STATED_PARAMS = re.compile(r"\b(\d+(?:\.\d+)?) ?(m|b)\b")
 """Millions or billions of parameters in a model's name, as in ``Llama 3.1 8B``."""
 
@@ -87,19 +89,28 @@ class _Text:
             value = float(text) if text else None
         except ValueError:
             value = math.nan
-        if value is not None and not 0 < value < math.inf:
+        if value is not None and not 0 < value <= LARGEST:
             raise UsageError(f"{self.place} ({self.title}): {name}={text} is not a positive number; correct it")
         return value
 
+    def count(self, name: str) -> int | None:
+        """Return the whole number in a column; None if the column is empty."""
+        value = self.number(name)
+        if value is not None and value % 1:
+            raise UsageError(
+                f"{self.place} ({self.title}): {name}={self.values[name]} is not a whole number; correct it"
+            )
+        return None if value is None else int(value)
+
     def noted(self, pattern: str, default: float) -> float:
-        """Return the number that the notes state."""
-        found = re.search(pattern, self.notes)
-        return float(found[1]) if found else default
+        """Return the number that the notes state; `default` if they state none, or zero."""
+        found = re.search(pattern.replace("#", NUMBER), self.notes)
+        return (float(found[1]) if found else 0.0) or default
 
 
 def parse(text: _Text) -> Row | None:
     """Return a row; None if it is flagged as suspect, or states no efficiency."""
-    efficiency, devices = text.number("efficiency"), text.number("devices")
+    efficiency, devices = text.number("efficiency"), text.count("devices")
     if efficiency is None or devices is None or "flag=suspect" in text.notes:
         return None
     if efficiency > MOST:
@@ -108,21 +119,21 @@ def parse(text: _Text) -> Row | None:
             "flag=suspect to the notes"
         )
     baseline = int(text.noted(r"baseline_devices=(\d+)", 1))
-    return Row(text.values["source"], text.title, _job(text, baseline), int(devices), baseline, efficiency)
+    return Row(text.values["source"], text.title, _job(text, baseline), devices, baseline, efficiency)
 
 
 def _job(text: _Text, baseline: int) -> Job:
     kind = device_or_unknown(text.values["device"])
     known = match("models", text.model)
     assert known is not None  # the table's last pattern is empty
-    stated, shards = STATED_PARAMS.search(text.model), re.search(r"(\d+)-way model", text.model)
+    stated, shards = STATED_PARAMS.search(text.model), re.search(r"([1-9]\d*)-way model", text.model)
     millions = text.number("params_millions") or float(known["parameters_millions"])
     if stated and not text.values["params_millions"]:
         millions = float(stated[1]) * (1000 if stated[2] == "b" else 1)
     params = 1e6 * millions / (int(shards[1]) if shards else 1)
     is_half = bool(re.match("fp16|amp|bf16|mixed|fp8", text.precision)) and " or " not in text.precision
-    size = re.search(r"[\d.]+", text.values["per_device_batch"])
-    batch = float(size[0]) if size else None
+    size = re.search(NUMBER, text.values["per_device_batch"])
+    batch = (float(size[0]) if size else 0.0) or None
     seconds = _measured_s(text, baseline, batch, float(known["units"]))
     gflop = float(known["forward_gflop"])
     if seconds is None and batch is not None:
@@ -149,8 +160,8 @@ def _measured_s(text: _Text, baseline: int, batch: float | None, units: float) -
     `units` is the number of tokens, or whatever else the throughput counts, in a sample.
     """
     single = text.number("single_device_throughput") or 0.0
-    single = text.noted(r"baseline_throughput=([\d.]+)", single * baseline) / baseline
-    single = text.noted(r"baseline tokens/s/gpu=([\d.]+)", single)
+    single = text.noted(r"baseline_throughput=(#)", single * baseline) / baseline
+    single = text.noted(r"baseline tokens/s/gpu=(#)", single)
     if "lower is better" in text.unit:
         steps = text.noted(r"(\d+) steps", 0)
         return single / steps if steps and single else None
@@ -162,7 +173,7 @@ def _measured_s(text: _Text, baseline: int, batch: float | None, units: float) -
 
 
 def _cluster(text: _Text, kind: Device) -> Cluster:
-    name, local = text.values["device"], int(text.number("devices_per_node") or HOST)
+    name, local = text.values["device"], text.count("devices_per_node") or HOST
     inside = inside_link(f"{text.values['intra_link']} {name}", kind)
     if OWN_REDUCER.search(text.notes) and not LIBRARY.search(text.notes):
         inside = min(inside, inside_link("pcie", kind), key=lambda link: link.bytes_per_s)

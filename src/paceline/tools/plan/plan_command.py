@@ -17,6 +17,7 @@ import typer
 
 from paceline.core.option_rules import choice
 from paceline.core.output.commands import load_torch
+from paceline.core.untrusted_files import LARGEST
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,10 +35,11 @@ paceline plan --params 25M --flops 24G --batch 128 --device v100 --precision fp3
 paceline plan --validate published.csv --plot validation.svg
 """
 HOST = 8
-LARGEST = 4096
+DEVICES = 4096
 MOST = 2**20
 """Most devices."""
 JOB, CLUSTER, OUTPUT = "The job, if it was not profiled", "The cluster", "Output"
+FEWEST_PARAMS = 1000
 GRADIENT_BYTES = 4
 """Bytes of a parameter's gradient."""
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
@@ -71,7 +73,7 @@ def plan(
     hosts_of: Annotated[
         int | None, _option("N", CLUSTER, f"Devices in a host; {HOST} without a profile.", min=1)
     ] = None,
-    devices: Annotated[str, _option("N|LIST", CLUSTER, "Most devices, or a list such as 1,8,64.")] = str(LARGEST),
+    devices: Annotated[str, _option("N|LIST", CLUSTER, "Most devices, or a list such as 1,8,64.")] = str(DEVICES),
     price: Annotated[Text, _option("NUMBER", CLUSTER, "Of a device per hour.")] = None,
     failure_rate: Annotated[Text, _option("NUMBER", CLUSTER, "Failures of a host per day; 0.0038.")] = None,
     restart_seconds: Annotated[
@@ -116,12 +118,15 @@ def plan(
     report(look_ahead(job, counts, price_per_hour, epoch, speedup, _goodput(job, failures)), json, plot)
 
 
-def number(option: str, text: str) -> float:
+def number(option: str, text: str, least: float = 1e-9) -> float:
     """Return a number such as ``360M``."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmgbtp]?)", text.strip().lower())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)([kmgbtp]?)", text.strip().lower())
     if found is None or not float(found[1]):
         raise UsageError(f"{option}={text} is not a positive number; write it as in 360M or 4.4T")
-    return float(found[1]) * UNITS[found[2]]
+    value = float(found[1]) * UNITS[found[2]]
+    if not least <= value <= LARGEST:
+        raise UsageError(f"{option}={text} is out of range; give a value from {least:g} to {LARGEST:g}")
+    return value
 
 
 def _goodput(job: Job, numbers: dict[str, str | None]) -> Callable[[int], Goodput]:
@@ -141,7 +146,7 @@ def _goodput(job: Job, numbers: dict[str, str | None]) -> Callable[[int], Goodpu
 def _counts(text: str) -> list[int]:
     """Return the numbers of devices: those in a list, or powers of two up to a single number."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and 0 < int(word) <= MOST for word in words):
+    if not all(word.isdecimal() and len(word) < 8 and 0 < int(word) <= MOST for word in words):
         raise UsageError(f"--devices={text} must be a number from 1 to {MOST:,}, or a list such as 1,8,64")
     counts = {int(word) for word in words}
     if len(words) == 1:
@@ -164,7 +169,9 @@ def _described(
     choice("--precision", precision, hardware.PRECISIONS)
     kind = hardware.device(name or "")
     inside, between = hardware.links(links or "", kind)
-    params, flops, batch = (number(option, text or "") for option, text in numbers.items())
+    params, flops, batch = (
+        number(option, text or "", FEWEST_PARAMS if option == "--params" else 1e-9) for option, text in numbers.items()
+    )
     work = from_flags(params, flops, kind, precision, batch)
     return Job(work, Cluster(local, inside, between)), kind.half_speedup(precision)
 
@@ -178,6 +185,8 @@ def _profiled(paths: list[Path], name: str | None, links: str | None, local: int
     profiles = [from_summary(path) for path in paths]
     last = max(profiles, key=lambda profile: profile.ranks)
     if links is None:
+        if name is not None:
+            raise UsageError("--device needs --links if the job was profiled; add --links, or leave out --device")
         job = from_profiles(profiles)
         if local is None:
             return job
