@@ -31,7 +31,10 @@ network bandwidth", read in 2026-11)."""
 RDMA_S, TCP_S = 4e-6, 50e-6
 """Latency of a message between hosts. With RDMA, and inside hosts (``links.csv``), as in NCCL's cost model for rings
 with protocol LL128 (``src/graph/tuning.cc`` of commit 01afd20); with TCP, assumed."""
-SPEED = re.compile(r"(?:(\d+) ?[x×] ?)?(\d+(?:\.\d+)?) ?(?:[Gg]bit|[Gg]bps|Gb/s|Gb\b|GbE|GigE|(GB/s))")
+SPEED = re.compile(
+    r"(?:(\d+) ?[x×] ?(?:[A-Za-z]+ )*)?(\d+(?:\.\d+)?) ?"
+    r"(?:[Gg]bit|[Gg]bps|Gb/s|Gb\b|[Gg]b[Ee]|GigE|(GB/s)|(Tb/s|[Tt]bit|[Tt]bps))"
+)
 """A network's speed, such as ``100gbit`` or ``8x200gbit``; published texts also write ``25 Gbps`` or ``40 Gb/s``."""
 
 
@@ -121,7 +124,9 @@ def between_link(text: str, kind: Device) -> Link:
     stated, row = _speed(SPEED.search(text)), match("links", text.lower(), place="between")
     nominal, latency = kind.network, RDMA_S
     if row is not None:
-        nominal, latency = 1e9 * float(row["gbyte_per_s"]), 1e-6 * float(row["latency_us"])
+        cards = re.match(r"(\d{1,2}) ?[x×] ?[A-Za-z]", text)
+        nominal = 1e9 * float(row["gbyte_per_s"]) * int(cards[1] if cards else 1)
+        latency = 1e-6 * float(row["latency_us"])
     if stated is not None:
         nominal = stated
     name = text or f"{nominal / GBIT:g}gbit"
@@ -132,7 +137,8 @@ def _speed(stated: re.Match[str] | None) -> float | None:
     """Return the bytes per second of a network's stated speed; None without one, or if it is impossible."""
     if stated is None:
         return None
-    speed = float(stated[1] or 1) * float(stated[2]) * (1e9 if stated[3] else GBIT)
+    unit = 1e9 if stated[3] else 1000 * GBIT if stated[4] else GBIT
+    speed = float(stated[1] or 1) * float(stated[2]) * unit
     return speed if 1 <= speed <= LARGEST else None
 
 

@@ -23,7 +23,7 @@ def nbytes(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time in seconds: ``850 µs``, ``12.3 ms``, ``4.2 s``, ``3 min 5 s``, ``2 h 10 min``."""
+    """Format a time in seconds: ``850 µs``, ``12.3 ms``, ``4.2 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 days 4 h``."""
     if seconds < 1e-3:
         return f"{1e6 * seconds:.0f} µs"
     if seconds < 1:
@@ -31,7 +31,10 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = int(seconds) // 60
-    return f"{minutes} min {int(seconds) % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 60:
+        return f"{minutes} min {int(seconds) % 60} s"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
 
 
 def digits(value: float | None) -> str:

@@ -53,7 +53,7 @@ FLOPS = "FLOPs of a sample, forward and backward: for a language model, 6 for ea
 LINKS = (
     "Between devices, and of a host: nvlink4,8x400gbit or pcie4,25gbit-tcp; by default the usual ones of the device."
 )
-SAVE = "For which a checkpoint stops training; by default 28 per 1G parameters."
+SAVE = "Seconds that saving a checkpoint stops training; by default 28 per 1G parameters."
 VALIDATE = "Compare predictions with published results, instead of planning."
 Text = str | None
 
@@ -64,8 +64,8 @@ def plan(
     ] = None,
     params: Annotated[Text, _option("NUMBER", JOB, "Parameters, such as 360M.")] = None,
     flops: Annotated[Text, _option("NUMBER", JOB, FLOPS)] = None,
-    batch: Annotated[Text, _option("NUMBER", JOB, "Samples of a device and step.")] = None,
-    precision: Annotated[str, _option("NAME", JOB, "fp32, tf32, bf16 or fp16.")] = "bf16",
+    batch: Annotated[Text, _option("NUMBER", JOB, "Samples per device and step.")] = None,
+    precision: Annotated[Text, _option("NAME", JOB, "fp32, tf32, bf16 or fp16; by default bf16.")] = None,
     save_seconds: Annotated[Text, _option("NUMBER", JOB, SAVE)] = None,
     samples: Annotated[Text, _option("NUMBER", JOB, "Samples in an epoch, such as 1.2M.")] = None,
     device: Annotated[Text, _option("NAME", CLUSTER, "Such as h100, or its dense peak: 400tflops.")] = None,
@@ -73,11 +73,13 @@ def plan(
     hosts_of: Annotated[
         int | None, _option("N", CLUSTER, f"Devices in a host; {HOST} without a profile.", min=1)
     ] = None,
-    devices: Annotated[str, _option("N|LIST", CLUSTER, "Most devices, or a list such as 1,8,64.")] = str(DEVICES),
-    price: Annotated[Text, _option("NUMBER", CLUSTER, "Of a device per hour.")] = None,
-    failure_rate: Annotated[Text, _option("NUMBER", CLUSTER, "Failures of a host per day; 0.0038.")] = None,
+    devices: Annotated[str, _option("N|LIST", CLUSTER, "Largest number of devices, or a list such as 1,8,64.")] = str(
+        DEVICES
+    ),
+    price: Annotated[Text, _option("NUMBER", CLUSTER, "Price of a device per hour.")] = None,
+    failure_rate: Annotated[Text, _option("NUMBER", CLUSTER, "Failures per host and day; by default 0.0038.")] = None,
     restart_seconds: Annotated[
-        Text, _option("NUMBER", CLUSTER, "From a failure until training continues; 600.")
+        Text, _option("NUMBER", CLUSTER, "Seconds from a failure until training continues; by default 600.")
     ] = None,
     validate: Annotated[Text, _option("FILE.csv", OUTPUT, VALIDATE)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = False,
@@ -100,13 +102,14 @@ def plan(
         report_validation(validate, json, plot)
         return
     numbers = {"--params": params, "--flops": flops, "--batch": batch}
-    if profiles and (given := [name for name, text in numbers.items() if text is not None]):
+    described = numbers | {"--precision": precision}
+    if profiles and (given := [name for name, text in described.items() if text is not None]):
         raise UsageError(f"{', '.join(given)} cannot be combined with a profile, which has measured the job")
     counts = _counts(devices)
     job, speedup = (
         (_profiled([Path(path) for path in profiles], device, links, hosts_of), None)
         if profiles
-        else _described(numbers, precision, device, links, hosts_of or HOST)
+        else _described(numbers, precision or "bf16", device, links, hosts_of or HOST)
     )
     if max(counts) < (local := hosts_of or (1 if profiles else HOST)):
         raise UsageError(

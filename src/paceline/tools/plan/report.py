@@ -63,13 +63,13 @@ def notes(outlook: Outlook) -> list[str]:
     """Return what the table does not say."""
     cluster, last = outlook.job.cluster, outlook.entries[-1]
     most, stops = last.prediction.ranks, outlook.stops_paying
-    lines = [f"Doubling the devices pays up to {most:,}, the most that were asked for."]
+    lines = [f"Doubling the devices pays up to {most:,}, the largest number in this plan."]
     if stops is not None:
         on = counted(f"{stops:,}", "device")
         lines = [f"Stops paying at {on}: twice as many are less than {WORTH} times as fast."]
     if last.hosts > 1:
         local = f", with {cluster.devices_per_host} devices over {cluster.inside.name}"
-        lines.append(f"Hosts over {cluster.between.name}{local if cluster.devices_per_host > 1 else ''}.")
+        lines.append(f"Hosts are connected over {cluster.between.name}{local if cluster.devices_per_host > 1 else ''}.")
     hosts, good = counted(f"{last.hosts:,}", "host"), last.goodput
     lines.append(
         f"On {hosts}, a failure stops the job every {duration(good.mtbf_s)}; saving every {duration(good.interval_s)} "
