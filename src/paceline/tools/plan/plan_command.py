@@ -102,8 +102,7 @@ def plan(
         report_validation(validate, json, plot)
         return
     numbers = {"--params": params, "--flops": flops, "--batch": batch}
-    described = numbers | {"--precision": precision}
-    if profiles and (given := [name for name, text in described.items() if text is not None]):
+    if profiles and (given := [name for name, text in (numbers | {"--precision": precision}).items() if text]):
         raise UsageError(f"{', '.join(given)} cannot be combined with a profile, which has measured the job")
     counts = _counts(devices)
     job, speedup = (
