@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -40,6 +41,10 @@ PAYLOAD = 1448 / 1514
 """Share of a full Ethernet frame that TCP carries, which is what the shaper counts."""
 LATENCY_S = 1e-4
 """Assumed latency of a link between namespaces."""
+MOST_OTHERS, TRIES = 0.12, 20
+"""Cores that other programs may keep busy during a run, and how often to try."""
+loads: list[float] = []
+"""Cores that other programs kept busy, by run."""
 Where = Sequence[str | None]
 """Network namespace of each rank; None for this machine itself."""
 
@@ -74,7 +79,32 @@ def shaped(ranks: int, mbit: int) -> Iterator[Where]:
         yield names
 
 
+def own_seconds() -> float:
+    """Return the core seconds of the ranks that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def busy_seconds() -> float:
+    """Return the seconds that the cores of this machine have been busy."""
+    ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:4]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
 def run_ranks(where: Where, **settings: Any) -> None:
+    """Run the training on a rank in each of `where`, again until other programs hardly used the cores meanwhile."""
+    for _ in range(TRIES):
+        wall, busy, own = time.monotonic(), busy_seconds(), own_seconds()
+        run_once(where, **settings)
+        others = (busy_seconds() - busy - (own_seconds() - own)) / (time.monotonic() - wall)
+        loads.append(others)
+        if others < MOST_OTHERS:
+            return
+        print(f"other programs keep {others:.2f} cores busy: again", file=sys.stderr, flush=True)
+        time.sleep(20)
+
+
+def run_once(where: Where, **settings: Any) -> None:
     """Run the training on a rank in each of `where`."""
     inside = where[0] is not None
     with socket.socket() as probe:
@@ -122,17 +152,6 @@ def here(ranks: int) -> Where:
 # -- the results --------------------------------------------------------------------------------------------------
 
 
-def load() -> dict[str, Any]:
-    """Return the load of the machine: its average, and the cores that are busy while this program waits."""
-
-    def busy() -> int:
-        return sum(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:4]))
-
-    before = busy()
-    time.sleep(2)
-    return {"average": os.getloadavg()[0], "busy_cores": (busy() - before) / 2 / os.sysconf("SC_CLK_TCK")}
-
-
 class Record:
     """Rows of predictions and measurements of one part, kept in the dated file with those of the other parts."""
 
@@ -141,7 +160,7 @@ class Record:
 
     def predict(self, case: str, predicted: float, **details: Any) -> None:
         """Keep a prediction."""
-        row = {"case": case, "predicted": predicted, **details, "predicted_at": time.time(), "load": load()}
+        row = {"case": case, "predicted": predicted, **details, "predicted_at": time.time(), "other_load": loads[-1]}
         self.rows.append(row)
         self._save()
 
@@ -149,7 +168,8 @@ class Record:
         """Add the measurement to all predictions of `case`."""
         for row in self.rows:
             if row["case"] == case and "measured" not in row:
-                row |= {"measured": found, "rounds": list(rounds), "measured_at": time.time(), "load_after": load()}
+                row |= {"measured": found, "rounds": list(rounds), "measured_at": time.time()}
+                row["other_load_measured"] = loads[-1]
                 row["error"] = row["predicted"] / found - 1
                 print(f"{self.part}: {case}: {row['predicted']:.4f} predicted, {found:.4f} measured", flush=True)
         self._save()

@@ -82,7 +82,10 @@ class Cluster:
 
     def stretch(self, ranks: int, busy_cores: float) -> float:
         """Return the factor by which ranks that each keep `busy_cores` busy slow each other down on a host."""
+        return (1 + self.contention * self.neighbors(ranks, busy_cores)) * self.crowd(ranks, busy_cores)
+
+    def neighbors(self, ranks: int, busy_cores: float) -> float:
+        """Return how many other ranks compute on the CPU of the same host at the same time."""
         if not (self.cores and busy_cores):
-            return 1.0
-        at_once = max(1.0, min(ranks, self.devices_per_host, self.cores / busy_cores))
-        return (1 + self.contention * (at_once - 1)) * self.crowd(ranks, busy_cores)
+            return 0.0
+        return max(1.0, min(ranks, self.devices_per_host, self.cores / busy_cores)) - 1

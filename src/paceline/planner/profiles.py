@@ -12,7 +12,7 @@ from paceline.core.output.wording import counted
 from paceline.core.strict_json import shown
 from paceline.core.untrusted_files import LARGEST, WrongValue, instance_of, parse, read_text
 from paceline.errors import UsageError
-from paceline.planner.calibration import PUBLISHED, Calibration
+from paceline.planner.calibration import PUBLISHED
 from paceline.planner.cluster import Cluster, Link
 from paceline.planner.predictions import Job, stretched
 from paceline.planner.workload import Layer, Workload
@@ -168,21 +168,14 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
     calibration = replace(PUBLISHED, interference=0.0) if first.busy_cores else PUBLISHED
     here = _on(last)
     if link is not None:
-        if first.busy_cores and first is not last:
-            others = max(1.0, min(last.ranks / last.hosts, last.cores / first.busy_cores)) - 1
-            slowdown = _computing(last) / _computing(first) / here.crowd(last.ranks, first.busy_cores)
-            here = replace(here, contention=max(0.0, slowdown - 1) / others if others else 0.0)
         work = replace(work, jitter=last.bubble_s / last.workload.compute_s / math.sqrt(2 * math.log(last.ranks)))
-        if last.hosts == 1:
-            stretch = here.stretch(last.ranks, first.busy_cores)
-            link = replace(link, bytes_per_s=stretch * link.bytes_per_s, latency_s=link.latency_s / stretch)
-        job = Job(work, replace(here, inside=link, between=link), replace(calibration, interference=0.0))
-        explained, link = _explained(job, last, link)
-        here = replace(here, inside=link, between=link)
+        explained = _explained(Job(work, here, calibration), first, last, link)
+        here = explained.cluster
         if cluster is None or link.kind != "memory":  # other links are not served by the cores that compute
-            calibration = explained
-    job = Job(work, cluster or here, calibration, last.critical_batch)
-    return job if cluster is None else replace(job, cluster=replace(cluster, contention=here.contention))
+            calibration = explained.calibration
+    if cluster is not None:
+        here = replace(cluster, contention=here.contention)
+    return Job(work, here, calibration, last.critical_batch)
 
 
 def _on(profile: Profiled) -> Cluster:
@@ -192,21 +185,35 @@ def _on(profile: Profiled) -> Cluster:
     return Cluster(local, unknown, unknown, cores=profile.cores)
 
 
-def _computing(profile: Profiled) -> float:
-    """Return the seconds of a step's parts that do not overlap with communication."""
+def _explained(job: Job, first: Profiled, last: Profiled, link: Link) -> Job:
+    """Return `job` with the link and the slowdowns that explain the measured time of a step in `last`."""
+    work, ranks = job.workload, last.ranks
+
+    def slowed(slowdown: float, interference: float) -> Job:
+        """Return the job whose ranks slow each other down, on the cores of a host and by communication."""
+        neighbors = job.cluster.neighbors(ranks, work.busy_cores)
+        here = replace(job.cluster, contention=(slowdown - 1) / neighbors if neighbors else 0.0)
+        # The cores of the host determine the speed of its links, so they were already shared when it was measured.
+        shared = here.stretch(ranks, work.busy_cores) if last.hosts == 1 else 1.0
+        speed = replace(link, bytes_per_s=shared * link.bytes_per_s, latency_s=link.latency_s / shared)
+        return Job(work, replace(here, inside=speed, between=speed), replace(PUBLISHED, interference=interference))
+
+    slowdown = 1.0
+    if first is not last:
+        whole = last.workload.compute_s / first.workload.compute_s
+        # Communication beside backward slows it down, too.
+        apart = whole if link.kind == "memory" else _apart(last) / _apart(first)
+        slowdown = min(whole, apart) / job.cluster.crowd(ranks, work.busy_cores)
+    if link.kind == "memory":  # nothing is hidden, because the same cores compute and reduce
+        return slowed(slowdown, 1.0)
+    step = slowed(slowdown, 0.0).step(ranks)
+    lost = last.workload.compute_s + last.communication_s - step.compute_s - step.exposed_s
+    return slowed(slowdown, max(0.0, lost) / step.hidden_s if step.hidden_s else 0.0)
+
+
+def _apart(profile: Profiled) -> float:
+    """Return the seconds that a step computes outside of backward."""
     return profile.micro_batches * profile.forward_s + profile.optimizer_s
-
-
-def _explained(job: Job, last: Profiled, link: Link) -> tuple[Calibration, Link]:
-    """Return the slowdown by communication, and the link, that explain the measured time of the step on all ranks."""
-    step = job.step(last.ranks)
-    extra = last.workload.compute_s + last.communication_s - step.compute_s
-    if link.kind == "memory":  # the same cores compute and reduce, so nothing is hidden
-        speed = last.workload.nbytes * job.cluster.stretch(last.ranks, job.workload.busy_cores) / max(extra, 1e-9)
-        return replace(job.calibration, interference=1.0), replace(link, bytes_per_s=speed)
-    hidden = step.hidden_s
-    interference = max(0.0, extra - step.exposed_s) / hidden if hidden > 0 else 0.0
-    return replace(job.calibration, interference=interference), link
 
 
 def _check_same(first: Profiled, last: Profiled) -> None:
