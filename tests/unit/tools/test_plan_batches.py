@@ -28,7 +28,7 @@ def test_a_plan_has_the_goodput_of_its_hosts() -> None:
     predictions = document(outlook())["predictions"]
     assert [entry["goodput"]["hosts"] for entry in predictions] == [1, 1, 8, 64]
     assert predictions[-1]["goodput"]["useful"] == goodput(64, 30.0).useful
-    assert "On 64 hosts, a failure stops the job every 98 h 41 min" in "\n".join(notes(outlook()))
+    assert "On 64 hosts, a failure stops the job every 4 days 2 h" in "\n".join(notes(outlook()))
 
 
 def test_time_against_cost_has_its_knee_at_the_critical_batch_size() -> None:
