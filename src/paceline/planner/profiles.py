@@ -152,7 +152,7 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
 
     Args:
         profiles: one or more profiles.
-        cluster: where to predict; by default hosts and links like those of the profile with the most ranks.
+        cluster: the hosts and links to predict for; the default is more of those that the largest profile ran on.
     """
     first, last = (choose(profiles, key=lambda profile: profile.ranks) for choose in (min, max))
     _check_same(first, last)
@@ -226,5 +226,5 @@ def _check_same(first: Profiled, last: Profiled) -> None:
         if not math.isclose(one, other, rel_tol=0.1 if what == "samples per rank" else 0):
             raise UsageError(
                 f"the profiles are of different jobs: {one} {what} on {counted(first.ranks, 'rank')}, but {other} on "
-                f"{last.ranks}; profile the same job"
+                f"{last.ranks}; profile one job with the same batch per rank"
             )

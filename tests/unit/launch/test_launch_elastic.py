@@ -251,7 +251,7 @@ def test_a_job_goes_on_with_one_rank_and_takes_the_other_in_again_with_the_same_
     assert sizes(report) == [2, 1, 2]
     assert [change["steps_redone"] for change in report["changes"]] == [0, 0]
     assert (report["restarts"], report["steps_redone"], len(report["failures"])) == (3, 0, 2)
-    fewer, more = (line for line in job["stderr"].splitlines() if "in place of" in line)
+    fewer, more = (line for line in job["stderr"].splitlines() if "instead of" in line)
     assert "; starting 1 rank instead of 2 from step " in fewer
     assert fewer.endswith(": place 1 is left out after two failures, for 1 s")
     assert more.endswith(" is saved; starting 2 ranks instead of 1 (restart 3): place 1 is tried again")

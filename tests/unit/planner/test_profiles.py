@@ -135,7 +135,9 @@ def test_gpus_do_not_share_cores() -> None:
     ],
 )
 def test_profiles_of_different_jobs_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=f"the profiles are of different jobs: {message}; profile the same job"):
+    with pytest.raises(
+        UsageError, match=f"the profiles are of different jobs: {message}; profile one job with the same batch per rank"
+    ):
         from_profiles([ONE, replace(TWO, **change)])
 
 

@@ -40,6 +40,7 @@ NOT_RUN = {
     r"paceline explain (?!ring --ranks 5)": "test_explain.py draws every subject",
     r"paceline estimate-memory HuggingFaceTB": "fetches from the hub: test_memory_estimate.py",
     r"paceline profile (--compare|report)": "needs files of earlier runs: test_profiler_programs.py",
+    r"paceline plan PROFILE": "docs/planning.md plans with profiles",
     r"paceline bench collectives": "takes a minute: test_bench.py",
     r"paceline compare ": "takes a minute: test_compare.py",
     r".*examples/(plain|resilient)_loop.py": "test_examples.py runs them",
@@ -119,8 +120,9 @@ def prepare(folder: Path) -> None:
     for name in ("examples", "benchmarks", "scripts", "tests"):
         (folder / name).symlink_to(ROOT / name)
     [first, *_] = blocks(ROOT / "README.md")
-    for name in ("script.py", "train.py"):
-        (folder / name).write_text(first["shown"])
+    (folder / "script.py").write_text(first["shown"])
+    batch = 'int(sys.argv[-1]) if sys.argv[-2:-1] == ["--batch-size"] else 256'
+    (folder / "train.py").write_text("import sys\n" + first["shown"].replace("batch_size=256", f"batch_size={batch}"))
     (folder / "model.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(8, 8)\n")
 
 

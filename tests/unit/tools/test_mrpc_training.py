@@ -283,7 +283,7 @@ def test_pairs_longer_than_the_models_positions_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 8}))
     (tmp_path / "tokenizer.json").write_bytes((architecture / "tokenizer.json").read_bytes())
     [said] = pools.run(1, refused, replace(config, random_init=str(tmp_path)))
-    assert "the model 8 positions; lower --max-length" in said
+    assert "but the model has 8 positions; lower --max-length" in said
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
