@@ -54,12 +54,12 @@ class Cluster:
     def all_reduce_seconds(self, ranks: int, nbytes: float, calibration: Calibration, stretch: float = 1.0) -> float:
         """Return the seconds of an all-reduce of `nbytes` on each of `ranks` ranks.
 
-        Communication inside a host takes `stretch` times as long, because it needs the cores that the ranks share.
+        Ranks of one host form a ring. Between hosts, the faster of a ring and a pipelined tree is used; NCCL makes the
+        same choice. `stretch` multiplies the time inside a host, where communication competes for the ranks' cores.
 
-        A ring inside each host, and between the hosts the faster of a ring and a pipelined tree, as in NCCL. Thakur,
-        Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19 (2005); Sanders,
-        Speck & Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35
-        (2009).
+        Sources: Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19
+        (2005); Sanders, Speck & Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
+        Computing 35 (2009).
         """
         local, hosts = min(ranks, self.devices_per_host), math.ceil(ranks / self.devices_per_host)
         seconds = 0.0

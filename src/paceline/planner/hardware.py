@@ -85,7 +85,7 @@ def match(name: str, text: str, **columns: str) -> dict[str, str] | None:
 
 
 def device(text: str) -> Device:
-    """Return the device that `text` names, or describes by its peak, as in ``400tflops``."""
+    """Return a device by its name in the table, or by its peak speed (``400tflops``)."""
     name = text.lower().strip()
     described = re.fullmatch(r"(\d+(?:\.\d+)?) ?tflops", name)
     if described and 1 <= (peak := 1e12 * float(described[1])) <= LARGEST:

@@ -34,7 +34,7 @@ class Workload:
     forward_s: float
     """Seconds of one forward."""
     layers: Sequence[Layer]
-    """In the order in which their gradients arrive."""
+    """The layer whose gradients arrive first comes first."""
     samples: float
     """Samples per device and optimizer step."""
     optimizer_s: float = 0.0

@@ -91,8 +91,8 @@ class BufferSync:
         """
         travels = bool(self._is_wanted())
         self._ledger.forward(broadcasts=travels)
-        # A second forward pass before the backward pass starts from rank 0's buffers, as in torch DDP. With virtual
-        # ranks it continues with the buffers of its own slice, because rank 0 may be working on another slice.
+        # Like torch DDP, broadcast again before a second forward pass of the same step. Not with virtual ranks: rank 0
+        # may be working on another slice, so each slice keeps its own buffers.
         if travels and self.statistics is None:
             self.begin_step()
         self._forwards += 1

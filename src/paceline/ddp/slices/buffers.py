@@ -62,7 +62,7 @@ class SliceBuffers:
     def __init__(self, watch: ModuleWatch, statistics: SliceStatistics, sync: BufferSync) -> None:
         self._watch, self._statistics, self._sync = watch, statistics, sync
         self._own: dict[str, tuple[Tensor, int, int]] = {}
-        """Buffers that are not broadcast, as they were before the step; see :meth:`_looks`."""
+        """What :meth:`_looks` returned before the step."""
         self._is_first_step = True
         """Whether no step has been completed yet."""
         self._before: SavedBuffers | None = None

@@ -56,9 +56,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     ``gradient_as_bucket_view``, ``static_graph``, ``batched_grad_copy``, ``check_reduction``. docs/drop-in.md explains
     each of them.
 
-    Gradients are the same as in one process on the whole global batch: for equal slices with a mean loss, as in torch,
-    and for slices of any size with a summed loss inside :meth:`weight`. A parameter without a gradient on any rank
-    keeps ``grad is None``.
+    Gradients are the same as in one process on the whole global batch. Use a mean loss if all slices have the same
+    size; for slices of any size, compute a summed loss inside :meth:`weight`. A parameter without a gradient on any
+    rank keeps ``grad is None``.
 
     Call the wrapper, not ``model.module``: only backward passes through the wrapper's forward are synchronized. An
     optimizer step with gradients that were not averaged raises an error. Several wrappers may share parameters; a

@@ -1,7 +1,7 @@
 """Turns of the compared variants: one trains two steps while the others wait, so machine load affects all equally.
 
-The length of a file determines which variant is next. Every rank appends a byte after its warm-up and after each of
-its turns, so each rank knows at which length its next turn begins. With three variants:
+The turns are passed on through a shared file. Every rank appends one byte after its warm-up and one after each of its
+turns, and begins its next turn when the file has reached a certain length. With three variants:
 
     |  all ranks, warmed up  |  single  |  ddp    |  ddp-torch  |  single  |  ddp    |  …
                              └ turn 0 of each variant in order  └ turn 1
