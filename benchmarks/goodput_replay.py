@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from harness import parser_of, report
-from paceline.planner.goodput import DAY_S, RESTART_S, goodput
+from paceline.checkpoint.saving.due_saves import DAY_S
+from paceline.planner.goodput import RESTART_S, goodput
 
 SERVERS, DRAWS = 400, 40
 SIZES, SAVES_S, INTERVALS_S = (1, 8, 50, 100, 200, 350, 400), (1.0, 30.0, 300.0), (None, 600.0, 3600.0, 10800.0)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paceline.checkpoint.saving.due_saves import FAILURES_PER_HOST_DAY, young_interval
+from paceline.checkpoint.saving.due_saves import DAY_S, FAILURES_PER_HOST_DAY, young_interval
 
-DAY_S = 86400.0
 RESTART_S = 600.0
 """Seconds from a failure until training continues: detection, a replacement host, start and restore. Detection and
 diagnosis take less than ten minutes on average in Jiang et al., "MegaScale", NSDI 2024, section 6.3."""

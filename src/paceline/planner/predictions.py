@@ -104,12 +104,12 @@ def stretched(work: Workload, factor: float) -> Workload:
 
 def stops_paying(job: Job, most: int) -> int | None:
     """Return the number of ranks, a power of two, that is not worth doubling; None if that is beyond `most`."""
-    ranks = 1
-    while 2 * ranks <= most:
-        now, doubled = job.predict(ranks), job.predict(2 * ranks)
-        if doubled.samples_per_s * doubled.progress < WORTH * now.samples_per_s * now.progress:
-            return ranks
-        ranks *= 2
+    current = job.predict(1)
+    while 2 * current.ranks <= most:
+        doubled = job.predict(2 * current.ranks)
+        if doubled.samples_per_s * doubled.progress < WORTH * current.samples_per_s * current.progress:
+            return current.ranks
+        current = doubled
     return None
 
 
@@ -132,8 +132,8 @@ def effects(job: Job, ranks: int, compute_speedup: float | None = None) -> Seque
     """
     now = job.step(ranks).length_s / job.workload.samples
     return [
-        Effect(change, 1 - step.length_s / samples / now)
-        for change, step, samples in _changed(job, ranks, compute_speedup)
+        Effect(change, 1 - seconds / samples / now)
+        for change, seconds, samples in _changed(job, ranks, compute_speedup)
     ]
 
 
@@ -149,27 +149,29 @@ def with_buckets(job: Job, mib: float) -> Job:
     return replace(job, workload=replace(job.workload, bucket_bytes=capacities(mib, None)))
 
 
-def _with_bytes(job: Job, factor: float) -> Job:
-    layers = [Layer(layer.backward_s, round(factor * layer.nbytes)) for layer in job.workload.layers]
+def _with_bytes(work: Workload, factor: float) -> Workload:
+    layers = [Layer(layer.backward_s, round(factor * layer.nbytes)) for layer in work.layers]
     # Buckets are filled by the uncompressed gradients.
-    sizes = tuple(max(1, int(factor * size)) for size in job.workload.bucket_bytes)
-    return replace(job, workload=replace(job.workload, layers=layers, bucket_bytes=sizes))
+    sizes = tuple(max(1, int(factor * size)) for size in work.bucket_bytes)
+    return replace(work, layers=layers, bucket_bytes=sizes)
 
 
-def _changed(job: Job, ranks: int, compute_speedup: float | None) -> Iterator[tuple[str, StepTime, float]]:
-    """Yield each change with the step's time and samples per rank after it."""
+def _changed(job: Job, ranks: int, compute_speedup: float | None) -> Iterator[tuple[str, float, float]]:
+    """Yield each change with the step's seconds and samples per rank after it."""
     work = job.workload
-    size, _ = best_bucket_mib(job, ranks)
-    yield f"bucket_cap_mb={size:g}", with_buckets(job, size).step(ranks), work.samples
+
+    def seconds(changed: Workload) -> float:
+        return replace(job, workload=changed).step(ranks).length_s
+
+    size, shortest = best_bucket_mib(job, ranks)
+    yield f"bucket_cap_mb={size:g}", shortest, work.samples
     for factor in (2, 4):
         accumulated = replace(work, micro_batches=factor * work.micro_batches)
-        yield f"accumulate {factor} batches", replace(job, workload=accumulated).step(ranks), factor * work.samples
+        yield f"accumulate {factor} batches", seconds(accumulated), factor * work.samples
     if compute_speedup is not None:
-        yield "bf16 precision", replace(job, workload=stretched(work, 1 / compute_speedup)).step(ranks), work.samples
-    yield "bf16 gradients (Cast)", _with_bytes(job, 1 / 2).step(ranks), work.samples
-    yield "8-bit gradients (Int8)", _with_bytes(job, 1 / 4).step(ranks), work.samples
-    sharded = replace(work, optimizer_s=work.optimizer_s / ranks)
-    step = replace(job, workload=sharded).step(ranks)
+        yield "bf16 precision", seconds(stretched(work, 1 / compute_speedup)), work.samples
+    yield "bf16 gradients (Cast)", seconds(_with_bytes(work, 1 / 2)), work.samples
+    yield "8-bit gradients (Int8)", seconds(_with_bytes(work, 1 / 4)), work.samples
     # The updated parameters are gathered after the step: half of an all-reduce.
     gather = job.cluster.all_reduce_seconds(ranks, work.nbytes, job.calibration) / 2
-    yield "sharded optimizer", replace(step, exposed_s=step.exposed_s + gather), work.samples
+    yield "sharded optimizer", seconds(replace(work, optimizer_s=work.optimizer_s / ranks)) + gather, work.samples

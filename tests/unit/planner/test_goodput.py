@@ -7,8 +7,8 @@ from dataclasses import astuple
 
 import pytest
 
-from paceline.checkpoint.saving.due_saves import young_interval
-from paceline.planner.goodput import DAY_S, best_interval, goodput, save_seconds
+from paceline.checkpoint.saving.due_saves import DAY_S, young_interval
+from paceline.planner.goodput import best_interval, goodput, save_seconds
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 
 Every = int | timedelta | Literal["auto"] | None
+DAY_S = 86400.0
 FAILURES_PER_HOST_DAY = 0.0038
 """Failures of a host that stop a job, per day: 419 in 54 days on 16,384 GPUs, 8 to a host (Grattafiori et al., "The
 Llama 3 Herd of Models", 2024, table 5). The InfiniteHBD trace (2025) has the same rate, if failures that begin at the
@@ -36,7 +37,7 @@ def automatic_interval(save_s: float | None, hosts: int) -> float:
     """Return the seconds between saves on `hosts` hosts, if a save stops the job for `save_s`; None if unknown."""
     if save_s is None:
         return SHORTEST_S  # soon, to measure the first save
-    best = young_interval(save_s, 86400 / (hosts * FAILURES_PER_HOST_DAY))
+    best = young_interval(save_s, DAY_S / (hosts * FAILURES_PER_HOST_DAY))
     return min(max(best, SHORTEST_S), max(LONGEST_S, save_s / MOST_SAVING))
 
 

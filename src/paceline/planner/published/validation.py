@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from paceline.planner.hardware import table
 from paceline.planner.published.fit import Columns, fit, quantile
 from paceline.planner.published.rows import Row
 
-RULE = ((8, 0.97), (64, 0.90), (math.inf, 0.80))
-"""Most devices, and the middle of the rule of thumb's range: 95 to 99 % on 2 to 8 devices, 85 to 95 % on 16 to 64, 70
-to 90 % on more."""
+RULE_OF_THUMB = ((2, 8, 0.95, 0.99), (16, 64, 0.85, 0.95), (100, None, 0.70, 0.90))
+"""Fewest and most devices, lowest and highest efficiency, as tutorials give them."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Checked:
     high: float
     """The 80 % interval."""
     rule: float
-    """The rule of thumb."""
+    """The middle of the rule of thumb's range."""
     by_size: float | None
     """Median efficiency of the other sources' rows with the same integer part of log2 of the devices, or of all their
     rows; None if there are none."""
@@ -97,9 +95,9 @@ def _check(row: Row, others: Sequence[Row], calibration: Calibration) -> Checked
     prediction = row.predict(calibration)
     same = [other.efficiency for other in others if other.devices.bit_length() == row.devices.bit_length()]
     same = same or [other.efficiency for other in others]
-    rule = next(value for most, value in RULE if row.devices <= most)
+    low, high = next(bounds for _, most, *bounds in RULE_OF_THUMB if most is None or row.devices <= most)
     by_size = median(same) if same else None
-    return Checked(row, prediction.efficiency, prediction.low, prediction.high, rule, by_size)
+    return Checked(row, prediction.efficiency, prediction.low, prediction.high, round((low + high) / 2, 3), by_size)
 
 
 def score(rows: Sequence[Checked], predicted: Sequence[float]) -> Score:

@@ -13,7 +13,6 @@ from paceline.core.processes.missing_ranks import named_ranks
 from paceline.planner.profiles import PLAN
 from paceline.profiler.analysis.advice import find_advice, headline
 from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.noise_scale import noise_scale
 from paceline.profiler.analysis.operator_table import operators_in
 from paceline.profiler.analysis.plan import plan_of
 from paceline.profiler.analysis.step_breakdown import mean_of
@@ -51,7 +50,7 @@ def report_of(facts: Facts) -> Report:
         operators=facts.operators.operators,
         memory=first.memory,
         device_figures=facts.operators.device_figures,
-        noise_scale=noise_scale(records),
+        noise_scale=facts.noise_scale,
         missing=missing(records, facts),
         samples_per_step=facts.rows,
         plan=plan_of(facts),

@@ -8,17 +8,21 @@ from paceline.ddp.options.config import capacities
 from paceline.planner.predictions import BUCKETS_MIB
 from paceline.planner.profiles import fit
 from paceline.planner.simulation import backward_timeline
+from paceline.planner.workload import Layer, Workload
 from paceline.profiler.analysis.confidence import WORTH
 from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.plan import layers_of, plan_of
+from paceline.profiler.analysis.plan import all_reduce_times, backward_seconds, layers_of
 
 
 def best_capacity(facts: Facts) -> tuple[float, float] | None:
     """Return the ``bucket_cap_mb`` that would overlap best and the seconds that it saves; None if the gain is small."""
-    plan = plan_of(facts)
-    if plan is None or not plan.all_reduces or not layers_of(facts, 1.0):
+    times = all_reduce_times(facts)
+    layers = layers_of(facts, backward_seconds(facts)) if times and facts.accounts.steps else []
+    if not sum(seconds for seconds, _ in layers):
         return None
-    work, (message, byte) = plan.workload, fit(plan.all_reduces)
+    # Capacities equal to the buckets' sizes reproduce the buckets.
+    sizes = tuple(nbytes for nbytes, _ in times if nbytes)
+    work, (message, byte) = Workload(0.0, [Layer(*layer) for layer in layers], 1.0, bucket_bytes=sizes), fit(times)
 
     def exposed(sizes: tuple[int, ...]) -> float:
         """Return the seconds of communication after backward with buckets of these capacities."""

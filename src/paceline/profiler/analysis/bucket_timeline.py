@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from paceline.core.telemetry.spans import BACKWARD, DONE, GRADIENT, LAUNCH, REDUCE, SENT, Span
 from paceline.profiler.analysis.step_breakdown import steps_by_number
@@ -130,5 +132,12 @@ def gradient_times(step: Step) -> list[tuple[int, float]]:
     begin = max((span.start for span in step.spans if span.label == BACKWARD and span.start <= first), default=first)
     stretches, _ = cut_into_stretches(step.spans, begin, last)
     computing = [(start, end) for part, start, end in stretches if part == step_parts.BACKWARD]
-    now = [sum(max(0.0, min(end, when) - start) for start, end in computing) for _, when in arrived]
-    return [(index, end - begin) for (index, _), begin, end in zip(arrived, [0.0, *now[:-1]], now, strict=True)]
+    starts, done = [start for start, _ in computing], [0.0, *accumulate(end - start for start, end in computing)]
+    previous, result = 0.0, []
+    for index, when in arrived:
+        begun = bisect_right(starts, when)
+        rest = max(0.0, computing[begun - 1][1] - when) if begun else 0.0  # of the stretch that goes on at this time
+        now = done[begun] - rest
+        result.append((index, now - previous))
+        previous = now
+    return result

@@ -9,8 +9,10 @@ from functools import cached_property
 from statistics import fmean, median, median_low
 from typing import Any
 
+from paceline.planner.critical_batch import NoiseScale
 from paceline.profiler.analysis.bucket_timeline import Steps, bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.analysis.confidence import SLOWDOWN, WAKE_S, WORTH, is_lasting, late_since, others_of
+from paceline.profiler.analysis.noise_scale import noise_scale
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of
 from paceline.profiler.records.core_use import Load, load_of
@@ -89,6 +91,11 @@ class Facts:
     def detailed(self) -> list[Steps]:
         """The detailed steps that all ranks took."""
         return detailed_steps(self.records)
+
+    @cached_property
+    def noise_scale(self) -> NoiseScale | None:
+        """The gradient noise scale; None if it was not measured."""
+        return noise_scale(self.records)
 
     @cached_property
     def typical(self) -> int | None:

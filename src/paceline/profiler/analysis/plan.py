@@ -8,7 +8,6 @@ from statistics import fmean, median
 from paceline.planner.profiles import Profiled
 from paceline.profiler.analysis.bucket_timeline import all_reduces, gradient_times
 from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.noise_scale import noise_scale
 from paceline.profiler.analysis.step_breakdown import mean_of
 from paceline.profiler.records.core_use import neighbours
 from paceline.profiler.report import step_parts
@@ -20,12 +19,11 @@ def plan_of(facts: Facts) -> Profiled | None:
     if not facts.accounts.steps or not first.parameters:
         return None
     ranks, batches = len(records), round(facts.batches)
-    backward_s, total = _typical(facts, step_parts.BACKWARD) / batches, sum(nbytes for _, nbytes in first.parameters)
+    backward_s, total = backward_seconds(facts), sum(nbytes for _, nbytes in first.parameters)
     if not backward_s or not total:
         return None
     # Unless gradients were seen to arrive: from the last parameter to the first, in a time proportional to their bytes.
     assumed = [(backward_s * nbytes / total, nbytes) for _, nbytes in reversed(first.parameters)]
-    scale = noise_scale(records)
     return Profiled(
         ranks=ranks,
         hosts=len({record.host for record in records}),
@@ -44,8 +42,13 @@ def plan_of(facts: Facts) -> Profiled | None:
         bucket_bytes=first.buckets,
         all_reduces=all_reduce_times(facts),
         reduces_in_backward=facts.reduces_in_backward,
-        critical_batch=scale.value if scale else None,
+        critical_batch=facts.noise_scale.value if facts.noise_scale else None,
     )
+
+
+def backward_seconds(facts: Facts) -> float:
+    """Return the typical seconds of the backward pass of a micro-batch."""
+    return _typical(facts, step_parts.BACKWARD) / round(facts.batches)
 
 
 def _typical(facts: Facts, part: str) -> float:

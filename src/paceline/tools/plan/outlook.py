@@ -59,9 +59,10 @@ def look_ahead(
         cost = None if price is None else price * count * prediction.seconds(epoch or 1e6) / 3600
         entries.append(Entry(hosts, prediction, goodput_on(hosts), seconds, cost))
     stops = stops_paying(job, max(counts))
-    changed_on = min(stops or max(counts), max(counts))
+    changed_on = stops or max(counts)
     changed = effects(job, changed_on, speedup) if changed_on > 1 else []
-    steps = [(count, count * job.workload.samples, job.step(count).length_s) for count in counts]
+    predictions = [entry.prediction for entry in entries]
+    steps = [(made.ranks, made.ranks * job.workload.samples, made.step.length_s) for made in predictions]
     compared = [] if job.critical_batch is None else trainings(steps, job.critical_batch)
     return Outlook(job, entries, stops, changed_on, changed, epoch, compared)
 

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.core.output.charts import new_figure
-from paceline.planner.published.validation import Checked
+from paceline.planner.published.validation import RULE_OF_THUMB, Checked
 from paceline.tools.plan.outlook import Outlook
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-RULE_OF_THUMB = ((2, 8, 0.95, 0.99), (16, 64, 0.85, 0.95), (100, None, 0.70, 0.90))
-"""First and last number of devices, lowest and highest efficiency, as tutorials give them."""
 NAMED = 7
 """Sources with a color of their own."""
 
