@@ -86,14 +86,17 @@ def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -
         assert f"job {job.process.pid}: script.py, 2 ranks" in out
         assert "rank 1 is slow: the others wait" in out
 
-        os.kill(job.process.pid, signal.SIGSTOP)  # else the launcher ends the job
+        paused = job.process.pid, ranks[0]["pid"]  # else the launcher ends the job, or rank 0 itself
+        for pid in paused:
+            os.kill(pid, signal.SIGSTOP)
         os.kill(ranks[1]["pid"], signal.SIGKILL)
         until(lambda: json.loads(top(tmp_path, "--json")[1])["ranks"][1]["state"] != "running")
         rank = json.loads(top(tmp_path, "--json")[1])["ranks"][1]
         assert (rank["state"], rank["phase_seconds"]) == ("ended", None)
         assert rank["step"] > 12, "what it did last is still there"
         assert "rank 1 has ended" in top(tmp_path)[1]
-        os.kill(job.process.pid, signal.SIGCONT)
+        for pid in paused:
+            os.kill(pid, signal.SIGCONT)
         assert job.wait() == 1
     assert "rank 1" in job.stderr
 
