@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -186,6 +187,7 @@ class Record:
             numbers = f"{row['predicted']:.4f}", f"{row['measured']:.4f}", f"{row['error']:+.1%}"
             table.add_row(row["case"], row.get("source", ""), *numbers)
         Console(width=120).print(table)
+        print("median error:", f"{median(abs(row['error']) for row in self.rows):.1%}")
 
 
 # -- the parts ----------------------------------------------------------------------------------------------------
@@ -201,15 +203,13 @@ def ranks_part(rounds: int) -> Record:
         ("mlp-10M", 1, "gloo"),
         ("gpt-17M", 1, "gloo"),
     ):
-        settings: dict[str, Any] = {"workload": workload, "rows": rows, "backend": backend, "steps": 40}
-        times, predicted = [], []
+        settings: dict[str, Any] = {"workload": workload, "rows": rows, "backend": backend, "steps": 25}
         for _ in range(rounds):  # in turns, because the load of the machine varies
             profiles = [profiled(here(ranks), **settings) for ranks in (1, 2)]
-            predicted.append(from_profiles(profiles).step(4).length_s)
-            if len(predicted) == rounds:
-                record.predict(f"{workload}, {backend}, 4 ranks", median(predicted), source="1 and 2 ranks")
-            times += measured(here(4), {"": {}}, 1, **settings)[""]
-        record.measure(f"{workload}, {backend}, 4 ranks", median(times), times)
+            case = f"{workload}, {backend}, 4 ranks"
+            record.predict(case, from_profiles(profiles).step(4).length_s, source="profiles of 1 and 2 ranks")
+            times = measured(here(4), {"": {}}, 2, **settings)[""]
+            record.measure(case, median(times), times)
     return record
 
 
@@ -224,10 +224,10 @@ def links_part(rounds: int) -> Record:
     """Predict ranks with shaped links between them."""
     record = Record("links")
     for workload, rows, mbit, steps in (
-        ("mlp-10M", 1, 1000, 25),
-        ("mlp-10M", 1, 100, 8),
-        ("gpt-17M", 4, 1000, 15),
-        ("gpt-17M", 4, 100, 8),
+        ("mlp-10M", 1, 1000, 20),
+        ("mlp-10M", 1, 100, 4),
+        ("gpt-17M", 4, 1000, 10),
+        ("gpt-17M", 4, 100, 4),
     ):
         settings: dict[str, Any] = {"workload": workload, "rows": rows, "backend": "gloo"}
         nominal = Link(f"{mbit} Mbit/s", mbit * 1e6 / 8 * PAYLOAD, LATENCY_S, "measured")
@@ -250,8 +250,8 @@ def links_part(rounds: int) -> Record:
     return record
 
 
-SAVINGS_ON: dict[str, Any] = {"workload": "gpt-17M", "rows": 8, "backend": "gloo"}
-MBIT = 500
+SAVINGS_ON: dict[str, Any] = {"workload": "gpt-17M", "rows": 4, "backend": "gloo"}
+MBIT = 300
 BASE = 400.0
 """Bucket size in MiB from which smaller buckets are tried: nearly nothing overlaps."""
 
@@ -293,7 +293,7 @@ def savings_part(rounds: int) -> Record:
             record.predict(change, saving, source="profiles of 1 and 2 ranks")
         variants: dict[str, dict[str, Any]] = {"default": {}, "base": {"bucket_cap_mb": BASE}}
         variants |= {change: variant for change, (_, variant, _) in changes.items()}
-        times = measured(hosts, variants, rounds, **SAVINGS_ON, steps=5)
+        times = measured(hosts, variants, rounds, **SAVINGS_ON, steps=4)
         for change, (before, variant, _) in changes.items():
             factor = variant.get("accumulate", 1)
             ratios = [1 - after / factor / now for now, after in zip(times[before], times[change], strict=True)]
@@ -311,7 +311,7 @@ def buckets_part(rounds: int) -> Record:
             case = f"bucket_cap_mb={candidate:g}"
             record.predict(case, with_buckets(job, candidate).step(2).length_s, is_best=candidate == size)
         variants = {f"{candidate:g}": {"bucket_cap_mb": candidate} for candidate in BUCKETS_MIB}
-        times = measured(hosts, variants, rounds, **SAVINGS_ON, steps=5)
+        times = measured(hosts, variants, rounds, **SAVINGS_ON, steps=4)
         for name, found in times.items():
             record.measure(f"bucket_cap_mb={name}", median(found), found)
         best = min(map(median, times.values()))
@@ -326,6 +326,7 @@ def main() -> None:
     parser = parser_of(__doc__ or "", rounds=5)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # as in the ranks
     for part in arguments.parts or PARTS:
         PARTS[part](arguments.rounds).show()
 
