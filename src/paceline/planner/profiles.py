@@ -152,7 +152,7 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
 
     Args:
         profiles: one or more profiles.
-        cluster: the hosts and links to predict for; the default is more of those that the largest profile ran on.
+        cluster: hosts and links of the prediction. By default, they equal the hosts and links of the largest profile.
     """
     first, last = (choose(profiles, key=lambda profile: profile.ranks) for choose in (min, max))
     _check_same(first, last)

@@ -7,8 +7,8 @@ conditions::
 
 =========  ===========================================================================================================
 ``rank``   the rank that fails; every rank by default
-``at``     how often the moment must occur in a start before the rank fails there; 1, the default, is the first time.
-           For moments of a training step, the number of the step, counted from the first one of this start
+``at``     which occurrence of the moment fails the rank: 1 (default) is the first one of the start. Moments inside a
+           training step use the step's number instead; the first step of a start is number 1
 ``start``  number of restarts before this start: 0, the default, is the first start; ``any`` is every start
 ``do``     ``kill`` (SIGKILL, the default), ``abort`` (SIGABRT), ``raise`` (an exception), ``exit`` (as
            ``sys.exit(0)``), ``stop`` (SIGSTOP), or a number of seconds to sleep
