@@ -83,7 +83,7 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor]:
     A chunk's scale is its largest magnitude divided by 127. A chunk that holds NaN or Inf is all NaN when decoded.
     """
     scales = (values.abs().amax(-1, keepdim=True) / 127).float()
-    codes = torch.where(scales > 0, values / scales, 0).round().clamp_(-127, 127)
+    codes = (values / torch.where(scales > 0, scales, 1)).round_().clamp_(-127, 127)
     # int8 has no NaN; the chunk's scale preserves it for decode().
     return scales.view(torch.uint8), codes.nan_to_num_(0).to(torch.int8).view(torch.uint8)
 
@@ -92,7 +92,7 @@ def decode(scales: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Decode the bytes that :func:`encode` returned into numbers of `dtype`."""
     scale = scales.view(torch.float32).to(dtype)
     # An infinite scale would turn zero codes into NaN and all others into infinities.
-    return codes.view(torch.int8).to(dtype) * torch.where(scale.isfinite(), scale, torch.nan)
+    return codes.view(torch.int8).to(dtype).mul_(torch.where(scale.isfinite(), scale, torch.nan))
 
 
 def split(messages: Tensor, shapes: Sequence[torch.Size]) -> Iterator[tuple[Tensor, Tensor]]:

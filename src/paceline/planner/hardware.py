@@ -24,6 +24,8 @@ HALF_EXPONENT = 0.6
 published models), 1.7 times on A100 (ratio 2, 15 models)."""
 FLOPS_PER_BYTE = 200
 """Peak FLOPs per byte of memory bandwidth, of a device that is described by its peak: between V100 and H100."""
+CORE_MEMORY = 1e10
+"""Bytes per second that PyTorch's simple operations read and write on one CPU core (measured on 2026-11-27)."""
 GBIT = 1e9 / 8
 AWS_FLOW = 5 * GBIT
 """Bytes per second of one TCP connection between AWS instances outside a cluster placement group ("Amazon EC2 instance

@@ -14,6 +14,8 @@ from paceline.planner.workload import Layer, Workload
 
 WORTH = 1.5
 """Doubling the ranks pays while it multiplies the useful throughput by at least this: half of what was added."""
+CAST_TRAFFIC, INT8_TRAFFIC = 6, 50
+"""Bytes that a compressor reads and writes per byte of float32 gradients, counted from its operations."""
 BUCKETS_MIB = (0.25, 1, 2, 5, 10, 25, 50, 100, 400)
 """Capacities to try."""
 
@@ -149,8 +151,12 @@ def with_buckets(job: Job, mib: float) -> Job:
     return replace(job, workload=replace(job.workload, bucket_bytes=capacities(mib, None)))
 
 
-def _with_bytes(work: Workload, factor: float) -> Workload:
-    layers = [Layer(layer.backward_s, round(factor * layer.nbytes)) for layer in work.layers]
+def _compressed(work: Workload, factor: float, traffic: float) -> Workload:
+    """Return `work` with gradients of `factor` times the bytes; compressing reads and writes `traffic` times theirs."""
+    layers = [
+        Layer(layer.backward_s + traffic * layer.nbytes / work.memory, round(factor * layer.nbytes))
+        for layer in work.layers
+    ]
     # Buckets are filled by the uncompressed gradients.
     sizes = tuple(max(1, int(factor * size)) for size in work.bucket_bytes)
     return replace(work, layers=layers, bucket_bytes=sizes)
@@ -170,8 +176,9 @@ def _changed(job: Job, ranks: int, compute_speedup: float | None) -> Iterator[tu
         yield f"accumulate {factor} batches", seconds(accumulated), factor * work.samples
     if compute_speedup is not None:
         yield "bf16 precision", seconds(stretched(work, 1 / compute_speedup)), work.samples
-    yield "bf16 gradients (Cast)", seconds(_with_bytes(work, 1 / 2)), work.samples
-    yield "8-bit gradients (Int8)", seconds(_with_bytes(work, 1 / 4)), work.samples
+    yield "bf16 gradients (Cast)", seconds(_compressed(work, 1 / 2, CAST_TRAFFIC)), work.samples
+    yield "8-bit gradients (Int8)", seconds(_compressed(work, 1 / 4, INT8_TRAFFIC)), work.samples
     # The updated parameters are gathered after the step: half of an all-reduce.
-    gather = job.cluster.all_reduce_seconds(ranks, work.nbytes, job.calibration) / 2
+    stretch = job.cluster.stretch(ranks, work.busy_cores)
+    gather = job.cluster.all_reduce_seconds(ranks, work.nbytes, job.calibration, stretch) / 2
     yield "sharded optimizer", seconds(replace(work, optimizer_s=work.optimizer_s / ranks)) + gather, work.samples

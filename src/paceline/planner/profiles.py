@@ -14,6 +14,7 @@ from paceline.core.untrusted_files import LARGEST, WrongValue, instance_of, pars
 from paceline.errors import UsageError
 from paceline.planner.calibration import PUBLISHED
 from paceline.planner.cluster import Cluster, Link
+from paceline.planner.hardware import CORE_MEMORY, device_or_unknown
 from paceline.planner.predictions import Job, stretched
 from paceline.planner.workload import Layer, Workload
 
@@ -74,6 +75,7 @@ class Profiled:
             self.micro_batches,
             jitter=self.jitter,
             busy_cores=self.busy_cores,
+            memory=CORE_MEMORY if self.busy_cores else device_or_unknown(self.device).memory,
         )
         sizes = tuple(size for size in self.bucket_bytes if size)
         # Capacities equal to the buckets' sizes reproduce the buckets.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -50,6 +51,8 @@ class Workload:
     """Whether the hosts barely keep up with the devices, as often with images and half precision."""
     busy_cores: float = 0.0
     """Cores that a rank keeps busy; 0 if it computes on a device of its own."""
+    memory: float = math.inf
+    """Bytes per second that simple operations read and write."""
 
     @property
     def backward_s(self) -> float:
@@ -98,4 +101,4 @@ def from_flags(params: float, flops: float, device: Device, precision: str, batc
     seconds = flops * batch / device.peak(precision) / MFU
     # A part of that time, because the share of the peak counts whole steps.
     optimizer = min(OPTIMIZER_BYTES * params / device.memory, seconds / 2)
-    return replace(equal_layers(seconds - optimizer, 4 * params, batch), optimizer_s=optimizer)
+    return replace(equal_layers(seconds - optimizer, 4 * params, batch), optimizer_s=optimizer, memory=device.memory)

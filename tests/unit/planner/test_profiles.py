@@ -14,6 +14,7 @@ import pytest
 from paceline import UsageError
 from paceline.planner.calibration import PUBLISHED
 from paceline.planner.cluster import Cluster, Link
+from paceline.planner.predictions import effects
 from paceline.planner.profiles import Profiled, fit, from_profiles, from_summary
 
 ONE = Profiled(
@@ -69,6 +70,14 @@ def test_the_job_of_two_profiles_takes_the_time_that_both_measured(two: Profiled
     job = from_profiles([two, replace(ONE, cores=two.cores)])
     assert job.step(1).length_s == pytest.approx(measured(ONE))
     assert job.step(2).length_s == pytest.approx(measured(two), rel=1e-5)
+
+
+def test_compression_and_sharding_trade_bytes_for_work() -> None:
+    """The step takes 0.33 s + 0.04 s. Each 4 MB take 40 ms to reduce, and a core reads or writes 10 MB in 1 ms."""
+    savings = {effect.change: effect.saving for effect in effects(from_profiles([ONE, TWO]), 2)}
+    assert savings["bf16 gradients (Cast)"] == pytest.approx(1 - (0.33 + 2 * 6 * 0.4e-3 + 0.02) / 0.37)
+    assert savings["8-bit gradients (Int8)"] == pytest.approx(1 - (0.33 + 2 * 50 * 0.4e-3 + 0.01) / 0.37)
+    assert savings["sharded optimizer"] == pytest.approx(1 - (0.33 - 0.01 + 0.04 + 0.04) / 0.37)
 
 
 def test_more_ranks_share_the_cores_and_send_more() -> None:
