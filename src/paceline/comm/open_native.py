@@ -24,14 +24,14 @@ def agree_to_share(store: Store, rank: int, size: int, timeout: timedelta, names
     """
     # Publish before any rank connects, because Gloo's error does not mention file descriptors.
     _publish_descriptors(store, rank)
-    refused = ""
+    refused, local = "", size
     try:
         hosts = len(set(agree_on_hosts(store, rank, size, timeout)))
         if hosts > 1:
-            refused = f"the {size} ranks are on {hosts} hosts"
-    except Refused as reason:
+            refused, local = f"the {size} ranks are on {hosts} hosts", 1
+    except Refused as reason:  # perhaps because a rank has too few descriptors for the attempt
         refused = str(reason)
-    _check_descriptors(store, rank, 1 if refused else size, names)
+    _check_descriptors(store, rank, local, names)
     if refused and rank == 0:
         warn(f"the process group uses Gloo, not shared memory: {refused}")
     return not refused

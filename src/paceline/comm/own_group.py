@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.comm.forking import keep_in_children
+from paceline.core.processes import OWN_BACKEND
 from paceline.core.processes.nccl_communicators import destroy_released, keep
 from paceline.core.processes.store_epochs import connecting, meet
 from paceline.core.torch_internals.distributed.c10d import (
@@ -52,7 +53,12 @@ def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | 
     # All ranks of the group have arrived, which NCCL requires for destroying a communicator.
     destroy_released(ranks, group.rank(), place)
     on_cpu = ",".join(part for part in backend.split(",") if part not in NCCL)
-    if on_cpu:
+    if on_cpu == OWN_BACKEND:
+        from paceline.comm.c10d.process_group import create  # a script that uses another backend does not import it
+
+        opened: Any = create(place, group.rank(), group.size(), timeout, ranks)
+        opened.own_name = name
+    elif on_cpu:
         # `group` has already given this warning, unless it uses only GPUs, and then the warning is irrelevant.
         with warnings.catch_warnings(), connecting(place, group.rank(), group.size(), timeout, ranks):
             warnings.filterwarnings("ignore", message="the process group uses Gloo")

@@ -48,8 +48,8 @@ def memory_identity(rank: int, size: int) -> str:
         # Abstract sockets belong to a network namespace, and pidfds to a process namespace.
         spaces = "/".join(os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid"))
         # A sandbox or an old kernel may reject calls that Python offers.
-        for trial in (os.eventfd(0), os.pidfd_open(os.getpid())):
-            os.close(trial)
+        os.close(os.eventfd(0))
+        os.close(os.pidfd_open(os.getpid()))
         Arena().close()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
             link.bind(f"\0paceline/{secrets.token_hex(16)}")

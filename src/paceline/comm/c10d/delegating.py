@@ -15,6 +15,7 @@ import torch.distributed as dist
 from paceline.comm.c10d.work import Runner
 from paceline.comm.forking import keep_in_children
 from paceline.comm.gloo import connect_gloo
+from paceline.core.processes.store_epochs import connecting
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.distributed.c10d import PrefixStore, ProcessGroup, Store
 from paceline.errors import UsageError
@@ -29,22 +30,47 @@ class Delegating(dist.ProcessGroup):
 
     A delegated collective first waits for this rank's earlier native ones, to keep the order of operations. Sends and
     receives do not wait, because the other rank may not have called those collectives yet.
+
+    The ranks are not connected until :meth:`connect`. The first delegated operation calls it, unless it was called
+    before; then all ranks have to take part in that operation.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        gloo = connect_gloo(PrefixStore("gloo/", store), rank, size, timeout, names)
-        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(ProcessGroup.BackendType.GLOO)
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            settings = dist.ProcessGroupNCCL.Options()
-            settings._timeout = timeout
-            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, settings)
-            self._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
+        self._unconnected: tuple[Store, Sequence[int]] | None = (store, names)
         self.timeout = timeout
         self._runner = Runner(f"paceline rank {rank}")
         keep_in_children(self)
         _groups().add(self)
+
+    own_name: str = ""
+    """Name of a group that torch does not know. torch keeps a group's name in its backends, which may not exist yet."""
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """The group's name."""
+        return self.own_name or super().group_name
+
+    def connect(self) -> None:
+        """Connect Gloo, and NCCL if there is a GPU. All ranks call this; it has no effect if they are connected."""
+        if self._unconnected is None:
+            return
+        store, names = self._unconnected
+        place = self.rank(), self.size(), self.timeout, names
+        with connecting(PrefixStore("connect/", store), *place):
+            gloo = connect_gloo(PrefixStore("gloo/", store), *place)
+        self._unconnected = None
+        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            settings = dist.ProcessGroupNCCL.Options()
+            settings._timeout = self.timeout
+            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), self.rank(), self.size(), settings)
+            self._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        self.connect()
+        return super()._get_backend(device)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long later operations wait for a rank."""
@@ -138,6 +164,7 @@ class Delegating(dist.ProcessGroup):
     def monitored_barrier(self, *arguments: Any, **options: Any) -> Any:
         """Delegate to Gloo; ``dist.monitored_barrier`` refuses every backend that is not called ``gloo``."""
         self._runner.drain()
+        self.connect()
         return super().monitored_barrier(  # type: ignore[misc]
             *arguments, **options
         )

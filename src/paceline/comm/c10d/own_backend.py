@@ -20,4 +20,7 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     # Imported here, because a script that uses another backend should not pay for the import.
     from paceline.comm.c10d.process_group import create
 
-    return create(options)
+    names = options.global_ranks_in_group or range(options.group_size)
+    group = create(options.store, options.group_rank, options.group_size, options.timeout, names)
+    group.connect()  # the first delegated operation may be a send, in which not all ranks take part
+    return group

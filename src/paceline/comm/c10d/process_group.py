@@ -93,9 +93,8 @@ class PacelineProcessGroup(Delegating):
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None
     ) -> None:
-        """Connect the ranks; error messages call rank r of the group ``names[r]``, by default r."""
+        """Let the ranks share memory; error messages call rank r of the group ``names[r]``, by default r."""
         names, native_store = names or range(size), PrefixStore("paceline/", store)
-        # Check before Gloo does: its errors do not name a rank that is missing or lacks file descriptors.
         with connecting(store, rank, size, timeout, names):
             shared = agree_to_share(native_store, rank, size, timeout, names)
             super().__init__(store, rank, size, timeout, names)
@@ -355,8 +354,6 @@ class PacelineProcessGroup(Delegating):
         return self._runner.submit(run_in_mode, result, asynchronous=options.asyncOp)
 
 
-def create(options: Any) -> PacelineProcessGroup:
-    """Create the group that torch's `options` describe."""
-    names = options.global_ranks_in_group or range(options.group_size)
-    place = options.group_rank, options.group_size, options.timeout
-    return PacelineProcessGroup(store_of_group(options.store, *place, names), *place, names)
+def create(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> PacelineProcessGroup:
+    """Create a group, in a part of `store`. Error messages call its rank r ``names[r]``."""
+    return PacelineProcessGroup(store_of_group(store, rank, size, timeout, names), rank, size, timeout, names)

@@ -30,11 +30,10 @@ def epoch_order(size: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of Python, NumPy (if imported) and torch, including CUDA."""
-    random.seed(seed)
-    torch.manual_seed(seed if seed < 2**64 else derive_seed("large", seed))
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
+    """Seed the generators of Python, NumPy (if imported) and torch, including accelerators."""
+    sow(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed if seed < 2**64 else derive_seed("large", seed))
 
 
 class set_seed:
@@ -146,8 +145,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
 def sow(seed: int) -> None:
     """Seed the CPU generators of Python, NumPy (if imported) and torch."""
     random.seed(seed)
-    # torch.manual_seed would also seed every accelerator, and take 90 µs instead of 1.
-    torch.default_generator.manual_seed(seed)
+    # Not torch.manual_seed, which also seeds accelerators, and records the stack for each kind of them.
+    torch.default_generator.manual_seed(seed if seed < 2**64 else derive_seed("large", seed))
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
 
