@@ -278,7 +278,7 @@ def savings_part(rounds: int) -> Record:
     record = Record("savings")
     with shaped(2, MBIT) as hosts:
         job = job_of_two(hosts)
-        found = {effect.change: effect.saving for effect in effects(job, 2)}
+        found = effects(job, 2)
         base = with_buckets(job, BASE).step(2).length_s
         changes: dict[str, tuple[str, dict[str, Any], float]] = {
             f"bucket_cap_mb={size:g} instead of {BASE:g}": (
@@ -306,7 +306,7 @@ def buckets_part(rounds: int) -> Record:
     record = Record("buckets")
     with shaped(2, MBIT) as hosts:
         job = job_of_two(hosts)
-        size, seconds = best_bucket_mib(job, 2)
+        seconds, size = best_bucket_mib(job, 2)
         for candidate in BUCKETS_MIB:
             case = f"bucket_cap_mb={candidate:g}"
             record.predict(case, with_buckets(job, candidate).step(2).length_s, is_best=candidate == size)

@@ -60,10 +60,10 @@ def estimate(steps: Sequence[Norms]) -> NoiseScale | None:
         if ranks > 1 and samples > 0:
             gradients.append((ranks * averaged - local) / (ranks - 1))
             variances.append((local - averaged) * samples / (ranks - 1))
-    if len(gradients) < FEWEST:
-        return None
     gradient, variance = math.fsum(gradients), math.fsum(variances)
-    value = variance / gradient if gradient > 0 and variance > 0 else None
+    if len(gradients) < FEWEST or variance <= 0:
+        return None
+    value = variance / gradient if gradient > 0 else None
     return NoiseScale(fmean(samples for _, _, samples, _ in steps), value)
 
 

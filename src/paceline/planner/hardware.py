@@ -123,14 +123,12 @@ def inside_link(text: str, kind: Device) -> Link:
 
 def between_link(text: str, kind: Device) -> Link:
     """Return the link that `text` names between hosts; by default the usual network of hosts with such devices."""
-    stated, row = _speed(SPEED.search(text)), match("links", text.lower(), place="between")
     nominal, latency = kind.network, RDMA_S
-    if row is not None:
+    if row := match("links", text.lower(), place="between"):
         cards = re.match(r"(\d{1,2}) ?[x×] ?[A-Za-z]", text)
         nominal = 1e9 * float(row["gbyte_per_s"]) * int(cards[1] if cards else 1)
         latency = 1e-6 * float(row["latency_us"])
-    if stated is not None:
-        nominal = stated
+    nominal = _speed(SPEED.search(text)) or nominal
     name = text or f"{nominal / GBIT:g}gbit"
     return Link(name, nominal, TCP_S, "tcp") if "tcp" in text.lower() else Link(name, nominal, latency, "rdma")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from paceline.ddp.options.config import capacities
 from paceline.planner.calibration import CROWD, FLOOR, PUBLISHED, Calibration
@@ -52,16 +52,9 @@ class Job:
 
     def step(self, ranks: int) -> StepTime:
         """Return the time of a step on `ranks` ranks."""
-        work, calibration = self.workload, self.calibration
-        stretch = self.cluster.stretch(ranks, work.busy_cores)
-        if stretch > 1:
-            work = stretched(work, stretch)
-        if ranks == 1:
-            return StepTime(work.compute_s, 0.0)
-
-        def reduce_seconds(nbytes: float) -> float:
-            return self.cluster.all_reduce_seconds(ranks, nbytes, calibration, stretch)
-
+        calibration, stretch = self.calibration, self.cluster.stretch(ranks, self.workload.busy_cores)
+        work = stretched(self.workload, stretch)
+        reduce_seconds = partial(self.cluster.all_reduce_seconds, ranks, calibration=calibration, stretch=stretch)
         step = simulate(work, reduce_seconds, calibration.interference)
         # Ranks that share a core compute while others wait, so they vary like one.
         apart = max(1.0, ranks / self.cluster.crowd(ranks, work.busy_cores))
@@ -115,35 +108,39 @@ def stops_paying(job: Job, most: int) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
-class Effect:
-    """What a change does to the time per sample."""
-
-    change: str
-    saving: float
-    """Share of the time per sample that it saves; negative if it costs time."""
-
-
-def effects(job: Job, ranks: int, compute_speedup: float | None = None) -> Sequence[Effect]:
-    """Return the predicted effects of changes on `ranks` ranks.
+def effects(job: Job, ranks: int, compute_speedup: float | None = None) -> dict[str, float]:
+    """Return the share of the time per sample that each change saves on `ranks` ranks; negative if it costs time.
 
     Args:
         job: the job to change.
         ranks: the number of ranks.
         compute_speedup: factor by which a lower precision speeds up computing; None if unknown.
     """
-    now = job.step(ranks).length_s / job.workload.samples
-    return [
-        Effect(change, 1 - seconds / samples / now)
-        for change, seconds, samples in _changed(job, ranks, compute_speedup)
-    ]
+    work = job.workload
+
+    def per_sample(changed: Workload, extra_s: float = 0.0) -> float:
+        return (replace(job, workload=changed).step(ranks).length_s + extra_s) / changed.samples
+
+    shortest, size = best_bucket_mib(job, ranks)
+    times = {f"bucket_cap_mb={size:g}": shortest / work.samples}
+    for factor in (2, 4):
+        more = replace(work, micro_batches=factor * work.micro_batches, samples=factor * work.samples)
+        times[f"accumulate {factor} batches"] = per_sample(more)
+    if compute_speedup is not None:
+        times["bf16 precision"] = per_sample(stretched(work, 1 / compute_speedup))
+    times["bf16 gradients (Cast)"] = per_sample(_compressed(work, 1 / 2, CAST_TRAFFIC))
+    times["8-bit gradients (Int8)"] = per_sample(_compressed(work, 1 / 4, INT8_TRAFFIC))
+    # The updated parameters are gathered after the step: half of an all-reduce.
+    stretch = job.cluster.stretch(ranks, work.busy_cores)
+    gather_s = job.cluster.all_reduce_seconds(ranks, work.nbytes, job.calibration, stretch) / 2
+    times["sharded optimizer"] = per_sample(replace(work, optimizer_s=work.optimizer_s / ranks), gather_s)
+    now = per_sample(work)
+    return {change: 1 - seconds / now for change, seconds in times.items()}
 
 
-def best_bucket_mib(job: Job, ranks: int, candidates: Sequence[float] = BUCKETS_MIB) -> tuple[float, float]:
-    """Return the capacity in MiB with the shortest step, and the step's seconds."""
-    steps = [(with_buckets(job, size).step(ranks).length_s, size) for size in candidates]
-    seconds, size = min(steps)
-    return size, seconds
+def best_bucket_mib(job: Job, ranks: int) -> tuple[float, float]:
+    """Return the seconds of the shortest step, and the capacity in MiB that gives it."""
+    return min((with_buckets(job, size).step(ranks).length_s, size) for size in BUCKETS_MIB)
 
 
 def with_buckets(job: Job, mib: float) -> Job:
@@ -153,32 +150,8 @@ def with_buckets(job: Job, mib: float) -> Job:
 
 def _compressed(work: Workload, factor: float, traffic: float) -> Workload:
     """Return `work` with gradients of `factor` times the bytes; compressing reads and writes `traffic` times theirs."""
-    layers = [
-        Layer(layer.backward_s + traffic * layer.nbytes / work.memory, round(factor * layer.nbytes))
-        for layer in work.layers
-    ]
+    per_byte = traffic / work.memory / work.micro_batches  # only the last backward of a step compresses
+    layers = [Layer(at.backward_s + per_byte * at.nbytes, round(factor * at.nbytes)) for at in work.layers]
     # Buckets are filled by the uncompressed gradients.
     sizes = tuple(max(1, int(factor * size)) for size in work.bucket_bytes)
     return replace(work, layers=layers, bucket_bytes=sizes)
-
-
-def _changed(job: Job, ranks: int, compute_speedup: float | None) -> Iterator[tuple[str, float, float]]:
-    """Yield each change with the step's seconds and samples per rank after it."""
-    work = job.workload
-
-    def seconds(changed: Workload) -> float:
-        return replace(job, workload=changed).step(ranks).length_s
-
-    size, shortest = best_bucket_mib(job, ranks)
-    yield f"bucket_cap_mb={size:g}", shortest, work.samples
-    for factor in (2, 4):
-        accumulated = replace(work, micro_batches=factor * work.micro_batches)
-        yield f"accumulate {factor} batches", seconds(accumulated), factor * work.samples
-    if compute_speedup is not None:
-        yield "bf16 precision", seconds(stretched(work, 1 / compute_speedup)), work.samples
-    yield "bf16 gradients (Cast)", seconds(_compressed(work, 1 / 2, CAST_TRAFFIC)), work.samples
-    yield "8-bit gradients (Int8)", seconds(_compressed(work, 1 / 4, INT8_TRAFFIC)), work.samples
-    # The updated parameters are gathered after the step: half of an all-reduce.
-    stretch = job.cluster.stretch(ranks, work.busy_cores)
-    gather = job.cluster.all_reduce_seconds(ranks, work.nbytes, job.calibration, stretch) / 2
-    yield "sharded optimizer", seconds(replace(work, optimizer_s=work.optimizer_s / ranks)) + gather, work.samples

@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 from paceline.planner.calibration import PUBLISHED
 from paceline.planner.cluster import Cluster, Link
 from paceline.planner.hardware import CORE_MEMORY, device_or_unknown
-from paceline.planner.predictions import Job, stretched
+from paceline.planner.predictions import Job, spread, stretched
 from paceline.planner.workload import Layer, Workload
 
 SUMMARY = "summary.json"
@@ -45,7 +45,7 @@ class Profiled:
     layers: list[tuple[float, int]]
     """Seconds of backward, and bytes of gradients, of each parameter in the order in which gradients arrive."""
     optimizer_s: float
-    """Seconds per step of the optimizer and of saves."""
+    """Seconds per step of the optimizer."""
     other_s: float
     """Seconds per micro-batch that the loop waits for data and runs its own code."""
     communication_s: float
@@ -66,20 +66,19 @@ class Profiled:
     @property
     def workload(self) -> Workload:
         """The step of one rank, without communication."""
-        work = Workload(
+        return Workload(
             self.forward_s,
-            [Layer(seconds, nbytes) for seconds, nbytes in self.layers],
+            [Layer(*layer) for layer in self.layers],
             self.samples,
             self.optimizer_s,
             self.other_s,
             self.micro_batches,
-            jitter=self.jitter,
+            # Capacities equal to the buckets' sizes reproduce the buckets.
+            tuple(filter(None, self.bucket_bytes)) or Workload.bucket_bytes,
+            self.jitter,
             busy_cores=self.busy_cores,
             memory=CORE_MEMORY if self.busy_cores else device_or_unknown(self.device).memory,
         )
-        sizes = tuple(size for size in self.bucket_bytes if size)
-        # Capacities equal to the buckets' sizes reproduce the buckets.
-        return replace(work, bucket_bytes=sizes) if sizes else work
 
     def link(self) -> Link | None:
         """Return the link that the all-reduces measured; None if they are unknown."""
@@ -170,7 +169,8 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
     calibration = replace(PUBLISHED, interference=0.0) if first.busy_cores else PUBLISHED
     here = _on(last)
     if link is not None:
-        work = replace(work, jitter=last.bubble_s / last.workload.compute_s / math.sqrt(2 * math.log(last.ranks)))
+        apart = last.ranks / here.crowd(last.ranks, first.busy_cores)
+        work = replace(work, jitter=last.bubble_s / last.workload.compute_s / spread(max(2.0, apart)))
         explained = _explained(Job(work, here, calibration), first, last, link)
         here = explained.cluster
         if cluster is None or link.kind != "memory":  # other links are not served by the cores that compute
@@ -182,7 +182,7 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
 
 def _on(profile: Profiled) -> Cluster:
     """Return the cluster of `profile`, whose links are unknown."""
-    unknown = Link("unknown", math.inf, 0.0, "measured")
+    unknown = Link("unknown", LARGEST, 0.0, "measured")
     local = MOST_RANKS if profile.hosts == 1 else math.ceil(profile.ranks / profile.hosts)
     return Cluster(local, unknown, unknown, cores=profile.cores)
 
@@ -198,19 +198,21 @@ def _explained(job: Job, first: Profiled, last: Profiled, link: Link) -> Job:
         # The cores of the host determine the speed of its links, so they were already shared when it was measured.
         shared = here.stretch(ranks, work.busy_cores) if last.hosts == 1 else 1.0
         speed = replace(link, bytes_per_s=shared * link.bytes_per_s, latency_s=link.latency_s / shared)
-        return Job(work, replace(here, inside=speed, between=speed), replace(PUBLISHED, interference=interference))
+        # Times of several hosts include the links inside them.
+        here = replace(here, inside=speed if last.hosts == 1 else here.inside, between=speed)
+        return Job(work, here, replace(PUBLISHED, interference=interference))
 
     slowdown = 1.0
     if first is not last:
         whole = last.workload.compute_s / first.workload.compute_s
         # Communication beside backward slows it down, too.
         apart = whole if link.kind == "memory" else _apart(last) / _apart(first)
-        slowdown = min(whole, apart) / job.cluster.crowd(ranks, work.busy_cores)
+        slowdown = max(1.0, min(whole, apart) / job.cluster.crowd(ranks, work.busy_cores))
     if link.kind == "memory":  # nothing is hidden, because the same cores compute and reduce
         return slowed(slowdown, 1.0)
     step = slowed(slowdown, 0.0).step(ranks)
     lost = last.workload.compute_s + last.communication_s - step.compute_s - step.exposed_s
-    return slowed(slowdown, max(0.0, lost) / step.hidden_s if step.hidden_s else 0.0)
+    return slowed(slowdown, min(1.0, max(0.0, lost) / step.hidden_s) if step.hidden_s else 0.0)
 
 
 def _apart(profile: Profiled) -> float:

@@ -39,7 +39,7 @@ class Workload:
     samples: float
     """Samples per device and optimizer step."""
     optimizer_s: float = 0.0
-    """Seconds of an optimizer step, and of saves."""
+    """Seconds of an optimizer step."""
     other_s: float = 0.0
     """Seconds per micro-batch in the loop's own code and in waiting for data."""
     micro_batches: int = 1

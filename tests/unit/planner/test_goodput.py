@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import astuple
 
 import pytest
 
-from paceline.checkpoint.saving.due_saves import DAY_S, young_interval
+from paceline.checkpoint.saving.due_saves import DAY_S
 from paceline.planner.goodput import best_interval, goodput, save_seconds
 
 
@@ -44,15 +43,12 @@ def test_the_useful_share_of_time(
 )
 def test_the_best_interval_is_dalys(save_s: float, mtbf_s: float, interval_s: float) -> None:
     assert best_interval(save_s, mtbf_s) == pytest.approx(interval_s, rel=1e-3)
-    if save_s < mtbf_s / 100:
-        assert best_interval(save_s, mtbf_s) == pytest.approx(young_interval(save_s, mtbf_s) - save_s, rel=0.05)
 
 
 @pytest.mark.parametrize("hosts", [1, 16, 512, 4096])
 @pytest.mark.parametrize("save_s", [0.2, 30.0, 600.0])
-def test_no_other_interval_is_better_and_the_shares_are_everything(hosts: int, save_s: float) -> None:
+def test_no_other_interval_is_better(hosts: int, save_s: float) -> None:
     best = goodput(hosts, save_s)
-    assert sum(astuple(best)[3:]) == pytest.approx(1)
     for factor in (0.5, 0.8, 1.25, 2.0):
         assert goodput(hosts, save_s, interval_s=factor * best.interval_s).useful < best.useful
 

@@ -7,7 +7,6 @@ import re
 import pytest
 
 from paceline import UsageError
-from paceline.planner.cluster import Link
 from paceline.planner.hardware import GBIT, UNKNOWN, between_link, device, device_or_unknown, inside_link, links, table
 from paceline.planner.workload import from_flags
 
@@ -35,6 +34,8 @@ def test_every_device_is_found_by_its_name_and_has_links() -> None:
         ("H100", "h100"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("Tesla V100-SXM2-16GB", "v100"),
+        ("NVIDIA RTX A1000", "unknown"),
+        ("8xA100", "a100"),
         ("NVIDIA GeForce RTX 3090", "rtx3090"),
         ("NVIDIA L4", "l4"),
         ("NVIDIA L40S", "l40s"),
@@ -43,7 +44,7 @@ def test_every_device_is_found_by_its_name_and_has_links() -> None:
     ],
 )
 def test_a_device_is_found_in_the_names_that_drivers_use(text: str, name: str) -> None:
-    assert device(text).name == name
+    assert device_or_unknown(text).name == name
 
 
 def test_a_device_can_be_described_by_its_peak() -> None:
@@ -123,7 +124,6 @@ def test_the_link_inside_a_host_is_the_named_one_or_the_fastest_of_the_device(
 )
 def test_a_user_names_one_link_or_both(text: str, inside: str, between: str) -> None:
     found = links(text, device("h100"))
-    assert all(isinstance(link, Link) for link in found)
     assert [link.name for link in found] == [inside, between]
 
 

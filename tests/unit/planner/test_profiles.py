@@ -74,10 +74,22 @@ def test_the_job_of_two_profiles_takes_the_time_that_both_measured(two: Profiled
 
 def test_compression_and_sharding_trade_bytes_for_work() -> None:
     """The step takes 0.33 s + 0.04 s. Each 4 MB take 40 ms to reduce, and a core reads or writes 10 MB in 1 ms."""
-    savings = {effect.change: effect.saving for effect in effects(from_profiles([ONE, TWO]), 2)}
+    savings = effects(from_profiles([ONE, TWO]), 2)
     assert savings["bf16 gradients (Cast)"] == pytest.approx(1 - (0.33 + 2 * 6 * 0.4e-3 + 0.02) / 0.37)
     assert savings["8-bit gradients (Int8)"] == pytest.approx(1 - (0.33 + 2 * 50 * 0.4e-3 + 0.01) / 0.37)
     assert savings["sharded optimizer"] == pytest.approx(1 - (0.33 - 0.01 + 0.04 + 0.04) / 0.37)
+
+
+def test_noise_in_a_profile_does_not_become_an_impossible_slowdown() -> None:
+    faster = replace(TWO, forward_s=0.07, layers=[(0.07, 4_000_000)] * 2, optimizer_s=0.014)
+    assert from_profiles([ONE, faster]).cluster.stretch(8, 1.0) >= 2, "8 ranks share 4 cores"
+    hidden_little = replace(TWO, layers=[(0.2, 4_000_000), (0.0001, 4_000_000)])
+    assert from_profiles([ONE, hidden_little]).calibration.interference <= 1
+
+
+def test_times_of_several_hosts_are_those_of_the_links_between_them() -> None:
+    four = replace(TWO, ranks=4, hosts=2)
+    assert from_profiles([ONE, four]).step(4).length_s == pytest.approx(measured(four))
 
 
 def test_more_ranks_share_the_cores_and_send_more() -> None:

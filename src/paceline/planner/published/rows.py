@@ -174,7 +174,7 @@ def _measured_s(text: _Text, baseline: int, batch: float | None, units: float) -
 
 def _cluster(text: _Text, kind: Device) -> Cluster:
     name, local = text.values["device"], text.count("devices_per_node") or HOST
-    inside = inside_link(f"{text.values['intra_link']} {name}", kind)
+    inside = inside_link(text.values["intra_link"] or name, kind)
     if OWN_REDUCER.search(text.notes) and not LIBRARY.search(text.notes):
         inside = min(inside, inside_link("pcie", kind), key=lambda link: link.bytes_per_s)
     between = between_link(f"{text.values['inter_link']} {name}", kind)

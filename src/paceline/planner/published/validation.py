@@ -128,9 +128,3 @@ def by_source(rows: Sequence[Checked]) -> Sequence[SourceScore]:
             )
         )
     return sorted(result, key=lambda entry: -entry.model)
-
-
-def coverage(rows: Sequence[Checked]) -> tuple[float, float]:
-    """Return the share of rows inside their interval, with rows and with sources weighing the same."""
-    sources = by_source(rows)
-    return sum(row.is_covered for row in rows) / len(rows), sum(entry.covered for entry in sources) / len(sources)

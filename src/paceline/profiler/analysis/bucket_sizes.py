@@ -20,14 +20,13 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
     layers = layers_of(facts, backward_seconds(facts)) if times and facts.accounts.steps else []
     if not sum(seconds for seconds, _ in layers):
         return None
-    # Capacities equal to the buckets' sizes reproduce the buckets.
-    sizes = tuple(nbytes for nbytes, _ in times if nbytes)
-    work, (message, byte) = Workload(0.0, [Layer(*layer) for layer in layers], 1.0, bucket_bytes=sizes), fit(times)
+    work, (message, byte) = Workload(0.0, [Layer(*layer) for layer in layers], 1.0), fit(times)
 
     def exposed(sizes: tuple[int, ...]) -> float:
         """Return the seconds of communication after backward with buckets of these capacities."""
         return backward_timeline(replace(work, bucket_bytes=sizes), lambda nbytes: message + byte * nbytes).exposed
 
     best = min((exposed(capacities(size, None)), size) for size in BUCKETS_MIB)
-    saved = exposed(work.bucket_bytes) - best[0]
+    # Capacities equal to the buckets' sizes reproduce the buckets.
+    saved = exposed(tuple(nbytes for nbytes, _ in times if nbytes)) - best[0]
     return (best[1], saved) if saved > WORTH * facts.length else None

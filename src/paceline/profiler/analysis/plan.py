@@ -18,7 +18,7 @@ def plan_of(facts: Facts) -> Profiled | None:
     records, first = facts.records, facts.records[0]
     if not facts.accounts.steps or not first.parameters:
         return None
-    ranks, batches = len(records), round(facts.batches)
+    ranks, batches, hosts = len(records), round(facts.batches), len({record.host for record in records})
     backward_s, total = backward_seconds(facts), sum(nbytes for _, nbytes in first.parameters)
     if not backward_s or not total:
         return None
@@ -26,7 +26,7 @@ def plan_of(facts: Facts) -> Profiled | None:
     assumed = [(backward_s * nbytes / total, nbytes) for _, nbytes in reversed(first.parameters)]
     return Profiled(
         ranks=ranks,
-        hosts=len({record.host for record in records}),
+        hosts=hosts,
         device=first.device,
         cores=neighbours(records, 0).cores,
         busy_cores=fmean(_wanted_cores(facts, rank) for rank in range(ranks)) if first.device == "cpu" else 0.0,
@@ -34,14 +34,14 @@ def plan_of(facts: Facts) -> Profiled | None:
         micro_batches=batches,
         forward_s=_typical(facts, step_parts.FORWARD) / batches,
         layers=layers_of(facts, backward_s) or assumed,
-        optimizer_s=_typical(facts, step_parts.OPTIMIZER) + facts.accounts.mean(step_parts.CHECKPOINT),
+        optimizer_s=_typical(facts, step_parts.OPTIMIZER),
         other_s=sum(facts.accounts.mean(part) for part in (step_parts.DATA, step_parts.OTHER)) / batches,
         communication_s=_typical(facts, step_parts.COMMUNICATION),
         bubble_s=_typical(facts, step_parts.BUBBLE),
         jitter=_jitter(facts),
         bucket_bytes=first.buckets,
         all_reduces=all_reduce_times(facts),
-        reduces_in_backward=facts.reduces_in_backward,
+        reduces_in_backward=facts.reduces_in_backward and hosts == 1,
         critical_batch=facts.noise_scale.value if facts.noise_scale else None,
     )
 
@@ -93,12 +93,10 @@ def layers_of(facts: Facts, backward_s: float) -> list[tuple[float, int]]:
 def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
     """Return bytes and median seconds of each bucket's all-reduce in launch order; empty if unknown."""
     sizes = facts.records[0].buckets
-    seen: list[list[float]] = [[] for _ in sizes]
+    steps = []
     for buckets in facts.buckets:
         ends = [max((end for end in bucket.finished if end is not None), default=None) for bucket in buckets]
-        intervals = all_reduces(buckets, ends)
-        if len(intervals) != len(sizes):
-            return []
-        for times, (begin, end) in zip(seen, intervals, strict=True):
-            times.append(end - begin)
-    return [(nbytes, median(times)) for nbytes, times in zip(sizes, seen, strict=True)] if all(seen) else []
+        steps.append([end - begin for begin, end in all_reduces(buckets, ends)])
+    if any(len(seconds) != len(sizes) for seconds in steps):
+        return []
+    return [(nbytes, median(seconds)) for nbytes, *seconds in zip(sizes, *steps, strict=True)] if steps else []

@@ -9,14 +9,13 @@ from typing import Any
 
 from paceline.planner.critical_batch import Training, trainings
 from paceline.planner.goodput import Goodput
-from paceline.planner.predictions import Effect, Job, Prediction, effects, stops_paying
+from paceline.planner.predictions import Job, Prediction, effects, stops_paying
 
 
 @dataclass(frozen=True)
 class Entry:
     """One number of devices."""
 
-    hosts: int
     prediction: Prediction
     goodput: Goodput
     epoch_s: float | None
@@ -35,9 +34,7 @@ class Outlook:
     """Devices that are not worth doubling; None if that is beyond the largest number."""
     changed_on: int
     """Devices for which `effects` holds."""
-    effects: Sequence[Effect]
-    epoch: float | None
-    """Samples of an epoch."""
+    effects: dict[str, float]
     trainings: Sequence[Training]
     """To the same loss, for each entry; empty if the critical batch size is unknown."""
 
@@ -57,14 +54,14 @@ def look_ahead(
         hosts = math.ceil(count / job.cluster.devices_per_host)
         seconds = None if epoch is None else prediction.seconds(epoch)
         cost = None if price is None else price * count * prediction.seconds(epoch or 1e6) / 3600
-        entries.append(Entry(hosts, prediction, goodput_on(hosts), seconds, cost))
+        entries.append(Entry(prediction, goodput_on(hosts), seconds, cost))
     stops = stops_paying(job, max(counts))
     changed_on = stops or max(counts)
-    changed = effects(job, changed_on, speedup) if changed_on > 1 else []
+    changed = effects(job, changed_on, speedup) if changed_on > 1 else {}
     predictions = [entry.prediction for entry in entries]
     steps = [(made.ranks, made.ranks * job.workload.samples, made.step.length_s) for made in predictions]
     compared = [] if job.critical_batch is None else trainings(steps, job.critical_batch)
-    return Outlook(job, entries, stops, changed_on, changed, epoch, compared)
+    return Outlook(job, entries, stops, changed_on, changed, compared)
 
 
 def document(outlook: Outlook) -> dict[str, Any]:
@@ -77,7 +74,7 @@ def document(outlook: Outlook) -> dict[str, Any]:
         "predictions": [
             {
                 "devices": entry.prediction.ranks,
-                "hosts": entry.hosts,
+                "hosts": entry.goodput.hosts,
                 "step_s": entry.prediction.step.length_s,
                 "exposed_s": entry.prediction.step.exposed_s,
                 "samples_per_s": entry.prediction.samples_per_s,
@@ -93,5 +90,5 @@ def document(outlook: Outlook) -> dict[str, Any]:
         "stops_paying": outlook.stops_paying,
         "critical_batch": outlook.job.critical_batch,
         "trainings": [asdict(training) for training in outlook.trainings],
-        "effects": {"devices": outlook.changed_on, "savings": {one.change: one.saving for one in outlook.effects}},
+        "effects": {"devices": outlook.changed_on, "savings": outlook.effects},
     }

@@ -198,9 +198,8 @@ def _profiled(paths: list[Path], name: str | None, links: str | None, local: int
     kind = hardware.device(name) if name else hardware.device_or_unknown(last.device)
     inside, between = hardware.links(links, kind)
     local = local or math.ceil(last.ranks / last.hosts)
-    if last.link() is None:
-        cores = last.cores if last.busy_cores else None
-        return from_profiles(profiles, Cluster(local, inside, between, cores=cores))
+    is_named = inside != hardware.inside_link("", kind)
+    if last.link() is None or last.hosts > 1 or is_named:
+        return from_profiles(profiles, Cluster(local, inside, between, cores=last.cores))
     job = from_profiles(profiles)
-    measured = job.cluster if last.hosts == 1 and "," not in links else replace(job.cluster, inside=inside)
-    return replace(job, cluster=replace(measured, devices_per_host=local, between=between))
+    return replace(job, cluster=replace(job.cluster, devices_per_host=local, between=between))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ def plot_outlook(outlook: Outlook) -> Figure:
     counts = [entry.prediction.ranks for entry in entries]
     lines = [("samples per second", [entry.prediction.samples_per_s for entry in entries])]
     if costs := [entry.cost for entry in entries if entry.cost is not None]:
-        lines.append(("cost of an epoch" if outlook.epoch else "cost of a million samples", costs))
+        lines.append(("cost of an epoch" if entries[0].epoch_s else "cost of a million samples", costs))
     if outlook.trainings:
         lines.append(("training to the same loss", [training.time for training in outlook.trainings]))
     figure = new_figure(7, 4 + 2.5 * len(lines))
@@ -57,12 +58,9 @@ def _time_and_cost(axes: Axes, outlook: Outlook, counts: Sequence[int]) -> None:
 def _efficiency(axes: Axes, outlook: Outlook, counts: Sequence[int]) -> None:
     predictions = [entry.prediction for entry in outlook.entries]
     for first, last, low, high in RULE_OF_THUMB:
-        end = last or max(counts)
         if first <= max(counts):
-            label = "rule of thumb" if first == 2 else None
-            axes.fill_between(
-                [first, min(end, max(counts))], low, high, color="C1", alpha=0.3, linewidth=0, label=label
-            )
+            ends, label = [first, min(last or math.inf, max(counts))], "rule of thumb" if first == 2 else None
+            axes.fill_between(ends, low, high, color="C1", alpha=0.3, linewidth=0, label=label)
     bounds = [one.low for one in predictions], [min(1.0, one.high) for one in predictions]
     axes.fill_between(counts, *bounds, color="C0", alpha=0.2, linewidth=0, label="80 % interval")
     axes.plot(counts, [one.efficiency for one in predictions], "o-", color="C0", markersize=3, label="predicted")

@@ -23,8 +23,7 @@ def report(outlook: Outlook, json: bool, plot: str | None) -> None:
     else:
         print_table(table(outlook))
         print()
-        for line in notes(outlook):
-            Console().print(line, soft_wrap=True, highlight=False, markup=False)
+        Console().print(*notes(outlook), sep="\n", soft_wrap=True, highlight=False, markup=False)
         if outlook.effects:
             print()
             print_table(effects_table(outlook))
@@ -45,7 +44,7 @@ def table(outlook: Outlook) -> Table:
         prediction = entry.prediction
         cells = [
             f"{prediction.ranks:,}",
-            f"{entry.hosts:,}",
+            f"{entry.goodput.hosts:,}",
             duration(prediction.step.length_s),
             duration(prediction.step.exposed_s),
             digits(prediction.samples_per_s),
@@ -67,10 +66,10 @@ def notes(outlook: Outlook) -> list[str]:
     if stops is not None:
         on = counted(f"{stops:,}", "device")
         lines = [f"Stops paying at {on}: twice as many are less than {WORTH} times as fast."]
-    if last.hosts > 1:
+    if last.goodput.hosts > 1:
         local = f", with {cluster.devices_per_host} devices over {cluster.inside.name}"
         lines.append(f"Hosts are connected over {cluster.between.name}{local if cluster.devices_per_host > 1 else ''}.")
-    hosts, good = counted(f"{last.hosts:,}", "host"), last.goodput
+    hosts, good = counted(f"{last.goodput.hosts:,}", "host"), last.goodput
     lines.append(
         f"On {hosts}, a failure stops the job every {duration(good.mtbf_s)}; saving every {duration(good.interval_s)} "
         "loses the least time."
@@ -100,6 +99,6 @@ def effects_table(outlook: Outlook) -> Table:
     """Return the share of the time per sample that each change saves."""
     title = f"changes on {counted(f'{outlook.changed_on:,}', 'device')}"
     result = new_table([title, "save"], words=(title,))
-    for effect in outlook.effects:
-        result.add_row(effect.change, f"{effect.saving:.1%}")
+    for change, saving in outlook.effects.items():
+        result.add_row(change, f"{saving:.1%}")
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from paceline.core.output.charts import write_chart
 from paceline.core.output.tables import new_table, print_table
 from paceline.core.output.wording import counted
 from paceline.planner.published.rows import read
-from paceline.planner.published.validation import Checked, Score, by_source, coverage, cross_validate, score
+from paceline.planner.published.validation import Checked, by_source, cross_validate, score
 from paceline.tools.plan.plot import plot_validation
 
 WORST = 10
@@ -36,74 +37,61 @@ def report_validation(path: str, json: bool, plot: str | None) -> None:
                 progress.advance(task, len(source))
     finally:
         torch.set_num_threads(threads)
+    result = document(checked, skipped)
     if json:
-        print(json_text.dumps(document(checked, skipped), indent=2))
+        print(json_text.dumps(result, indent=2))
     else:
-        _print(checked, skipped)
+        _print(result)
     if plot is not None:
         write_chart("--plot", plot, plot_validation(checked))
 
 
-def scores(rows: Sequence[Checked]) -> dict[str, Score]:
-    """Return the errors of the model and of the trivial predictors."""
-    result = {
-        "planner": score(rows, [row.predicted for row in rows]),
-        "rule of thumb": score(rows, [row.rule for row in rows]),
-    }
-    sizes = [row.by_size for row in rows if row.by_size is not None]
-    return result | ({"median by log2 of the devices": score(rows, sizes)} if len(sizes) == len(rows) else {})
-
-
 def document(rows: Sequence[Checked], skipped: int) -> dict[str, Any]:
     """Return the validation for JSON."""
-    covered, covered_by_source = coverage(rows)
+    predictors = {
+        "planner": [row.predicted for row in rows],
+        "rule of thumb": [row.rule for row in rows],
+        "median by log2 of the devices": [row.by_size for row in rows if row.by_size is not None],
+    }
+    sources = by_source(rows)
     return {
         "rows": len(rows),
         "skipped": skipped,
-        "errors": {name: asdict(value) for name, value in scores(rows).items()},
-        "coverage": {"rows": covered, "sources": covered_by_source},
-        "sources": [asdict(entry) | {"is_best": entry.is_best} for entry in by_source(rows)],
+        "errors": {name: asdict(score(rows, made)) for name, made in predictors.items() if len(made) == len(rows)},
+        "coverage": {
+            "rows": fmean(row.is_covered for row in rows),
+            "sources": fmean(entry.covered for entry in sources),
+        },
+        "sources": [asdict(entry) | {"is_best": entry.is_best} for entry in sources],
         "worst": [
-            {"source": row.row.source, "row": row.row.title, "predicted": row.predicted, "reported": row.row.efficiency}
-            for row in worst(rows)
+            {"row": row.row.title, "source": row.row.source, "predicted": row.predicted, "reported": row.row.efficiency}
+            for row in sorted(rows, key=lambda row: -abs(row.error))[:WORST]
         ],
     }
 
 
-def worst(rows: Sequence[Checked]) -> Sequence[Checked]:
-    """Return the rows with the largest errors."""
-    return sorted(rows, key=lambda row: -abs(row.error))[:WORST]
-
-
-def _print(rows: Sequence[Checked], skipped: int) -> None:
-    sources, (covered, by_sources) = by_source(rows), coverage(rows)
-    left_out = f"; {skipped} without an efficiency or with flag=suspect left out" if skipped else ""
-    best = sum(entry.is_best for entry in sources)
-    notes = (
-        f"{counted(len(rows), 'row')} of {counted(len(sources), 'source')}{left_out}. Errors in points of efficiency.",
-        f"Better than the trivial predictors on {best} of {counted(len(sources), 'source')}.",
-        f"The 80 % interval covers {covered:.1%} of the rows, {by_sources:.1%} if all sources weigh the same.",
-    )
+def _print(result: dict[str, Any]) -> None:
     table = new_table(["predictor", "median", "p90", "median, by source", "p90, by source"], words=("predictor",))
-    for name, error in scores(rows).items():
-        table.add_row(name, *(f"{value:.2f}" for value in vars(error).values()))
+    for name, errors in result["errors"].items():
+        table.add_row(name, *(f"{value:.2f}" for value in errors.values()))
     print_table(table)
-    print()
-    for note in notes:
-        Console().print(note, soft_wrap=True, highlight=False, markup=False)
-    print()
+    skipped, sources = result["skipped"], counted(len(result["sources"]), "source")
+    left_out = f"; {skipped} without an efficiency or with flag=suspect left out" if skipped else ""
+    best, covered = sum(entry["is_best"] for entry in result["sources"]), result["coverage"]
+    notes = (
+        f"{counted(result['rows'], 'row')} of {sources}{left_out}. Errors in points of efficiency.",
+        f"Better than the trivial predictors on {best} of {sources}.",
+        f"The 80 % interval covers {covered['rows']:.1%} of the rows, {covered['sources']:.1%} if all sources weigh "
+        "the same.",
+    )
+    Console().print("", *notes, "", sep="\n", soft_wrap=True, highlight=False, markup=False)
     table = new_table(["source", "rows", "planner", "rule of thumb", "by log2", "bias", "covered"], words=("source",))
-    for entry in sources:
-        errors = [digits_or_nothing(value) for value in (entry.model, entry.rule, entry.by_size)]
-        table.add_row(entry.source, str(entry.rows), *errors, f"{entry.bias:+.1f}", f"{entry.covered:.0%}")
+    for entry in result["sources"]:
+        errors = ["" if entry[name] is None else f"{entry[name]:.1f}" for name in ("model", "rule", "by_size")]
+        table.add_row(entry["source"], str(entry["rows"]), *errors, f"{entry['bias']:+.1f}", f"{entry['covered']:.0%}")
     print_table(table)
     print()
     table = new_table(["worst rows", "source", "predicted", "reported"], words=("worst rows", "source"))
-    for row in worst(rows):
-        table.add_row(row.row.title, row.row.source, f"{row.predicted:.0%}", f"{row.row.efficiency:.0%}")
+    for row in result["worst"]:
+        table.add_row(row["row"], row["source"], f"{row['predicted']:.0%}", f"{row['reported']:.0%}")
     print_table(table)
-
-
-def digits_or_nothing(value: float | None) -> str:
-    """Return a number with one decimal, or an empty string."""
-    return "" if value is None else f"{value:.1f}"
