@@ -62,23 +62,6 @@ def test_a_clean_run_has_no_straggler(ranks: int) -> None:
         assert summary(report(ranks=ranks))["straggler_rank"] is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("data-loading", {"timing": lambda *_: {"data": 0.05}}),
-        ("accumulation", {"travel": 0.06}),
-        ("balance", {"timing": lambda rank, step: {"forward": 0.01 + 0.05 * ((step * 7 + rank * 3) % 5 == 0)}}),
-        ("loop", {"timing": lambda *_: {"gap": 0.05}}),
-    ],
-)
-def test_what_was_planted_is_advised_first(kind: str, options: dict[str, Any]) -> None:
-    found = report(ranks=2, steps=80, **options)
-    assert found.advice[0].kind == kind, [(one.kind, one.gain) for one in found.advice]
-    gains = [one.gain for one in found.advice]
-    assert gains == sorted(gains, reverse=True)
-    assert all(0 < gain < 1 for gain in gains)
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_causes_all_waiting_is_probably_slow(ranks: int) -> None:
     """Too few steps to name it: «no rank is always the last: rank 1 causes most, 100 % of it» contradicted itself."""

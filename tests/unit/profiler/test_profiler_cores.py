@@ -211,6 +211,3 @@ def test_more_workers_do_not_help_those_that_have_taken_all_cores() -> None:
     advice = the("data-loading", verdict(made))
     assert "more workers would not help" in advice.text
     assert not workers(advice)
-
-
-# -- sparse gradients -------------------------------------------------------------------------------------------------

@@ -202,26 +202,32 @@ SHORT = OperatorTable(calls=1000, seconds=0.004)
 
 
 @pytest.mark.parametrize(
-    ("timing", "travel", "operators", "words"),
+    ("timing", "travel", "operators", "kind", "words"),
     [
-        (lambda *_: {"forward": 0.002, "backward": 0.003}, 0.004, SHORT, "Steps are too small: communication and the"),
-        (lambda *_: {"optimizer": 0.05}, 0.003, None, "The optimizer takes 59% of a step."),
+        (lambda *_: {"forward": 0.002, "backward": 0.003}, 0.004, SHORT, "larger-batch", "Steps are too small: commun"),
+        (lambda *_: {"optimizer": 0.05}, 0.003, None, "", "The optimizer takes 59% of a step."),
         (
             lambda _, step: {"checkpoint": 0.05 * (step % 5 == 0)},
             0.003,
             None,
+            "checkpoints",
             "Saving checkpoints takes 20% of the time.",
         ),
-        (lambda *_: {"data": 0.05}, 0.003, None, "The loop waits for data for 57% of the time."),
-        (lambda *_: {"gap": 0.05}, 0.003, None, "The loop's own code takes 57% of a step."),
-        (lambda *_: {}, 0.04, None, "Communication takes 53% of a step."),
-        (lambda *_: {"optimizer": 0.001}, 0.001, None, "Nothing slows the ranks down: they compute for 90%"),
+        (lambda *_: {"data": 0.05}, 0.003, None, "data-loading", "The loop waits for data for 57% of the time."),
+        (lambda *_: {"gap": 0.05}, 0.003, None, "loop", "The loop's own code takes 57% of a step."),
+        (lambda *_: {}, 0.04, None, "accumulation", "Communication takes 53% of a step."),
+        (lambda *_: {"optimizer": 0.001}, 0.001, None, "", "Nothing slows the ranks down: they compute for 90%"),
     ],
 )
 def test_the_headline_is_the_largest_thing_that_costs_time(
-    timing: Timing, travel: float, operators: OperatorTable | None, words: str
+    timing: Timing, travel: float, operators: OperatorTable | None, kind: str, words: str
 ) -> None:
-    assert verdict(records(2, 40, timing, travel), operators).headline.startswith(words)
+    found = verdict(records(2, 40, timing, travel), operators)
+    assert found.headline.startswith(words)
+    assert [*kinds(found), ""][0] == kind
+    gains = [one.gain for one in found.advice]
+    assert gains == sorted(gains, reverse=True)
+    assert all(0 < gain < 1 for gain in gains)
 
 
 def delayed_in_turns(rank: int, step: int) -> dict[str, float]:

@@ -24,7 +24,7 @@ from paceline.profiler import profile
 from paceline.profiler.analysis.noise_scale import noise_scale
 from paceline.profiler.records.rank_file import KILLED, path_of, read_ranks
 from paceline.profiler.results import write_results
-from ranks import Pools, run_ranks
+from ranks import Pools
 
 STEPS = 28
 PATCHED = (
@@ -76,28 +76,22 @@ def profiled(world: World, folder: Path, wrapper: str, sleep: float, options: di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "backend"), [(2, None), (4, "gloo")])
-def test_a_rank_that_sleeps_is_found_and_all_files_are_there(tmp_path: Path, backend: str | None, ranks: int) -> None:
-    options = {"bucket_cap_mb": 0.02}
-    restored = run_ranks(ranks, profiled, tmp_path / "out", "paceline", 0.15, options, backend=backend)
+def test_a_rank_that_sleeps_is_found_and_all_files_are_there(pools: Pools, tmp_path: Path) -> None:
+    restored = pools.run(2, profiled, tmp_path, "paceline", 0.15, {"bucket_cap_mb": 0.02})
     assert all(map(all, restored)), "what was put into torch is taken out again"
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["straggler_rank"] == 1
     assert summary["steps"] == STEPS - 3 - 3 - 1, "without those that warm up, are traced, or end the trace"
     assert summary["bubble_ms_per_step"]["0"] > summary["bubble_ms_per_step"]["1"]
-    assert set(summary["bubble_ms_per_step"]) == set(map(str, range(ranks)))
     assert summary["advice"][0]["kind"] == "straggler"
-    assert summary["samples_per_step"] == 8 * ranks
+    assert summary["samples_per_step"] == 8 * 2
     assert 0 < summary["allreduce_share"] < 1
     assert summary["overlap"] is not None
-    parts = summary["parts_ms_per_step"]["1"]
-    assert parts["other"] > 140, "the sleep is in the loop's own code"
-    trace = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in trace} == set(range(ranks))
+    assert summary["parts_ms_per_step"]["1"]["other"] > 140, "the sleep is in the loop's own code"
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["name"] for event in trace}
     assert {"forward", "wait", "bucket 0", "bucket 1", "aten::addmm"} <= names
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "Rank 1" in page
+    assert "Rank 1" in (tmp_path / "report.html").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +126,8 @@ def test_gradient_norms_are_measured_only_on_request(finished: Path, pools: Pool
     assert noise_scale(read_ranks(tmp_path)) == NoiseScale(16.0, None)
 
 
-def test_torchs_wrapper_is_seen_from_outside_and_what_is_missing_is_said(tmp_path: Path) -> None:
-    restored = run_ranks(2, profiled, tmp_path, "torch", 0.0, {}, backend="gloo")
+def test_torchs_wrapper_is_seen_from_outside_and_what_is_missing_is_said(gloo: Pools, tmp_path: Path) -> None:
+    restored = gloo.run(2, profiled, tmp_path, "torch", 0.0, {})
     assert all(map(all, restored))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == STEPS - 7
@@ -142,9 +136,9 @@ def test_torchs_wrapper_is_seen_from_outside_and_what_is_missing_is_said(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_rank_that_sleeps_is_named_with_torchs_wrapper_too(tmp_path: Path) -> None:
+def test_a_rank_that_sleeps_is_named_with_torchs_wrapper_too(gloo: Pools, tmp_path: Path) -> None:
     """Its all-reduces were waited for unseen, so that the others' backward seemed long, and nobody was named."""
-    run_ranks(2, profiled, tmp_path, "torch", 0.15, {}, backend="gloo")
+    gloo.run(2, profiled, tmp_path, "torch", 0.15, {})
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["straggler_rank"] == 1
     assert summary["advice"][0]["kind"] == "straggler"
@@ -174,8 +168,8 @@ def in_torchs_wrapper(world: World, folder: Path) -> dict[str, bool]:
     return {name: torch.equal(value, profiled[name]) for name, value in plain.items()}
 
 
-def test_waits_of_torchs_wrapper_are_meetings_and_watching_them_changes_no_bit(tmp_path: Path) -> None:
-    same = run_ranks(2, in_torchs_wrapper, tmp_path, backend="gloo")
+def test_waits_of_torchs_wrapper_are_meetings_and_watching_them_changes_no_bit(gloo: Pools, tmp_path: Path) -> None:
+    same = gloo.run(2, in_torchs_wrapper, tmp_path)
     assert all(all(one.values()) for one in same), same
     for record in read_ranks(tmp_path):
         for step in record.steps:
@@ -183,17 +177,6 @@ def test_waits_of_torchs_wrapper_are_meetings_and_watching_them_changes_no_bit(t
             assert labels.count("wait") == 1, "the backward inside no_sync waits for nobody"
             assert labels.count("collective") == 1, "rank 0's buffers travel before the forward that synchronizes"
             assert [meeting.group for meeting in step.meetings] == [next(iter(record.groups))] * 2
-
-
-def alone(world: World, folder: Path) -> None:
-    with profile(folder):
-        train(DistributedDataParallel(net()), 12)
-
-
-def test_a_world_of_one_has_steps_and_nobody_to_wait_for(pools: Pools, tmp_path: Path) -> None:
-    pools.run(1, alone, tmp_path)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["steps"], summary["bubble_share"], summary["straggler_rank"]) == (5, 0, None)
 
 
 def enough(world: World, folder: Path) -> int:
