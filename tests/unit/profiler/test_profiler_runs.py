@@ -197,11 +197,28 @@ def test_a_program_without_a_wrapper_is_told_so(pools: Pools, tmp_path: Path) ->
         write_results(tmp_path)
 
 
-def take_steps(folder: Path, model: DistributedDataParallel, *optimizers: Any, backwards: int = 1) -> None:
+class Failing(torch.optim.SGD):
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == 7:
+            raise ArithmeticError
+        return super().step(closure)
+
+
+def take_steps(world: World, folder: Path, kind: str) -> None:
     """Profile 12 steps; an optimizer may fail."""
+    model = DistributedDataParallel(net())
+    parts = [model.module[at] for at in (0, 2)] if kind == "two" else [model]
+    make: Any = Failing if kind == "failing" else torch.optim.SGD
+    optimizers = [make(part.parameters(), lr=0.1) for part in parts]
+    if kind == "sharded":
+        optimizers = [ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)]
+        optimizers[0].register_step_post_hook(lambda *_: time.sleep(0.02))  # when the inner one has stepped
     with profile(folder, operators=False):
         for _ in range(12):
-            for left in reversed(range(backwards)):
+            for left in reversed(range(3 if kind == "accumulating" else 1)):
                 with model.no_sync() if left else nullcontext():
                     model(torch.randn(4, 64)).square().mean().backward()
             for optimizer in optimizers:
@@ -210,17 +227,11 @@ def take_steps(folder: Path, model: DistributedDataParallel, *optimizers: Any, b
                 optimizer.zero_grad()
 
 
-def accumulating(world: World, folder: Path) -> None:
-    model = DistributedDataParallel(net())
-    take_steps(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), backwards=3)
-
-
 def test_accumulated_batches_are_one_step_and_all_their_backwards_count(pools: Pools, tmp_path: Path) -> None:
-    pools.run(2, accumulating, tmp_path)
+    pools.run(2, take_steps, tmp_path, "accumulating")
     for record in read_ranks(tmp_path):
         assert [(step.batches, step.rows) for step in record.steps] == [(3, 12)] * 12
-        backwards = [sum(span.label == "backward" for span in step.spans) for step in record.steps]
-        assert min(backwards) >= 3
+        assert min(sum(span.label == "backward" for span in step.spans) for step in record.steps) >= 3
 
 
 def test_every_stretch_is_recorded_once_until_there_are_as_many_steps_as_were_wanted(
@@ -239,51 +250,24 @@ def test_every_stretch_is_recorded_once_until_there_are_as_many_steps_as_were_wa
 
 
 def test_an_optimizer_that_failed_costs_no_later_step_its_span(pools: Pools, tmp_path: Path) -> None:
-    pools.run(2, failing_optimizer, tmp_path)
+    pools.run(2, take_steps, tmp_path, "failing")
     for record in read_ranks(tmp_path):
         found = [[span.label for span in step.spans].count("optimizer") for step in record.steps]
         assert found[-4:] == [1] * 4
 
 
-def failing_optimizer(world: World, folder: Path) -> None:
-    class Failing(torch.optim.SGD):
-        calls = 0
-
-        def step(self, closure: Any = None) -> Any:
-            self.calls += 1
-            if self.calls == 7:
-                raise ArithmeticError
-            return super().step(closure)
-
-    model = DistributedDataParallel(net())
-    take_steps(folder, model, Failing(model.parameters(), lr=0.1))
-
-
-def two_optimizers(world: World, folder: Path) -> None:
-    model = DistributedDataParallel(net())
-    take_steps(folder, model, *(torch.optim.SGD(model.module[at].parameters(), lr=0.1) for at in (0, 2)))
-
-
 def test_two_optimizers_of_one_backward_make_one_step(pools: Pools, tmp_path: Path) -> None:
-    pools.run(2, two_optimizers, tmp_path)
+    pools.run(2, take_steps, tmp_path, "two")
     assert len(read_ranks(tmp_path)[0].steps) == 12
 
 
-def sharded_optimizer(world: World, folder: Path) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: time.sleep(0.02))  # when the inner one has stepped
-    take_steps(folder, model, optimizer)
-
-
 def test_a_step_ends_with_the_outer_optimizer_where_one_steps_inside_another(pools: Pools, tmp_path: Path) -> None:
-    pools.run(2, sharded_optimizer, tmp_path)
+    pools.run(2, take_steps, tmp_path, "sharded")
     for record in read_ranks(tmp_path):
         assert len(record.steps) == 12
         for step in record.steps:
-            longest = max(
-                (span for span in step.spans if span.label == "optimizer"), key=lambda span: span.end - span.start
-            )
+            spans = [span for span in step.spans if span.label == "optimizer"]
+            longest = max(spans, key=lambda span: span.end - span.start)
             assert longest.end - longest.start >= 0.02
             assert step.start <= longest.start < longest.end <= step.end
 
