@@ -134,10 +134,15 @@ EQUAL = {
 
 
 @pytest.mark.parametrize("options", EQUAL.values(), ids=EQUAL)
-def test_two_ranks_equal_one(pools: Pools, config: MrpcConfig, options: dict[str, Any]) -> None:
+def test_two_ranks_equal_one_and_learn(
+    pools: Pools, config: MrpcConfig, options: dict[str, Any], tmp_path: Path
+) -> None:
     chosen = replace(config, dropout=0.0, **options)
     [(alone, _)] = pools.run(1, train, chosen)
-    (first, digest), (second, other) = pools.run(2, train, chosen)
+    file = tmp_path / "metrics.jsonl"
+    (first, digest), (second, other) = pools.run(2, train, replace(chosen, metrics=str(file)))
+    losses = [line["train/loss"] for line in lines_of(file) if "train/loss" in line]
+    assert sum(losses[-6:]) < sum(losses[:6])
     assert digest == other
     assert first["replicas_identical"]
     assert first["steps"] == 12
