@@ -177,15 +177,16 @@ def loader(cores: int, on_a_core: float, busy: float = 1.8, own: float = 0.9, da
 
 def test_workers_are_not_advised_where_loading_computes_and_no_core_is_free() -> None:
     """``--try`` gave two ranks four workers each, on two cores that the ranks had taken."""
-    advice = the("data-loading", loader(2, 1.0))
+    found = loader(2, 1.0)
+    advice = the("data-loading", found)
     assert "num_workers" not in advice.text
     assert "; workers would not help, because loading is computation, and no core is free for it" in advice.text
     assert "cache what it computes" in advice.text
     assert "2 ranks compute on 2 cores" in advice.reason
-    assert advice.gain == pytest.approx(loader(2, 1.0).shares["data"] / 2)
+    assert advice.gain == pytest.approx(found.shares["data"] / 2)
 
 
-def test_workers_are_advised_where_cores_are_free_and_no_more_than_these() -> None:
+def test_workers_are_advised_where_cores_are_free_or_loading_waits_for_a_disk() -> None:
     free = the("data-loading", loader(8, 1.0))
     assert 2 <= workers(free) <= 3
     assert free.gain > 0.4
@@ -195,14 +196,10 @@ def test_workers_are_advised_where_cores_are_free_and_no_more_than_these() -> No
     taken = the("data-loading", loader(4, 1.0, busy=4.0))
     assert not workers(taken), "others keep the rest busy"
     assert "4 cores, and other programs keep 2.2 of them busy" in taken.reason
-
-
-def test_workers_that_wait_for_a_disk_need_no_free_core() -> None:
-    advice = the("data-loading", loader(2, 0.05, busy=0.9, own=0.45))
-    assert workers(advice) >= 2
-    assert advice.gain > 0.4
-    beside_others = the("data-loading", loader(2, 0.05, busy=2.0, own=0.3))
-    assert workers(beside_others) >= 2
+    waits = the("data-loading", loader(2, 0.05, busy=0.9, own=0.45))
+    assert workers(waits) >= 2
+    assert waits.gain > 0.4
+    assert workers(the("data-loading", loader(2, 0.05, busy=2.0, own=0.3))) >= 2
 
 
 def test_more_workers_do_not_help_those_that_have_taken_all_cores() -> None:
@@ -211,6 +208,3 @@ def test_more_workers_do_not_help_those_that_have_taken_all_cores() -> None:
     advice = the("data-loading", verdict(made))
     assert "more workers would not help" in advice.text
     assert not workers(advice)
-
-
-# -- sparse gradients -------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ def folder(tmp_path: Path) -> Path:
             write_facts(file, record)
             write_steps(file, record.steps)
             write_facts(file, record)
-    write_results(tmp_path / "profile")
     return tmp_path / "profile"
 
 

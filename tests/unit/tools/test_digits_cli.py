@@ -14,7 +14,7 @@ import pytest
 
 from paceline.checkpoint import Checkpointer
 from paceline.errors import installing
-from processes import Running, alive, paceline, script
+from processes import Running, alive, paceline
 from recipe_reports import FIELDS
 
 SHORT = ["--epochs", "1", "--batch-size", "128"]
@@ -71,22 +71,20 @@ def test_without_a_package_the_pip_command_is_named(tmp_path: Path) -> None:
 
 # -- what the ranks refuse, before they train --------------------------------------------------------------------------
 
+REFUSED = [
+    (["--checkpoint-dir", "plain/points"], "plain/points cannot be used: Not a directory; choose a folder"),
+    (["--checkpoint-dir", "runs/7", "--resume"], "the folder runs/7 to resume from does not exist; check it"),
+    (["--backend", "carrier-pigeon"], "backend 'carrier-pigeon' is not available in this PyTorch"),
+]
 
-def test_a_folder_below_a_regular_file_is_refused(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_the_ranks_refuse_is_one_line_and_no_folder_is_made(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
     (tmp_path / "plain").write_text("not a folder")
     before = contents(tmp_path)
-    done = digits(tmp_path, "--checkpoint-dir", "plain/points", nproc=2)
-    assert_refused(tmp_path, done, before, "plain/points cannot be used: Not a directory; choose a folder")
-
-
-def test_nothing_to_resume_from_is_refused_and_no_folder_made(tmp_path: Path) -> None:
-    done = digits(tmp_path, "--checkpoint-dir", "runs/7", "--resume")
-    assert_refused(tmp_path, done, {}, "the folder runs/7 to resume from does not exist; check it")
-
-
-def test_a_backend_that_pytorch_lacks_is_refused(tmp_path: Path) -> None:
-    done = digits(tmp_path, "--backend", "carrier-pigeon")
-    assert_refused(tmp_path, done, {}, "backend 'carrier-pigeon' is not available in this PyTorch")
+    assert_refused(tmp_path, digits(tmp_path, *options, nproc=1 + ("plain" in message)), before, message)
 
 
 # -- a run and what it leaves ------------------------------------------------------------------------------------------
@@ -98,7 +96,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("finished")
     (folder / "points").mkdir()
     (folder / "points" / "thesis.tex").write_text("…")
-    done = digits(folder, *SHORT, *KEPT, "--json", "report.json", nproc=2)
+    options = ["--json", "report.json", "--evaluate-every", "5", "--metrics", "metrics.jsonl"]
+    done = digits(folder, *SHORT, *KEPT, *options, nproc=2)
     return folder, done
 
 
@@ -126,16 +125,15 @@ def test_json_holds_what_was_promised_and_another_file_is_kept(finished: tuple[P
     assert 0 < report["accuracy"] <= 1
     assert report["samples_per_second"] == pytest.approx(1437 / report["seconds"])
     assert sorted(os.listdir(folder / "points")) == ["step-00000012", "thesis.tex"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval/test_loss" in line] == [5, 10, 12]
 
 
 def test_the_table_says_that_the_replicas_are_identical(finished: tuple[Path, Any]) -> None:
     folder, done = finished
     lines = [" ".join(line.replace("│", " ").split()) for line in done.stdout.splitlines()]
-    assert "digits, 2 ranks" in lines
-    assert "replicas identical yes" in lines
-    assert "steps 12" in lines
-    assert lines[0].startswith("epoch 1/1 train/loss ")
-    for word in ("accuracy", "seconds", "samples/s", "gradient bytes per step 122,536", "waiting for communication"):
+    assert {"digits, 2 ranks", "replicas identical yes", "steps 12", "gradient bytes per step 122,536"} <= set(lines)
+    for word in ("epoch 1/1 train/loss", "accuracy", "seconds", "samples/s", "waiting for communication"):
         assert any(line.startswith(word) for line in lines), word
     assert "\x1b" not in done.stdout
     sha = json.loads((folder / "report.json").read_text())["replica_sha256"][0]
@@ -152,40 +150,10 @@ def test_a_finished_run_resumes_to_the_same_report(points: Path, finished: tuple
     assert "resumed from step" in done.stdout
 
 
-@pytest.mark.slow
-def test_so_many_steps_in_a_precision_evaluated_every_so_many(tmp_path: Path) -> None:
-    losses = {}
-    for precision in ("fp32", "bf16"):
-        options = ["--max-steps", "15", "--evaluate-every", "6", "--batch-size", "256", "--precision", precision]
-        options += ["--warmup-steps", "2", "--metrics", f"{precision}.jsonl", "--json", "report.json"]
-        done = digits(tmp_path, *options, nproc=2)
-        assert (done.returncode, done.stderr) == (0, "")
-        report = json.loads((tmp_path / "report.json").read_text())
-        assert (report["steps"], report["replicas_identical"]) == (15, True)
-        lines = [json.loads(line) for line in (tmp_path / f"{precision}.jsonl").read_text().splitlines()]
-        evaluated = {line["step"]: line["eval/test_loss"] for line in lines if "eval/test_loss" in line}
-        assert list(evaluated) == [6, 12, 15]  # in the third of its passes of 6 steps
-        losses[precision] = evaluated[15]
-    # Products were rounded: the losses are others than float32's, and near.
-    assert losses["bf16"] != losses["fp32"]
-    assert losses["bf16"] == pytest.approx(losses["fp32"], abs=0.05)
-
-
-OTHER_RUN = {
-    "no resume": ([*SHORT], "already holds checkpoints up to step 12; resume with resume=True (--resume)"),
-    "lr": (
-        [*SHORT, "--lr", "0.01", "--resume"],
-        "lr of group 0 of 'optimizer' is 0.01 in this run and 0.1 in the checkpoint of step 12",
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), OTHER_RUN.values(), ids=OTHER_RUN)
-def test_a_folder_of_another_run_is_refused_and_says_in_what_it_differs(
-    points: Path, options: list[str], message: str
-) -> None:
+def test_a_folder_of_another_run_is_refused_and_says_in_what_it_differs(points: Path) -> None:
     before = contents(points)
-    assert_refused(points, digits(points, *options, *KEPT), before, message)
+    message = "lr of group 0 of 'optimizer' is 0.01 in this run and 0.1 in the checkpoint of step 12"
+    assert_refused(points, digits(points, *SHORT, *KEPT, "--lr", "0.01", "--resume"), before, message)
 
 
 def test_ctrl_c_ends_all_ranks_after_a_saved_step(tmp_path: Path) -> None:
@@ -201,20 +169,3 @@ def test_ctrl_c_ends_all_ranks_after_a_saved_step(tmp_path: Path) -> None:
         newest = checkpointer.steps()[-1]
         assert checkpointer.latest() == tmp_path / "points" / f"step-{newest:08d}"
         assert newest == int(saved)
-
-
-def test_models_that_differ_between_ranks_are_one_line_from_the_launcher(tmp_path: Path) -> None:
-    name = script(
-        tmp_path,
-        "import torch, paceline\n"
-        "with paceline.init() as world:\n"
-        "    paceline.DistributedDataParallel(torch.nn.Linear(4, 2 + world.rank))\n",
-    )
-    before = contents(tmp_path)
-    done = paceline(tmp_path, "run", "--nproc", "2", name, fork="all")
-    assert_refused(
-        tmp_path,
-        done,
-        before,
-        "'weight' has shape (3, 4), torch.float32 on rank 1 but shape (2, 4), torch.float32 on rank 0",
-    )

@@ -35,7 +35,7 @@ def test_the_library_sums_in_the_tree_that_is_written_below_the_picture(pools: P
     for seed in range(3):
         values = torch.randn(slices, generator=torch.Generator().manual_seed(seed))
         tree = evaluated(expression(0, slices), values)
-        for size in (1, 2, 4):
+        for size in (1, 2):
             assert [float(each) for each in pools.run(size, gradients, slices, values)] == [float(tree)] * size
         differs += float(evaluated(" + ".join(map(str, range(slices))), values)) != float(tree)
     assert differs  # an order of its own is another sum

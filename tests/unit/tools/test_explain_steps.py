@@ -10,9 +10,6 @@ import torch
 from paceline.ddp.options.buckets import MIB
 from paceline.nn import SyncBatchNorm
 from paceline.nn.moments import pack
-from paceline.profiler.analysis.step_breakdown import find_bubbles
-from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.records.steps import Meeting, Step
 from paceline.tools.explain import chart
 from paceline.tools.explain.explain_command import MOST_RANKS, scenes
 from paceline.tools.explain.grid import Cell
@@ -27,21 +24,6 @@ def widths(scene: Scene, kind: str) -> float:
     """The widths of all bars of `kind` in the finished picture, together."""
     drawn = scene.shown[0].drawing.svg
     return sum(map(float, re.findall(rf'width="([\d.]+)" height="[\d.]+" rx="2" class="{kind}"', drawn)))
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_bubbles_are_those_that_the_profiler_would_find(ranks: int) -> None:
-    records = [
-        RankRecord(rank, ranks, ranks, "", "", "cpu", 1, 1, 0, groups={"world": list(range(ranks))})
-        for rank in range(ranks)
-    ]
-    for case in (*bubble.late_rank(ranks), *bubble.accumulation(ranks)):
-        steps: list[Step | None] = []
-        for rank in range(ranks):
-            meetings = [Meeting("world", met.came[rank], met.end) for met in case.meetings]
-            steps.append(Step(0, "plain", 0.0, case.length, {}, meetings))
-        found = [sum(causes.values()) for causes in find_bubbles(steps, records)]
-        assert found == pytest.approx(case.bubbles)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -38,10 +38,8 @@ def ids(pairs: list[Pair]) -> list[int]:
 
 def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_the_text(tmp_path: Path) -> None:
     write(tmp_path / "train.tsv", row(1), row(2, 0), header="\ufeff" + HEADER, end="\r\n")
-    assert read_pairs(tmp_path / "train.tsv") == [
-        Pair(("1", "1001"), "One 1 .", "Another 1 .", 1),
-        Pair(("2", "1002"), "One 2 .", "Another 2 .", 0),
-    ]
+    pairs = [Pair((str(at), f"100{at}"), f"One {at} .", f"Another {at} .", 2 - at) for at in (1, 2)]
+    assert read_pairs(tmp_path / "train.tsv") == pairs
 
 
 def test_quotation_marks_and_unusual_line_separators_are_text(tmp_path: Path) -> None:
@@ -135,23 +133,18 @@ def test_a_changed_token_or_label_is_another_data_set() -> None:
     assert len({TokenizedPairs(each).fingerprint for each in [rows, *others]}) == 4
 
 
-F1 = [
+def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
     # labels, answers, precision and recall of class 1
-    ([1, 1, 0, 0], [1, 0, 1, 0], 1 / 2, 1 / 2),
-    ([1, 1, 1, 0], [1, 1, 1, 1], 3 / 4, 1),
-    ([1, 1, 1, 0], [0, 1, 0, 0], 1, 1 / 3),
-]
-
-
-@pytest.mark.parametrize(("labels", "answers", "precision", "recall"), F1)
-def test_f1_is_the_harmonic_mean_of_precision_and_recall(labels, answers, precision, recall) -> None:
-    truth, said = torch.tensor(labels), torch.tensor(answers)
-    f1 = f1_score(*(float(part.double().mean()) for part in (truth & said, said, truth)))
-    assert f1 == pytest.approx(2 / (1 / precision + 1 / recall), rel=1e-12)
-
-
-def test_where_no_pair_is_called_a_paraphrase_f1_is_zero() -> None:
-    assert f1_score(0, 0, 0) == 0
+    cases: list[tuple[list[int], list[int], float, float]] = [
+        ([1, 1, 0, 0], [1, 0, 1, 0], 1 / 2, 1 / 2),
+        ([1, 1, 1, 0], [1, 1, 1, 1], 3 / 4, 1),
+        ([1, 1, 1, 0], [0, 1, 0, 0], 1, 1 / 3),
+    ]
+    for labels, answers, precision, recall in cases:
+        truth, said = torch.tensor(labels), torch.tensor(answers)
+        f1 = f1_score(*(float(part.double().mean()) for part in (truth & said, said, truth)))
+        assert f1 == pytest.approx(2 / (1 / precision + 1 / recall), rel=1e-12)
+    assert f1_score(0, 0, 0) == 0, "no pair is called a paraphrase"
     pairs = [Pair(("", ""), "a", "b", label) for label in (0, 0, 1)]
     assert majority_baseline(pairs, pairs) == {"majority_accuracy": pytest.approx(2 / 3), "majority_f1": 0.0}
 

@@ -1,4 +1,4 @@
-"""The recipe mrpc trains as one process does, from weights and from random ones, and resumes bit by bit.
+"""The recipe mrpc trains as one process does, from weights and from random ones.
 
 transformers is imported by the ranks alone, once each: that takes seconds.
 """
@@ -24,9 +24,6 @@ from paceline.tools.recipes import mrpc
 from paceline.tools.recipes.mrpc import MrpcConfig, train_mrpc
 from paceline.tools.recipes.pairs import COLUMNS, read_folder, read_pairs
 from processes import paceline
-from real_data import real_data
-from tiny_bert import make_bert
-from trainings import Interrupted, interruption
 from twins import Pools
 
 pytestmark = pytest.mark.slow
@@ -102,25 +99,19 @@ def config(data: Path, architecture: Path) -> MrpcConfig:
     )
 
 
-def train(world: World, config: MrpcConfig, stop_after: int | None = None) -> tuple[dict[str, Any], str]:
-    """Train on this rank; returns the report, empty if the run was stopped, and the digest of the weights."""
+def train(world: World, config: MrpcConfig) -> tuple[dict[str, Any], str]:
+    """Train on this rank; returns the report and the digest of the weights."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     models: list[torch.nn.Module] = []
     made = mrpc.optimizer_of
 
-    def stopped(model: torch.nn.Module, config: MrpcConfig) -> torch.optim.Optimizer:
+    def seen(model: torch.nn.Module, config: MrpcConfig) -> torch.optim.Optimizer:
         models.append(model)
-        optimizer = made(model, config)
-        if stop_after is not None:
-            optimizer.register_step_post_hook(interruption(stop_after))
-        return optimizer
+        return made(model, config)
 
-    with patch.object(mrpc, "optimizer_of", stopped), warnings.catch_warnings():
+    with patch.object(mrpc, "optimizer_of", seen), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries while they are imported
-        try:
-            report, _ = train_mrpc(config, world)
-        except Interrupted:
-            return {}, weights_sha256(models[0])
+        report, _ = train_mrpc(config, world)
     return report, weights_sha256(models[0])
 
 
@@ -136,29 +127,6 @@ def lines_of(file: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_on_the_real_files_two_ranks_have_the_losses_of_one_and_they_fall(pools: Pools, tmp_path: Path) -> None:
-    folder = real_data("mrpc")
-    pools.run(1, make_bert, str(folder), str(tmp_path / "model"))
-    losses = []
-    for size in (1, 2):
-        file = tmp_path / f"{size}.jsonl"
-        chosen = MrpcConfig(
-            data=str(folder),
-            random_init=str(tmp_path / "model"),
-            dropout=0.0,
-            lr=2e-3,
-            warmup_steps=5,
-            log_every=1,
-            metrics=str(file),
-        )
-        pools.run(size, train, chosen, 20)
-        losses.append([line["train/loss"] for line in lines_of(file)])
-    alone, together = losses
-    assert len(alone) == 20
-    assert together == pytest.approx(alone, abs=1e-4)
-    assert sum(alone[-5:]) < sum(alone[:5])
-
-
 EQUAL = {
     "slices by length, in micro-batches": {"balance": True, "micro_batches": 2, "decay": "wsd"},
     "float16": {"precision": "fp16"},
@@ -166,10 +134,15 @@ EQUAL = {
 
 
 @pytest.mark.parametrize("options", EQUAL.values(), ids=EQUAL)
-def test_two_ranks_equal_one(pools: Pools, config: MrpcConfig, options: dict[str, Any]) -> None:
+def test_two_ranks_equal_one_and_learn(
+    pools: Pools, config: MrpcConfig, options: dict[str, Any], tmp_path: Path
+) -> None:
     chosen = replace(config, dropout=0.0, **options)
     [(alone, _)] = pools.run(1, train, chosen)
-    (first, digest), (second, other) = pools.run(2, train, chosen)
+    file = tmp_path / "metrics.jsonl"
+    (first, digest), (second, other) = pools.run(2, train, replace(chosen, metrics=str(file)))
+    losses = [line["train/loss"] for line in lines_of(file) if "train/loss" in line]
+    assert sum(losses[-6:]) < sum(losses[:6])
     assert digest == other
     assert first["replicas_identical"]
     assert first["steps"] == 12
@@ -177,6 +150,13 @@ def test_two_ranks_equal_one(pools: Pools, config: MrpcConfig, options: dict[str
     for name in ("loss", "accuracy", "f1", "majority_accuracy", "majority_f1"):
         assert first[name] == pytest.approx(alone[name], abs=tolerance), name
         assert first[name] == second[name], name
+
+
+def test_virtual_ranks_give_the_same_weights_and_metrics_on_1_and_2_ranks(pools: Pools, config: MrpcConfig) -> None:
+    chosen = replace(config, batch_size=9, max_steps=6, epochs=None, virtual_ranks=8, precision="bf16")
+    found = [outcome for size in (1, 2) for outcome in pools.run(size, train, chosen)]
+    assert len({digest for _, digest in found}) == 1
+    assert len({tuple(report[name] for name in ("loss", "accuracy", "f1", "steps")) for report, _ in found}) == 1
 
 
 # -- a model with weights ----------------------------------------------------------------------------------------------

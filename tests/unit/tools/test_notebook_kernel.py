@@ -21,6 +21,7 @@ SHARE = "import torch, torch.distributed as dist"
 @pytest.fixture(scope="module")
 def one_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     with kernel(tmp_path_factory.mktemp("notebook")) as running:
+        running.run("from paceline.tools.notebook.kernel import execution\nexecution.STUCK_S = 1.0")
         yield running
 
 
@@ -43,45 +44,30 @@ def processes(notebook: Kernel) -> list[int]:
     return [int(pid) for pid in re.findall(r"process (\d+)", notebook.run("%dist_status").text)]
 
 
-@pytest.mark.parametrize(
-    "cell", ["x = 1", "%%rank [0]\n1", "%sync", "%dist_status", "%dist_shutdown", "%pull x from 0"]
-)
-def test_without_ranks_a_cell_is_refused_in_one_line(notebook: Kernel, cell: str) -> None:
+def test_without_ranks_a_cell_or_a_start_that_cannot_succeed_is_refused_in_one_line(notebook: Kernel) -> None:
     notebook.run("%dist_shutdown")
-    assert notebook.run(cell).error == (
-        "UsageError: no ranks are running; start them with %dist_init --nproc 2, or begin the cell with %%local to run "
-        "it here"
-    )
+    for cell in ("x = 1", "%%rank [0]\n1", "%sync", "%dist_status", "%dist_shutdown", "%pull x from 0"):
+        assert notebook.run(cell).error == (
+            "UsageError: no ranks are running; start them with %dist_init --nproc 2, or begin the cell with %%local to "
+            "run it here"
+        )
     assert notebook.run("%%local\n40 + 2").values == ["42"]
+    refused = {"--backend nonsense": "'nonsense' is not available in this PyTorch", "--gpu-ids 0,99": "--gpu-ids"}
+    for options, message in {**refused, "--timeout -3": "--timeout=-3 must be above 0"}.items():
+        error = notebook.run(f"%dist_init --nproc 2 {options}").error
+        assert message in error
+        assert "\n" not in error
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--backend nonsense", "backend 'nonsense' is not available in this PyTorch"),
-        ("--gpu-ids 0,99", "--gpu-ids"),
-        ("--timeout -3", "--timeout=-3 must be above 0"),
-    ],
-)
-def test_a_start_that_cannot_succeed_is_refused_at_once(notebook: Kernel, options: str, message: str) -> None:
-    notebook.run("%dist_shutdown")
-    error = notebook.run(f"%dist_init --nproc 2 {options}").error
-    assert message in error
-    assert "\n" not in error
-
-
-@pytest.mark.parametrize(
-    ("cell", "message"),
-    [
-        ("%%rank [7]\n1", "%%rank [7]: rank 7 does not exist; choose from ranks 0 to 1"),
-        ("%pull nothing_of_this_name from 1", "%pull: 'nothing_of_this_name' is not defined on rank 1"),
-        ("%dist_init --nproc 2", "already running on 2 ranks; run %dist_shutdown first"),
-    ],
-)
-def test_a_mistake_is_refused_in_one_line(ranks: Kernel, cell: str, message: str) -> None:
-    done = ranks.run(cell)
-    assert done.error == f"UsageError: {message}"
-    assert done.error_name == "UsageError"
+def test_a_mistake_is_refused_in_one_line(ranks: Kernel) -> None:
+    mistakes = {
+        "%%rank [7]\n1": "%%rank [7]: rank 7 does not exist; choose from ranks 0 to 1",
+        "%pull nothing_of_this_name from 1": "%pull: 'nothing_of_this_name' is not defined on rank 1",
+        "%dist_init --nproc 2": "already running on 2 ranks; run %dist_shutdown first",
+    }
+    for cell, message in mistakes.items():
+        done = ranks.run(cell)
+        assert (done.error, done.error_name) == (f"UsageError: {message}", "UsageError")
 
 
 def test_the_status_tells_that_a_cell_has_left_the_process_group(ranks: Kernel) -> None:
@@ -111,6 +97,8 @@ def test_output_comes_with_its_rank_and_equal_output_once(ranks: Kernel) -> None
     assert ranks.run("%%rank [1]\nprint(rank, end='')").lines == ["rank 1 | 1"]
     long = ranks.run("for i in range(2000): print(i)")
     assert long.lines == [f"all ranks | {i}" for i in range(2000)]
+    bar = ranks.run("import sys\nfor i in range(5): print(f'\\r{i}', end='', file=sys.stderr)\nprint(file=sys.stderr)")
+    assert bar.lines == ["all ranks | 4"], "a progress bar ends as one line"
 
 
 def test_cells_share_what_they_define_and_may_await(ranks: Kernel) -> None:
@@ -205,11 +193,6 @@ def test_an_interrupt_stops_all_ranks(ranks: Kernel, wait: str, tmp_path: Path) 
     assert cell.error_name == "KeyboardInterrupt"
     assert cell.error.startswith("interrupted: all ranks have stopped\n")
     assert ranks.run("dist.all_reduce(one)\nint(one)").lines == ["all ranks | 2"]
-
-
-def test_a_progress_bar_ends_as_one_line(ranks: Kernel) -> None:
-    cell = ranks.run("import sys\nfor i in range(5): print(f'\\r{i}', end='', file=sys.stderr)\nprint(file=sys.stderr)")
-    assert cell.lines == ["all ranks | 4"]
 
 
 def test_input_is_refused_where_nobody_can_be_asked(ranks: Kernel) -> None:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.planner.published.rows import COLUMNS
-from processes import run_here
 
 DESCRIBED = ("plan", "--params", "360M", "--flops", "4.4T", "--device", "h100", "--batch", "8")
+Planned = Callable[..., dict[str, Any]]
 ROW = "somebody,,ResNet-50,25.6,FP32,128,V100,NVLink2,,8,8,3000,images/s,400,0.94,\n"
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert run_here(monkeypatch, *arguments, "--json") == 0
-    return json.loads(capfd.readouterr().out)  # type: ignore[no-any-return]
+@pytest.fixture
+def planned(run: Any, capfd: pytest.CaptureFixture[str]) -> Planned:
+    """Runs the command with the arguments given, and returns its JSON."""
+
+    def planned(*arguments: str) -> dict[str, Any]:
+        assert run(*arguments, "--json") == 0
+        return json.loads(capfd.readouterr().out)  # type: ignore[no-any-return]
+
+    return planned
 
 
 def table(path: Path, rows: str = ROW) -> str:
@@ -27,10 +34,8 @@ def table(path: Path, rows: str = ROW) -> str:
     return str(path)
 
 
-def test_a_described_job_is_predicted_up_to_4096_devices(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    predictions = planned(monkeypatch, capfd, *DESCRIBED)["predictions"]
+def test_a_described_job_is_predicted_up_to_4096_devices(planned: Planned) -> None:
+    predictions = planned(*DESCRIBED)["predictions"]
     assert [entry["devices"] for entry in predictions] == [2**power for power in range(13)]
     assert [entry["hosts"] for entry in predictions][:5] == [1, 1, 1, 1, 2]
     efficiencies = [entry["efficiency"] for entry in predictions]
@@ -42,21 +47,17 @@ def test_a_described_job_is_predicted_up_to_4096_devices(
         assert entry["samples_per_s"] == pytest.approx(8 * entry["devices"] / entry["step_s"])
 
 
-def test_price_and_samples_give_time_and_cost_of_an_epoch(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_price_and_samples_give_time_and_cost_of_an_epoch(planned: Planned) -> None:
     options = ("--price", "2.5", "--samples", "1M", "--devices", "1,64")
-    one, many = planned(monkeypatch, capfd, *DESCRIBED, *options)["predictions"]
+    one, many = planned(*DESCRIBED, *options)["predictions"]
     assert one["epoch_s"] == pytest.approx(1e6 / one["samples_per_s"])
     assert one["cost"] == pytest.approx(2.5 * one["epoch_s"] / 3600)
     assert many["cost"] == pytest.approx(one["cost"] / many["efficiency"])
 
 
-def test_a_slower_network_and_smaller_hosts_cost_efficiency(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slower_network_and_smaller_hosts_cost_efficiency(planned: Planned) -> None:
     def efficiency(*options: str) -> float:
-        plan = planned(monkeypatch, capfd, *DESCRIBED, "--devices", "64", *options)
+        plan = planned(*DESCRIBED, "--devices", "64", *options)
         return float(plan["predictions"][-1]["efficiency"])
 
     assert efficiency() > efficiency("--links", "100gbit") > efficiency("--links", "100gbit-tcp")
@@ -64,101 +65,73 @@ def test_a_slower_network_and_smaller_hosts_cost_efficiency(
     assert efficiency("--links", "25gbit") > efficiency("--links", "25gbit", "--hosts-of", "1")
 
 
-def test_a_larger_model_with_the_same_bytes_per_flop_scales_better(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_larger_model_with_the_same_bytes_per_flop_scales_better(planned: Planned) -> None:
     def efficiency(scale: int) -> float:
         numbers = ("--params", f"{100 * scale}M", "--flops", f"{scale}T")
-        plan = planned(monkeypatch, capfd, *("plan", *numbers, "--device", "h100", "--batch", "8"), "--devices", "64")
+        plan = planned(*("plan", *numbers, "--device", "h100", "--batch", "8"), "--devices", "64")
         return float(plan["predictions"][-1]["efficiency"])
 
     assert efficiency(100) > efficiency(1)
 
 
 def test_the_number_of_devices_that_stops_paying_is_marked(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    planned: Planned, run: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     slow = ("--links", "nvlink4,1gbit")
-    plan = planned(monkeypatch, capfd, *DESCRIBED, *slow)
+    plan = planned(*DESCRIBED, *slow)
     assert plan["stops_paying"] == 8
     assert plan["effects"]["devices"] == 8
     assert plan["effects"]["savings"]["accumulate 4 batches"] > 0
-    assert run_here(monkeypatch, *DESCRIBED, *slow) == 0
+    assert run(*DESCRIBED, *slow) == 0
     assert "Stops paying at 8 devices" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_a_plan_is_drawn_beside_the_rule_of_thumb(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], suffix: str
-) -> None:
-    file = tmp_path / f"plan.{suffix}"
-    assert run_here(monkeypatch, *DESCRIBED, "--price", "2", "--plot", str(file)) == 0
+def test_a_plan_is_drawn_beside_the_rule_of_thumb(tmp_path: Path, run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.svg"
+    assert run(*DESCRIBED, "--price", "2", "--plot", str(file)) == 0
     assert "efficiency" in capfd.readouterr().out
-    assert file.stat().st_size > 1000
-    if suffix == "svg":
-        text = file.read_text("utf-8")
-        assert "rule of thumb" in text
-        assert "80 % interval" in text
+    text = file.read_text("utf-8")
+    assert "rule of thumb" in text
+    assert "80 % interval" in text
 
 
 def test_a_validation_is_printed_drawn_and_written_as_json(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    planned: Planned, run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rows = ROW + ROW.replace("somebody", "nobody").replace("8,8,3000", "4,8,1560").replace("0.94", "0.97")
     file, plot = table(tmp_path / "rows.csv", rows + ROW.replace(",\n", ",flag=suspect\n")), tmp_path / "plot.svg"
-    assert run_here(monkeypatch, "plan", "--validate", file, "--plot", str(plot)) == 0
+    assert run("plan", "--validate", file, "--plot", str(plot)) == 0
     printed = capfd.readouterr().out
     assert "2 rows of 2 sources; 1 without an efficiency or with flag=suspect left out" in printed
     assert "rule of thumb" in printed
     assert "nobody" in plot.read_text("utf-8")
-    checked = planned(monkeypatch, capfd, "plan", "--validate", file)
+    checked = planned("plan", "--validate", file)
     assert (checked["rows"], checked["skipped"]) == (2, 1)
     assert {entry["source"] for entry in checked["sources"]} == {"somebody", "nobody"}
     assert checked["errors"]["rule of thumb"]["median"] == pytest.approx(0)
-
-
-def test_a_single_row_can_be_validated(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run_here(monkeypatch, "plan", "--validate", table(tmp_path / "rows.csv")) == 0
-    assert "1 row of 1 source" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "give a profile, or describe the job: --params, --flops, --batch, --device missing"),
-        (("--params", "1M"), "--flops, --batch, --device missing"),
         (("--device", "abacus"), "unknown device 'abacus'; known devices: "),
         (("--params", "many"), "--params=many is not a positive number; write it as in 360M"),
-        (("--batch", "0"), "--batch=0 is not a positive number"),
         (("--precision", "int8"), "--precision must be fp32, tf32, bf16 or fp16, not 'int8'"),
-        (("--devices", "4"), "--devices 4 is less than the 8 devices of one host"),
         (("--devices", "8", "--hosts-of", "16"), "--devices 8 is less than the 16 devices of one host"),
         (("--devices", "1,x"), "--devices=1,x must be a number from 1 to 1,048,576, or a list"),
-        (("--devices", "0"), "--devices=0 must be a number from 1"),
         (("--links", "100gbit,nvlink4"), "'100gbit' connects hosts, not devices"),
         (("--links", "nvlink3"), "contradicts --device h100, which has nvlink4"),
-        (("--plot", "plan.txt"), "the name must end in .svg, .png or .pdf"),
         (("--price", "-1"), "--price=-1 is not a positive number"),
         (("--params", "1e308"), "--params=1e308 is out of range; give a value from 1000 to 1e+20"),
-        (("--params", "3"), "--params=3 is out of range"),
-        (("--failure-rate", "1e308"), "--failure-rate=1e308 is out of range"),
         (("--devices", "9" * 5000), "must be a number from 1 to 1,048,576"),
         (("--links", "nvlink4,0gbit"), "'0gbit' is unknown"),
         (("--links", "nvlink4,0x100gbit"), "'0x100gbit' is unknown"),
         (("--device", "0tflops"), "unknown device '0tflops'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
-) -> None:
-    complete = ("plan", *arguments) if arguments in ((), ("--params", "1M")) else (*DESCRIBED, *arguments)
-    assert run_here(monkeypatch, *complete) == 2
-    captured = capfd.readouterr()
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
-    assert not captured.out
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str, refusal: Any) -> None:
+    assert message in refusal(*(DESCRIBED if arguments else ("plan",)), *arguments)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +143,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         ("", "has no row with an efficiency"),
     ],
 )
-def test_a_wrong_table_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
-    assert run_here(monkeypatch, "plan", "--validate", table(tmp_path / "rows.csv", text)) == 2
-    captured = capfd.readouterr()
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
+def test_a_wrong_table_is_one_line_and_exit_code_2(tmp_path: Path, text: str, message: str, refusal: Any) -> None:
+    assert message in refusal("plan", "--validate", table(tmp_path / "rows.csv", text))
 
 
 @pytest.mark.parametrize(
@@ -191,24 +159,18 @@ def test_a_wrong_table_is_one_line_and_exit_code_2(
     ],
 )
 def test_free_text_without_a_usable_number_counts_as_unstated(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], column: str, text: str
+    run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], column: str, text: str
 ) -> None:
-    assert run_here(monkeypatch, "plan", "--validate", table(tmp_path / "rows.csv", ROW.replace(column, text))) == 0
+    assert run("plan", "--validate", table(tmp_path / "rows.csv", ROW.replace(column, text))) == 0
     assert "1 row of 1 source" in capfd.readouterr().out
 
 
-def test_small_rates_can_be_written_with_an_exponent(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_small_rates_can_be_written_with_an_exponent(planned: Planned) -> None:
     options = ("--failure-rate", "1e-3", "--devices", "8")
-    goodput = planned(monkeypatch, capfd, *DESCRIBED, *options)["predictions"][-1]["goodput"]
+    goodput = planned(*DESCRIBED, *options)["predictions"][-1]["goodput"]
     assert goodput["mtbf_s"] == pytest.approx(86_400_000)
 
 
-def test_a_folder_that_is_no_profile_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run_here(monkeypatch, "plan", str(tmp_path)) == 2
-    assert "give the folder of a profile" in capfd.readouterr().err
-    assert run_here(monkeypatch, "plan", str(tmp_path), "--params", "1M") == 2
-    assert "--params cannot be combined with a profile" in capfd.readouterr().err
+def test_a_folder_that_is_no_profile_is_one_line_and_exit_code_2(tmp_path: Path, refusal: Any) -> None:
+    assert "give the folder of a profile" in refusal("plan", str(tmp_path))
+    assert "--params cannot be combined with a profile" in refusal("plan", str(tmp_path), "--params", "1M")

@@ -61,17 +61,14 @@ REFUSED: list[tuple[DigitsConfig | LmConfig | MrpcConfig, str]] = [
     (digits(batch_size=0), "--batch-size must be at least 1, not 0"),
     (digits(batch_size=32, micro_batches=3), "cut into --micro-batches 3; give a multiple of 3"),
     (digits(lr=math.nan), "--lr must be a finite number greater than 0, not nan"),
-    (digits(seed=-1), "--seed must be at least 0"),
     (digits(seed=2**64), "--seed must be at least 0 and below 2**63"),
     (digits(json="nowhere/report.json"), "nowhere does not exist"),
-    (digits(json="."), "--json . cannot be written: it is a folder"),
     # Of those that the Trainer has, too, by the names of its settings:
     (digits(decay="step"), "--decay must be none, linear, cosine or wsd, not 'step'"),
     (digits(warmup_steps=-1), "--warmup-steps must be at least 0, not -1"),
     (digits(resume=True), "--resume needs --checkpoint-dir"),
     (digits(allow_changed_data=True), "--allow-changed-data needs --resume"),
     (digits(epochs=2, max_steps=9), "--epochs 2 and --max-steps 9 both set the length; give one"),
-    (digits(max_steps=0), "--max-steps must be at least 1, not 0"),
     (digits(evaluate_every=0), "--evaluate-every must be at least 1, not 0"),
     (digits(precision="fp8"), "--precision must be fp32, bf16 or fp16, not 'fp8'"),
     (digits(metrics=""), "--metrics must not be empty"),
@@ -80,9 +77,7 @@ REFUSED: list[tuple[DigitsConfig | LmConfig | MrpcConfig, str]] = [
     (digits(virtual_ranks=64), "--batch-size 32 cannot be cut into --virtual-ranks 64"),
     (digits(virtual_ranks=8, micro_batches=2), "--virtual-ranks 8 already cuts a step into micro"),
     (lm(data=None), "--data is missing; give a text file: --data file.txt"),
-    (lm(data=""), "--data is missing"),
     (lm(data="nowhere.txt"), "--data nowhere.txt cannot be read: No such file or directory"),
-    (lm(data="data"), "--data data cannot be read: Is a directory"),
     (lm(data="empty.txt"), "--data empty.txt is empty; give a file with text"),
     (lm(data="latin.txt"), "--data latin.txt is not in UTF-8: byte 2 is 0xef; convert it"),
     (lm(data="short.txt"), "have 11 characters but need 129, one more than --context"),
@@ -90,15 +85,12 @@ REFUSED: list[tuple[DigitsConfig | LmConfig | MrpcConfig, str]] = [
     (lm(width=24, heads=8), "--width 24 must be a multiple of twice --heads 8"),
     (lm(sample=-1), "--sample must be at least 0, not -1"),
     (lm(sharded=True), "--sharded cannot shard Muon"),
-    (lm(epochs=0), "--epochs must be at least 1, not 0"),
     (mrpc(max_length=0), "--max-length must be at least 8, not 0"),
     (mrpc(dropout=1.0), "--dropout must be at least 0 and below 1, not 1.0"),
     (mrpc(virtual_ranks=8, balance=True), "--balance cuts batches into unequal slices"),
     (mrpc(data="nowhere"), "--data nowhere: no such folder"),
     (mrpc(data="broken"), "broken/dev.tsv, line 3: 3 columns"),
     (mrpc(model="./nowhere"), "--model './nowhere' is neither a folder nor the name of a model on the hub"),
-    (mrpc(model="no/such/model"), "is neither a folder nor the name of a model on the hub"),
-    (mrpc(model="a--b/.."), "is neither a folder nor the name of a model"),
     (mrpc(random_init="nowhere", model=DEFAULT_MODEL), "--random-init nowhere has no config.json"),
     (mrpc(random_init="nowhere", model="org/name"), "exclude each other"),
     (mrpc(model="data"), "has no config.json; give the folder of a Hugging Face model"),
@@ -132,16 +124,7 @@ def test_without_a_package_the_pip_command_is_named(package: str, monkeypatch: p
         mrpc(**options).check()
 
 
-COMMANDS = [
-    (["train", "mrpc", "--modle", "x"], "No such option: --modle; did you mean --model"),
-    (
-        ["train", "digits", "--nproc", "3", "--virtual-ranks", "8"],
-        "3 ranks do not divide virtual_ranks=8; start 1 or 2",
-    ),
-    (["profile", "digits", "--nproc", "3", "--virtual-ranks", "8"], "3 ranks do not divide virtual_ranks=8; start 1"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), COMMANDS)
-def test_a_command_that_cannot_work_is_one_line(arguments: list[str], message: str, refusal: Any) -> None:
-    assert message in refusal(*arguments)
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_a_command_that_cannot_work_is_one_line(command: str, refusal: Any) -> None:
+    message = "3 ranks do not divide virtual_ranks=8; start 1 or 2"
+    assert message in refusal(command, "digits", "--nproc", "3", "--virtual-ranks", "8")

@@ -67,7 +67,7 @@ def top(folder: Path, *options: str) -> tuple[int, str, str]:
 
 @pytest.mark.slow
 def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -> None:
-    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAIN)) as job:
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAIN), fork="all") as job:
         job.wait_for("ready-0", "ready-1")
         code, out, err = top(tmp_path, "--json")
         assert (code, err) == (0, "")
