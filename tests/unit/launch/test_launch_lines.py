@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -117,32 +119,27 @@ time.sleep(120)
         assert job.wait() == 128 + signal.SIGTERM
 
 
-TERMINAL = """
-import os, pty, sys
-pid, terminal = pty.fork()
-if pid == 0:
-    os.execv(sys.executable, [sys.executable, "-m", "paceline", *sys.argv[1:]])
-try:
-    while more := os.read(terminal, 4096):
-        sys.stdout.buffer.write(more)
-        sys.stdout.flush()
-        for word in ("half", "whole"):
-            if word.encode() in more:
-                open(word + ".shown", "w").close()
-        if b"(ask)" in more:
-            os.write(terminal, b"an answer\\n")
-        if b"(stop)" in more:
-            os.write(terminal, b"\\x03")
-except OSError:
-    pass
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
+def as_on_a_terminal() -> None:
+    """Become the child of a process that shows what comes from the child's terminal, and answers it."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        return
+    with suppress(OSError):  # the child has ended
+        while more := os.read(terminal, 4096):
+            os.write(1, more)
+            for word in ("half", "whole"):
+                if word.encode() in more:
+                    Path(f"{word}.shown").touch()
+            if b"(ask)" in more:
+                os.write(terminal, b"an answer\n")
+            if b"(stop)" in more:
+                os.write(terminal, b"\x03")
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def on_a_terminal(folder: Path, text: str, *options: str) -> tuple[int, str]:
-    name = script(folder, text)
-    with Running(folder, "run", *options, name, program=("-c", TERMINAL), fork="nothing") as job:
-        return job.wait(), job.stdout
+    done = paceline(folder, "run", *options, script(folder, text), first=as_on_a_terminal)
+    return done.returncode, done.stdout
 
 
 def test_on_a_terminal_ranks_have_one_and_a_prompt_is_shown(tmp_path: Path) -> None:

@@ -7,21 +7,24 @@ what needs one must say so, its page must name what to install, and then it runs
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache, partial
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch.utils.data._utils.worker
 from packaging.requirements import Requirement
 from test_docs import PAGES, ROOT, blocks
 
-from processes import TIMEOUT_S, paceline, run_here
+from processes import paceline, run_here
 
 LINE = re.compile(r"^    ((?:paceline|make|python|torchrun|pip|cp|[A-Z_]+=\S+) .*?)(?: {2,}.*)?$", re.MULTILINE)
 NOT_RUN = {
@@ -44,6 +47,9 @@ NOT_RUN = {
     r"paceline bench collectives": "takes a minute: test_bench.py",
     r"paceline compare ": "takes a minute: test_compare.py",
     r".*examples/(plain|resilient)_loop.py": "test_examples.py runs them",
+    r"paceline run --nproc 2 train.py$": "README's first command, for another name of its script",
+    r"paceline run --nproc 4 .*train.py": "test_launch_preemption.py and test_launch_elastic.py have such jobs",
+    r"paceline profile --nproc 2 train.py": "README's second command, for another name of its script",
 }
 """Commands that are not run here, and where they are; their options are checked all the same."""
 MISSING = re.compile(r"run: pip install .*\[(\w+)\]|ModuleNotFoundError: No module named '(\w+)'")
@@ -87,32 +93,26 @@ def extras() -> list[str]:
     )
 
 
-HIDES = """
-import sys
-from importlib.machinery import PathFinder
-
 class BaseFinder(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return None if name in HIDDEN else super().find_spec(name, path, target)
+    """Finds modules in files, but for those that are hidden."""
 
-sys.meta_path[:] = [BaseFinder if finder is PathFinder else finder for finder in sys.meta_path]
-"""
+    hidden: Sequence[str] = ()
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return None if fullname in cls.hidden else super().find_spec(fullname, path, target)
 
 
 def hide(hidden: list[str]) -> None:
     """Let modules be missing from this process, which may have loaded them."""
-    exec(HIDES, {"HIDDEN": hidden})
+    BaseFinder.hidden = hidden
+    sys.meta_path[sys.meta_path.index(PathFinder)] = BaseFinder
     if "numpy" in hidden:  # which torch has looked for already, for the workers of loaders
         torch.utils.data._utils.worker.HAS_NUMPY = False  # type: ignore[attr-defined]
     for name in [name for name in sys.modules if name.partition(".")[0] in hidden]:
         del sys.modules[name]
-
-
-def shell(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PET_"))}
-    clean |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "NO_COLOR": "1", **environment}
-    return subprocess.run(command, shell=True, cwd=folder, env=clean, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 def prepare(folder: Path) -> None:
@@ -135,9 +135,12 @@ CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 def forked(command: str, folder: Path, hidden: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a command in a copy of an interpreter that has loaded torch."""
     first, *words = shlex.split(command)
-    if first != "paceline":
-        return shell(command, folder)
-    return paceline(folder, *words, fork="all", first=partial(hide, hidden), NO_COLOR="1")
+    how: dict[str, Any] = {"fork": "all", "first": partial(hide, hidden), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    if first == "paceline":
+        return paceline(folder, *words, **how)
+    if first == "python":
+        return paceline(folder, program=tuple(words), TMPDIR=str(folder), **how)  # where torchrun leaves a folder
+    return subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True)
 
 
 def names_what_it_needs(page: Path, said: str) -> bool:

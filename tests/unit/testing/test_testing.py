@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import re
 import socket
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import paceline.testing.pytest_plugin.controller  # noqa: F401  # or each run inside would load it, and forget it
-from forked import call
+import paceline.testing.pytest_plugin.controller  # or each run inside would load it, and forget it
 from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
-from paceline.testing.pytest_plugin.coverage import harvest, measured
-from processes import TIMEOUT_S
+from processes import TIMEOUT_S, paceline, script
 
 importlib.import_module(OPTIMIZERS_NEED)  # likewise
 BUGGY = Path(__file__).parents[2] / "buggy"
@@ -733,20 +734,11 @@ def test_out_of_step(world):
         testing.assert_no_desync()
     work or dist.all_reduce(torch.ones(1))
 
-@pytest.mark.ranks(2)
-def test_absent(world, tmp_path):
-    if world.rank == 0:
-        with pytest.raises(AssertionError, match=r"rank 1 did not get there within 0.2 s"):
-            testing.assert_no_desync(0.2)
-        (tmp_path / "told").touch()
-    while not (tmp_path / "told").exists():
-        time.sleep(0.01)
-
 def test_alone():
     with pytest.raises(paceline.UsageError, match="needs a process group"):
         testing.assert_replicas_equal(build())
 """,
-        passed=7,
+        passed=6,
     )
 
 
@@ -823,90 +815,75 @@ def test_it(request):
     pytester.run(*command, timeout=TIMEOUT_S).assert_outcomes(passed=1)
 
 
+def in_a_process(folder: Path, text: str, first: Callable[[], None], *options: str) -> str:
+    """Run a file of tests by pytest in a process of its own, which calls `first` before; what it prints."""
+    command = (*options, "--basetemp", "base", script(folder, HEAD + text, "test_it.py"))
+    done = paceline(folder, *command, program=("-m", "pytest"), fork="all", first=first)
+    return done.stdout + done.stderr
+
+
+def typed(commands: bytes) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, commands)
+    os.close(writer)
+    os.dup2(reader, 0)
+
+
 @pytest.mark.slow
-def test_the_debugger_opens_on_one_rank(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        HEAD
-        + """
+def test_the_debugger_opens_on_one_rank(tmp_path: Path) -> None:
+    text = """
 @pytest.mark.ranks(2, timeout=3)
 def test_it(world):
     secret = 41
     assert secret == world.rank
 """
-    )
     commands = b"p 'it is', secret\nimport time; time.sleep(3.5)\np 'still', secret\nq\n"
-    result = pytester.run(sys.executable, "-m", "pytest", *OPTIONS, "-x", "--pdb", stdin=commands)
-    printed = result.stdout.str()
+    printed = in_a_process(tmp_path, text, partial(typed, commands), *OPTIONS, "-x", "--pdb")
     assert printed.count("entering PDB") == 1
     assert "('it is', 41)" in printed
     assert "('still', 41)" in printed
     assert "Quitting debugger" in printed
 
 
-@pytest.mark.slow
-def test_coverage_sees_what_ranks_run(pytester: pytest.Pytester) -> None:
-    coverage = pytest.importorskip("coverage")
-    pytester.makepyfile(judged="def f(rank):\n    if rank:\n        return 1\n    return 0\n")
-    body = "import judged\n@pytest.mark.ranks(2)\ndef test_it(world): assert judged.f(world.rank) == world.rank\n"
-    pytester.makepyfile(test_it=HEAD + body)
-    command = ("-m", "coverage", "run", "--branch", "--include=judged.py", "-m", "pytest", *OPTIONS, "test_it.py")
-    pytester.run(sys.executable, *command).assert_outcomes(passed=1)
-    assert sorted(path.name for path in pytester.path.glob(".coverage*")) == [".coverage"]
-    data = coverage.CoverageData(basename=str(pytester.path / ".coverage"))
-    data.read()
-    [file] = data.measured_files()
-    arcs = {arc for arc in data.arcs(file) if min(arc) > 0}
-    assert arcs == {(2, 3), (2, 4)}
-
-
-def measured_elsewhere(folder: Path, config: str, rank: int) -> list[int]:
-    """Measure a module with relative paths, as a test process and one rank do; the lines that ran."""
-    from coverage import Coverage
-
-    os.chdir(folder)
-    sys.path.insert(0, str(folder / "src"))
-    Path("rc.ini").write_text(f"[run]\n{config}\n")
-    process = Coverage(config_file="rc.ini", data_file="whole")
-    process.start()
-    judged = importlib.import_module("judged")
-    Path("elsewhere").mkdir()
-    os.chdir("elsewhere")  # where the test goes
-    if (child := os.fork()) == 0:
-        with measured(folder, rank):
-            judged.f(rank)
-        os._exit(0)
-    os.waitpid(child, 0)
-    harvest(folder)
-    process.stop()
-    return sorted(line for name in process.get_data().measured_files() for line in process.get_data().lines(name) or ())
-
-
-@pytest.mark.parametrize("config", ["include = src/*", "source = src\nrelative_files = true"])
-def test_coverage_has_the_same_paths_on_ranks_whatever_folder_a_test_is_in(tmp_path: Path, config: str) -> None:
-    """A rank took relative paths for those below its own folder: all its lines were missing, often most of a report."""
-    pytest.importorskip("coverage")
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "judged.py").write_text("def f(rank):\n    if rank:\n        return 1\n    return 0\n")
-    assert call(measured_elsewhere, tmp_path, config, 1) == [1, 2, 3]
-
-
-def measured_for_nothing(folder: Path) -> int:
-    """Measure a rank that runs nothing of the source; its exit status."""
+def measure() -> None:
+    """Measure this process as ``coverage run`` does, with warnings as errors."""
     from coverage import Coverage
 
     warnings.simplefilter("error")
-    Coverage(source=["nowhere"], data_file=str(folder / "whole"), config_file=False).start()
-    if (child := os.fork()) == 0:
-        try:
-            with measured(folder, 1):
-                pass
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
+    sys.path.insert(0, "src")
+    process = Coverage(config_file="rc.ini", data_file="whole")
+    process.start()
+    atexit.register(process.save)
 
 
-def test_coverage_of_a_rank_that_runs_nothing_of_the_source_is_no_failure(tmp_path: Path) -> None:
-    """Its warning ended the rank, where warnings are errors."""
-    pytest.importorskip("coverage")
-    assert call(measured_for_nothing, tmp_path) == 0
+@pytest.mark.parametrize("config", ["include = src/*", "source = src\nrelative_files = true"])
+def test_coverage_sees_what_ranks_run_whatever_folder_a_test_is_in(tmp_path: Path, config: str) -> None:
+    """A rank took relative paths for those below its own folder: all its lines were missing, often most of a report.
+
+    And one that ran nothing of the source was ended by a warning.
+    """
+    coverage = pytest.importorskip("coverage")
+    text = """
+import judged
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+@pytest.mark.ranks(2)
+def test_it(world, elsewhere):
+    assert judged.f(world.rank) == world.rank
+
+@pytest.mark.ranks(2)
+def test_nothing(world): pass
+"""
+    (tmp_path / "src").mkdir()
+    script(tmp_path, "def f(rank):\n    if rank:\n        return 1\n    return 0\n", "src/judged.py")
+    script(tmp_path, f"[run]\nbranch = true\n{config}\n", "rc.ini")
+    printed = in_a_process(tmp_path, text, measure, *(word.replace("default", "error") for word in OPTIONS))
+    assert "2 passed" in printed, printed
+    assert not list(tmp_path.glob("*coverage*"))
+    data = coverage.CoverageData(basename=str(tmp_path / "whole"))
+    data.read()
+    [file] = data.measured_files()
+    assert {arc for arc in data.arcs(file) if min(arc) > 0} == {(2, 3), (2, 4)}
