@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drawn import draws
 from paceline.optim.sharding_plan import Piece, cut_evenly, deal_out
 
 
@@ -26,6 +27,7 @@ def test_a_bucket_is_cut_into_contiguous_shards(
     assert cut_evenly(sizes, range(len(sizes)), ranks, align=2) == [Piece(*each) for each in expected]
 
 
+@draws(40)
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=8), st.integers(1, 5), st.sampled_from([1, 2, 16]))
 def test_every_element_has_one_owner_and_shards_differ_by_two_alignments(
     sizes: list[int], ranks: int, align: int
