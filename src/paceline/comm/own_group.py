@@ -22,6 +22,7 @@ from paceline.core.processes.nccl_communicators import destroy_released, keep
 from paceline.core.processes.store_epochs import connecting, meet
 from paceline.core.torch_internals.distributed.c10d import (
     PrefixStore,
+    Store,
     forget_group,
     get_default_timeout,
     get_known_groups,
@@ -53,17 +54,11 @@ def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | 
     # All ranks of the group have arrived, which NCCL requires for destroying a communicator.
     destroy_released(ranks, group.rank(), place)
     on_cpu = ",".join(part for part in backend.split(",") if part not in NCCL)
-    if on_cpu == OWN_BACKEND:
-        from paceline.comm.c10d.process_group import create  # a script that uses another backend does not import it
-
-        opened: Any = create(place, group.rank(), group.size(), timeout, ranks)
-        opened.own_name = name
-    elif on_cpu:
+    if on_cpu:
         # `group` has already given this warning, unless it uses only GPUs, and then the warning is irrelevant.
-        with warnings.catch_warnings(), connecting(place, group.rank(), group.size(), timeout, ranks):
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the process group uses Gloo")
-            opened = open_group(group, ranks, on_cpu, store, name, timeout)
-        forget_group(opened, name)
+            opened = _open_on_cpu(group, ranks, on_cpu, store, name, timeout)
     else:
         opened = bare_group(place, group.rank(), group.size())
     if on_cpu != backend:
@@ -71,4 +66,20 @@ def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | 
     keep(opened, name, ranks)
     keep_in_children(opened)
     keep_in_children(group)  # torch forgets a destroyed group, and a fork may follow
+    return opened
+
+
+def _open_on_cpu(
+    group: dist.ProcessGroup, ranks: list[int], backend: str, store: Store, name: str, timeout: timedelta
+) -> Any:
+    place = PrefixStore(f"{name}/", store)
+    if backend == OWN_BACKEND:
+        from paceline.comm.c10d.process_group import create  # scripts that use another backend do not import it
+
+        opened = create(place, group.rank(), group.size(), timeout, ranks)
+        opened.own_name = name
+        return opened
+    with connecting(place, group.rank(), group.size(), timeout, ranks):
+        opened = open_group(group, ranks, backend, store, name, timeout)
+    forget_group(opened, name)
     return opened

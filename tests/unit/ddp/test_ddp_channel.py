@@ -135,7 +135,7 @@ def test_a_control_block_is_read_though_the_others_have_only_launched_theirs(wor
 @pytest.mark.ranks(2)
 def test_hosts_that_cannot_reach_each_other_beside_nccl_are_said_at_once_and_by_name() -> None:
     """A world that was initialized with NCCL alone has made no connection between CPUs; the wrapper is the first to."""
-    os.environ.update({TEST_HOST_CHANNEL: "1", "GLOO_SOCKET_IFNAME": "nowhere0"})
+    os.environ.update({TEST_HOST_CHANNEL: "1", "GLOO_SOCKET_IFNAME": "nowhere0", SPLIT: "2"})
     group = dist.group.WORLD
     with pytest.raises(CommunicationError) as caught:
         open_host_group(group, timedelta(seconds=5))

@@ -102,6 +102,8 @@ class PacelineProcessGroup(Delegating):
             self._why_gloo = "this group does not use shared memory; see the warning for the reason"
             if shared:
                 self._collectives = Collectives(open_engine(native_store, rank, size, timeout, names))
+            else:
+                self.connect()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long later operations wait for a rank."""
