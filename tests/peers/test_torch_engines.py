@@ -58,12 +58,6 @@ def flat(module: nn.Module) -> Tensor:
     return torch.cat([part.detach().flatten() for part in parts])
 
 
-def ddp(world: World) -> Tensor:
-    module = nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.01)
-    train(module, world.rank)
-    return flat(module)
-
-
 def fsdp2(world: World) -> Tensor:
     from torch.distributed.fsdp import fully_shard
 
@@ -141,7 +135,7 @@ def worlds() -> Iterator[tuple[Pools, Pools]]:
         yield ours, gloos
 
 
-@pytest.mark.parametrize("engine", [ddp, fsdp2, hybrid_fsdp2, tensor_parallel, redistributed, zero_optimizer])
+@pytest.mark.parametrize("engine", [fsdp2, hybrid_fsdp2, tensor_parallel, redistributed, zero_optimizer])
 def test_results_equal_gloos(worlds: tuple[Pools, Pools], engine: Callable[[World], Tensor]) -> None:
     ours, gloos = (pools.run(4, on, engine) for pools in worlds)
     assert all(is_ours for is_ours, _ in ours)

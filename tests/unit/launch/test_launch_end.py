@@ -78,7 +78,7 @@ def test_nothing_listens_beyond_loopback_and_sigkill_of_the_launcher_ends_blocke
 @pytest.mark.slow
 def test_ctrl_c_ends_stubborn_ranks_before_the_grace_is_over_with_code_130(tmp_path: Path) -> None:
     name = script(tmp_path, STUBBORN)
-    with Running(tmp_path, "run", "--nproc", "2", name, fork="nothing") as job:
+    with Running(tmp_path, "run", "--nproc", "2", name) as job:
         job.wait_for(*READY)
         ranks = job.family()[1:]
         job.process.send_signal(signal.SIGINT)

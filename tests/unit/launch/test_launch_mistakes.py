@@ -14,7 +14,7 @@ from processes import paceline, script
 LOOP = loop(
     6,
     begin="""
-from paceline.errors import MissingExtra, UsageError
+from paceline.errors import UsageError
 how = sys.argv[1]
 if how == "killed" and world.rank == 1 and start == 0:
     os.kill(os.getpid(), 9)
@@ -22,8 +22,6 @@ if how == "killed" and world.rank == 1 and start == 0:
     before="""
 if step == 3 and how == "usage":
     raise UsageError("lr=7 is not a thing; give another")
-if step == 3 and how == "extra" and world.rank == 0:
-    raise MissingExtra("tensorboard", "tensorboard", "writing files")
 if step == 3 and how == "error" and world.rank == 1:
     raise ValueError(f"the labels are wrong, says {os.getpid()} of {object()}")
 if step == 0 and how == "first" and world.rank == 1:
@@ -60,7 +58,6 @@ def test_too_low_a_limit_is_one_line(tmp_path: Path, limit: int, value: int, tol
     ("how", "code", "starts", "last"),
     [
         ("usage", 2, 1, "error: lr=7 is not a thing; give another ("),
-        ("extra", 2, 1, "error: writing files needs the package 'tensorboard'"),
         ("error", 1, 2, "error: rank 1 failed first (exit code 1: ValueError: the labels are wrong, says "),
         ("first", 2, 1, "error: rank 1 failed first (exit code 1: ValueError: the labels are wrong)"),
         ("busy", 0, 2, "rank 1 failed first (exit code 1: OSError: the address is in use)"),
@@ -75,7 +72,7 @@ def test_mistakes_end_the_job_and_early_kills_do_not(
     assert done.stderr.count("starting all ranks again") == starts - 1
     assert done.stderr.splitlines()[-1].startswith(last), done.stderr
     assert ("Traceback" in done.stderr) is (how in ("error", "first", "busy"))
-    if how in ("usage", "extra"):
+    if how == "usage":
         assert "script.py, line " in done.stderr
     if how == "error":
         assert "the previous start failed with the same error in the same place" in done.stderr

@@ -32,7 +32,6 @@ def parse(*arguments: str) -> run_command.Namespace:
 TWO_HOSTS = ("--nnodes", "2", "--master-addr", "first")
 REFUSED = {
     "no script": ([], "no script given"),
-    "only options": (["--nproc", "2"], "no script given"),
     "missing script": (["nope.py"], "the script 'nope.py' does not exist"),
     "missing module": (["-m", "nope.deep"], "no module named 'nope'"),
     "missing program": (["--no-python", "nope"], "the command 'nope' does not exist"),
@@ -40,7 +39,6 @@ REFUSED = {
     "no ranks": (["--nproc", "0", "script.py"], "--nproc=0 is less than 1"),
     "no number": (["--nproc", "x", "script.py"], "--nproc='x' is neither a number nor auto"),
     "restarts": (["--max-restarts", "-1", "script.py"], "max_restarts=-1 is less than 0"),
-    "restarts, no number": (["--max_restarts", "x", "script.py"], "--max-restarts"),
     "unknown option": (["--bogus", "script.py"], "paceline run has no option --bogus"),
     "misspelt option": (["--nprocs", "2", "script.py"], "no option --nprocs; did you mean --nproc?"),
     "misspelt script": (["scirpt.py"], "the script 'scirpt.py' does not exist; did you mean script.py?"),
@@ -124,19 +122,6 @@ def test_ranks_are_told_how_long_a_collective_waits(script: str, monkeypatch: py
     monkeypatch.setenv("PACELINE_TIMEOUT", "90")
     assert told() == "90"
     assert told("--timeout", "7.5") == "7.5"
-
-
-def test_the_prefix_of_teed_lines_is_taken_where_torchrun_has_it(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prefix(*arguments: str) -> str:
-        parsed = parse(*arguments, script)
-        return run_command.single_host(parsed, run_command.rank_command(parsed), 1).logs.prefix
-
-    monkeypatch.delenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", raising=False)
-    assert prefix() == ""
-    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "${rank}: ")
-    assert prefix() == "${rank}: "
-    if "--log-line-prefix-template" in get_args_parser().format_help():  # since torch 2.15
-        assert prefix("--log-line-prefix-template", "${hostname} ") == "${hostname} "
 
 
 def test_completions_of_the_command_torchrun_are_not_ours_to_print() -> None:
@@ -242,20 +227,6 @@ PASSED_ON = {
 @pytest.mark.parametrize(("given", "text", "found"), PASSED_ON.values(), ids=PASSED_ON)
 def test_options_of_ours_among_a_scripts_arguments_are_found(given: str, text: str, found: list[str]) -> None:
     assert run_command.own_options_in(given.split(), text) == found
-
-
-def test_an_option_behind_the_script_is_passed_on_with_a_warning(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # `paceline run train.py --nproc 2` trained on one rank, in silence.
-    started: list[Job] = []
-    monkeypatch.setattr(run_command, "launch", lambda job: started.append(job) or 0)
-    assert run_command.start([script, "--nproc", "2"]) == 0
-    assert (started[0].nproc, list(started[0].command[-3:])) == (1, [script, "--nproc", "2"])
-    assert capsys.readouterr().err == (
-        "warning: --nproc 2 after the script's name is passed to the script; to give it to paceline run, write: "
-        "paceline run --nproc 2 … script.py\n"
-    )
 
 
 def test_gpus_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:

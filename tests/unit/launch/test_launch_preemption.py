@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from paceline.launch.watching.signals import ECHO_S
-from processes import TIMEOUT_S, Running, gone_after, paceline, script, until
+from paceline.launch.watching import signals
+from processes import Running, gone_after, paceline, script
 
 STEPS = 12
 TRAIN = f"""
@@ -78,14 +77,6 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(name.removeprefix("step-")) for name in os.listdir(folder / "saved") if name.startswith("step-"))
 
 
-def check_saved_and_resumed(folder: Path, undisturbed: list[str]) -> None:
-    assert 0 < saved_steps(folder)[-1] < STEPS
-    again = paceline(folder, "run", "--nproc", "2", "script.py", fork="all")
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.splitlines() == [f"from {saved_steps(folder)[-1]}"] * 2
-    assert digests(folder) == undisturbed
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "target", "arguments"),
@@ -104,8 +95,12 @@ def test_a_signal_ends_all_ranks_after_a_saved_step_and_the_resumed_run_ends_as_
         stop(job, number, target)
         assert job.wait() == 99, job.stderr
         assert "Traceback" not in job.stderr
-        assert f"terminated by {number.name}, after step {saved_steps(tmp_path)[-1]} was saved" in job.stderr
-    check_saved_and_resumed(tmp_path, undisturbed)
+        step = saved_steps(tmp_path)[-1]
+        assert job.stderr.splitlines()[-1] == farewell(number, step)
+    assert 0 < step < STEPS
+    again = paceline(tmp_path, "run", "--nproc", "2", name, fork="all")
+    assert (again.returncode, again.stdout.splitlines()) == (0, [f"from {step}"] * 2), again.stderr
+    assert digests(tmp_path) == undisturbed
 
 
 def stop(job: Running, number: signal.Signals, target: str) -> None:
@@ -145,22 +140,13 @@ def test_each_signal_to_all_processes_to_the_launcher_or_to_one_rank_saves_the_l
     assert saved_steps(tmp_path) == [4]
 
 
-@pytest.mark.slow
-def test_timeout_1_which_sends_its_signal_twice_saves_the_last_step(tmp_path: Path) -> None:
-    """It sends it to the command, and then to the whole process group."""
-    command = [sys.executable, "-m", "paceline", "run", "--nproc", "2", script(tmp_path, TRAIN), "slow=loop"]
-    job = subprocess.Popen(
-        ["timeout", "300", *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        until(lambda: all((tmp_path / name).exists() for name in READY))
-        job.send_signal(signal.SIGTERM)
-        _, errors = job.communicate(timeout=TIMEOUT_S)
-    finally:
-        job.kill()
-    assert job.returncode == 143
-    assert errors.splitlines()[-1] == farewell(signal.SIGTERM, 4)
-    assert saved_steps(tmp_path) == [4]
+def test_a_signal_that_comes_again_at_once_is_the_echo_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """timeout(1) sends it to the command, and then to the whole process group."""
+    caught = signals.Caught()
+    for now, count in ((1.0, 1), (1.1, 1), (1.1 + 2 * signals.ECHO_S, 2)):
+        monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        caught._note(signal.SIGTERM, None)
+        assert caught.received == [signal.SIGTERM] * count
 
 
 WORKERS = """
@@ -207,7 +193,7 @@ def test_a_second_signal_ends_everything_at_once_and_nothing_is_requeued(tmp_pat
         ranks = job.family()[1:]
         job.process.send_signal(signal.SIGTERM)
         job.wait_for_error("another signal ends them at once")
-        time.sleep(2 * ECHO_S)  # one that comes sooner is taken for an echo
+        time.sleep(2 * signals.ECHO_S)  # one that comes sooner is taken for an echo
         assert len(job.family()) == 3
         job.process.send_signal(signal.SIGTERM)
         gone_after(ranks, 60)
@@ -266,32 +252,24 @@ import signal, sys, time, torch, paceline
 from paceline.data import DataLoader
 from paceline.train import TrainConfig, Trainer
 
-class Points(torch.utils.data.Dataset):
-    def __len__(self): return 400
-    def __getitem__(self, index): return torch.tensor([float(index)])
-
+steps = []
 def is_asked():  # to end after this step; without a folder the signal ends the rank
     handler = signal.getsignal(signal.SIGTERM)
     return callable(handler) and handler.__self__._boundary.wish
 
 def loss(model, batch):
-    if optimizer.steps == 3:
+    steps.append(batch)
+    if len(steps) == 4:
         open(f"ready-{world.rank}", "w").close()
         while not is_asked(): time.sleep(0.005)
     return model(batch).square().sum(), float(len(batch))
 
-class Counting(torch.optim.SGD):
-    steps = 0
-    def step(self, *arguments):
-        self.steps += 1
-        return super().step(*arguments)
-
 world = paceline.init()
 model = paceline.DistributedDataParallel(torch.nn.Linear(1, 1))
-optimizer = Counting(model.parameters(), lr=1e-7)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
 config = TrainConfig(epochs=1, show_progress=False)
 checkpointer = paceline.Checkpointer(sys.argv[1]) if sys.argv[1:] else None
-Trainer(model, optimizer, loss, DataLoader(Points(), 8), config, checkpointer=checkpointer).fit()
+Trainer(model, optimizer, loss, DataLoader(torch.arange(400.0).view(-1, 1), 8), config, checkpointer=checkpointer).fit()
 """
 
 

@@ -80,12 +80,6 @@ def test_progress_sets_the_count_back_and_only_steps_that_are_new_are_progress(t
     assert decided is None
 
 
-def test_a_training_that_is_over_is_not_repeated_because_of_what_fails_after_it(tmp_path: Path) -> None:
-    start(tmp_path, [5, 5], ended=True)
-    assert Restarts(tmp_path, None).decide(Cause()) is None
-    assert Restarts(tmp_path, 1).decide(Cause()) is not None  # as the user said
-
-
 def test_the_same_error_at_the_same_step_is_not_retried(tmp_path: Path) -> None:
     mistake, other = Cause("ValueError: x\nscript.py, line 7"), Cause("ValueError: y\nscript.py, line 7")
     restarts = Restarts(tmp_path, None)
@@ -96,9 +90,6 @@ def test_the_same_error_at_the_same_step_is_not_retried(tmp_path: Path) -> None:
         restarts.begin()
     assert decided == [True, True, True, True, True, False]
     assert str(restarts.refusal).startswith("the previous start failed with the same error in the same place: the ")
-    restarts = Restarts(None, 9)  # a script without steps, started again as the user said
-    assert [restarts.decide(mistake) is not None for _ in range(3)] == [True, False, False]
-    assert [Restarts(None, 9).decide(Cause()) is not None for _ in range(3)] == [True] * 3  # killed, say
 
 
 WRONG, FULL, KILLED, LEFT = Cause("ValueError"), Cause("OSError", may_pass=True), Cause(is_kill=True), Cause()

@@ -74,7 +74,7 @@ def test_the_image_folder_is_learned_and_logged(tmp_path: Path) -> None:
         (tmp_path / "images" / label).mkdir(parents=True)
         for number in range(32):
             image.new("L", (20, 24), shade + number % 30).save(tmp_path / "images" / label / f"{number}.png")
-    done = paceline(tmp_path, "run", "--nproc", "2", str(EXAMPLES / "image_folder.py"), "images")
+    done = paceline(tmp_path, "run", "--nproc", "2", str(EXAMPLES / "image_folder.py"), "images", fork="all")
     assert done.returncode == 0, done.stderr
     assert "accuracy 100.0%" in done.stdout
     assert list((tmp_path / "runs" / "images").glob("events.*"))

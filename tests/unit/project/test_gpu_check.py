@@ -25,7 +25,7 @@ from gpu_checks.wrapping import difference
 
 import gpu_faults
 from paceline.core.processes.world import World
-from processes import Running, gone_after, script
+from processes import gone_after
 from twins import Pools
 
 CPU = children.Setting(on_gpu=False, gpus=0, rounds=1)
@@ -49,7 +49,9 @@ def check_at(path: str) -> Check:
 # Each function once: ranks that share a GPU and ranks that have one each run the same.
 TIMED = {"smollm2-2k", "smollm2-16k", "resnet-32", "resnet-256", "mlp", "host-bound", "host"}
 MEASURED_ONLY = TIMED | {"overlap", "kernels", "peak"}
-CASES = [(1, check.path) for check in CHECKS if check.ranks is Ranks.ONE and check.joined]
+# What does not ask for the number of ranks, and takes long, runs on two alone.
+GENERAL = {"one/same-bits", "one/compute-check"}
+CASES = [(1, check.path) for check in CHECKS if check.ranks is Ranks.ONE and check.joined and check.path not in GENERAL]
 CASES += [
     (2, check.path) for check in CHECKS if check.ranks is Ranks.SEVERAL and check.joined and check.name not in TIMED
 ]
@@ -107,7 +109,7 @@ def test_a_check_that_goes_wrong_ends_alone_and_says_how(
     assert [row.verdict for row in rows[1:]] == [Verdict.FAILED]
     assert says in rows[1].value
     assert "gpu_faults.py" in log or name == "differs", "the log has the stack"
-    if name == "hang":  # torch.compile starts compilers, which must not be left, with their GPU memory
+    if name == "hang":  # torch.compile starts compilers, which must not be left, with their GPU memory; nor at Ctrl-C
         [started] = re.findall(r"^started (\d+)$", log, re.MULTILINE)
         gone_after([int(started)], 60)
 
@@ -134,59 +136,23 @@ def test_a_world_starts_and_ends_in_ranks_of_its_own() -> None:
         assert {row.verdict for row in rows} == {Verdict.OK}, f"{rows}\n{log}"
 
 
-INTERRUPTED = """
-import os, signal, sys, threading, time
-sys.path[:0] = {paths!r}
-import gpu_check, gpu_faults
-from dataclasses import replace
-from gpu_checks import children
-from processes import descendants
+def test_ctrl_c_prints_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(check: Check, setting: children.Setting, seconds: float) -> tuple[list[Row], str]:
+        if check.name == "checkpoint":
+            raise KeyboardInterrupt
+        return [holds(check.name, "", True)], ""
 
-def interrupt():  # as soon as the check that hangs has started what it starts
-    while not (started := [pid for pid in descendants(os.getpid()) if gpu_faults.__file__ in cmdline(pid)]):
-        time.sleep(0.01)
-    open("started", "w").write(str(started[0]))
-    os.kill(os.getpid(), signal.SIGINT)
-
-def cmdline(pid):
-    try:
-        return open(f"/proc/{{pid}}/cmdline").read()
-    except OSError:
-        return ""
-
-run = children.run
-def run_and_interrupt(check, setting, seconds):
-    if check.part == "faults":
-        threading.Thread(target=interrupt).start()
-        setting = replace(setting, catalogue="gpu_faults")
-    return run(check, setting, seconds)
-
-if __name__ == "__main__":
-    children.run = run_and_interrupt
-    gpu_check.PARTS["faults"] = "faults"
-    checks = [*gpu_check.chosen(["one/check-finite"]), next(row for row in gpu_faults.CHECKS if row.name == "hang")]
-    gpu_check.chosen = lambda names: checks
-    sys.exit(gpu_check.main(["--cpu", "--json", "result.json"]))
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_prints_what_is_known_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    paths = [str(Path(gpu_faults.__file__).parent), str(Path(gpu_check.__file__).parent)]
-    driver = script(tmp_path, INTERRUPTED.format(paths=paths))
-    with Running(tmp_path, program=(str(tmp_path / driver),), fork="all", CUDA_VISIBLE_DEVICES="") as job:
-        assert job.wait(100) == 130, job.stderr
-        assert job.stderr.count("\n") == 1
-        assert "one/check-finite" in job.stderr
-        assert "ok       check-finite" in job.stdout
-        assert "because the run was interrupted" in job.stdout
-    rows = {
-        f"{one['part']}/{one['check']}": one["rows"]
-        for one in json.loads((tmp_path / "result.json").read_text())["results"]
-    }
-    assert rows["one/check-finite"][0]["verdict"] == "ok"
-    assert rows["faults/hang"][0]["verdict"] == "not run"
-    gone_after([int((tmp_path / "started").read_text())], 60)
+    monkeypatch.setattr(children, "run", run)
+    file = tmp_path / "result.json"
+    assert gpu_check.main(["--cpu", "--part", "one/check-finite", "one/checkpoint", "--json", str(file)]) == 130
+    out, err = capsys.readouterr()
+    assert "one/check-finite" in err
+    assert "ok       check-finite" in out
+    assert "because the run was interrupted" in out
+    verdicts = [result["rows"][0]["verdict"] for result in json.loads(file.read_text())["results"]]
+    assert verdicts == ["ok", "not run"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

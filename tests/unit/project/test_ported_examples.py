@@ -19,6 +19,8 @@ from processes import script
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
+EPOCHS = 5
+"""Of the autoencoder, which has 20."""
 
 
 def output(folder: Path, *arguments: str, program: tuple[str, ...] = ()) -> str:
@@ -39,7 +41,7 @@ def autoencoder_by_hand() -> float:
     train, val = images[order[:1500]], images[order[1500:]]
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     batches = GlobalBatchSampler(len(train), 50, shuffle=True)
-    for _ in range(20):
+    for _ in range(EPOCHS):
         for batch in batches:
             optimizer.zero_grad()
             F.mse_loss(net(train[batch]), train[batch]).backward()
@@ -50,11 +52,13 @@ def autoencoder_by_hand() -> float:
 
 @pytest.mark.slow
 def test_the_autoencoder_ends_with_the_loss_of_a_plain_loop_on_one_rank_and_on_two(tmp_path: Path) -> None:
-    file = str(EXAMPLES / "autoencoder.py")
+    whole = (EXAMPLES / "autoencoder.py").read_text()
+    assert "epochs=20" in whole
+    file = script(tmp_path, whole.replace("epochs=20", f"epochs={EPOCHS}"))
     outputs = [output(tmp_path, program=(file,)), output(tmp_path, "run", "--nproc", "2", file)]
     losses = [float(re.findall(r"^loss ([\d.]+)$", text, re.MULTILINE)[0]) for text in outputs]
     assert losses == pytest.approx([autoencoder_by_hand()] * 2, rel=1e-3)
-    assert losses[0] < 0.04  # a constant image has 0.07
+    assert losses[0] < 0.06  # a constant image has 0.07
 
 
 THEIRS = """

@@ -15,28 +15,11 @@ from types import ModuleType
 import pytest
 
 import paceline
-import paceline.checkpoint
-import paceline.compression
-import paceline.data
-import paceline.ddp
-import paceline.nn
-import paceline.optim
-import paceline.testing
-import paceline.train
 from paceline import errors
 from processes import TIMEOUT_S
 
-MODULES = [
-    paceline,
-    paceline.checkpoint,
-    paceline.compression,
-    paceline.data,
-    paceline.ddp,
-    paceline.nn,
-    paceline.testing,
-    paceline.optim,
-    paceline.train,
-]
+PACKAGES = ("checkpoint", "compression", "data", "ddp", "nn", "optim", "testing", "train")
+MODULES = [paceline, *(importlib.import_module(f"paceline.{name}") for name in PACKAGES)]
 TYPING = (typing.TYPE_CHECKING, typing.Any)
 """Names that a module needs itself."""
 each_module = pytest.mark.parametrize("module", MODULES, ids=[module.__name__ for module in MODULES])
