@@ -26,15 +26,22 @@ from paceline.core import strict_json
 from paceline.errors import CheckpointError, NoCheckpoint
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 1 and 2; the bias is the step."""
-    with Checkpointer(tmp_path) as checkpointer:
+    folder = tmp_path_factory.mktemp("saved")
+    with Checkpointer(folder) as checkpointer:
         model = checkpointer.register("model", nn.Linear(1, 2))
         for step in (1, 2):
             nn.init.constant_(model.bias, step)
             checkpointer.save(step)
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoints."""
+    return shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
 
 
 def restored(folder: Path, step: int | None = None) -> tuple[int, float]:
@@ -50,7 +57,7 @@ FILES = ["manifest.json", "model.safetensors", "rank-00000.safetensors", "state.
 def test_a_file_that_is_cut_off_longer_or_altered_anywhere_is_detected(folder: Path, name: str) -> None:
     path = folder / "step-00000002" / name
     whole = path.read_bytes()
-    offsets = sorted({0, 1, 7, 8, 9, *range(0, len(whole), max(1, len(whole) // 60)), len(whole) - 1})
+    offsets = sorted({0, 1, 7, 8, 9, *range(0, len(whole), max(1, len(whole) // 12)), len(whole) - 1})
     flipped = [whole[:at] + bytes([whole[at] ^ 0x20]) + whole[at + 1 :] for at in offsets]
     for altered in (*(whole[:at] for at in offsets), *flipped, whole + b"\n"):
         path.write_bytes(altered)
@@ -70,10 +77,6 @@ def flip(folder: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-
-
-def mix(folder: Path) -> None:
-    shutil.copy(folder.parent / "step-00000001" / "model.safetensors", folder)
 
 
 def mix_wholly(folder: Path) -> None:
@@ -104,10 +107,8 @@ def grow(folder: Path) -> None:
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (truncate, r"model.safetensors has \d+ bytes, but the manifest says"),
     (flip, "model.safetensors does not have the SHA-256"),
-    (mix, "model.safetensors does not have the SHA-256"),
     (mix_wholly, "belongs to step 1, not to step 2"),
     (empty, "manifest.json is missing"),
-    (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
     (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
     (link, "model.safetensors cannot be read"),
     (pipe, "state.json is not a regular file"),
@@ -242,8 +243,8 @@ def seconds(function: Any, *arguments: Any) -> float:
 
 
 def test_a_key_that_occurs_twice_among_many_is_found_in_linear_time() -> None:
-    keys = ",".join(f'"key{index}":0' for index in range(60_000))
-    last = f'{{{keys},"key59999":0}}'.encode()
+    keys = ",".join(f'"key{index}":0' for index in range(20_000))
+    last = f'{{{keys},"key19999":0}}'.encode()
     assert seconds(strict_json.parse, last) < 20 * seconds(strict_json.parse, f"{{{keys}}}x".encode()) + 0.1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.checkpoint import Checkpointer, load_weights
-from paceline.errors import CheckpointError, CheckpointMismatch, NoCheckpoint, UsageError
+from paceline.checkpoint import Checkpointer
+from paceline.errors import CheckpointMismatch, UsageError
 
 
 class Tied(nn.Module):
@@ -44,7 +43,9 @@ class Holder:
 class Run:
     """A model in training with all that comes along."""
 
-    def __init__(self, folder: Path, seed: int, keep: int = 3) -> None:
+    names = ("model", "optimizer", "schedule", "steps", "scaler", "average")
+
+    def __init__(self, folder: Path, seed: int) -> None:
         torch.manual_seed(seed)
         self.model = Tied()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
@@ -52,8 +53,8 @@ class Run:
         self.steps = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         self.average = Holder({"average": torch.zeros(3, dtype=torch.bfloat16), "best": float("inf")})
-        self.checkpointer = Checkpointer(folder, keep)
-        for name in ("model", "optimizer", "schedule", "steps", "scaler", "average"):
+        self.checkpointer = Checkpointer(folder)
+        for name in self.names:
             self.checkpointer.register(name, getattr(self, name))
 
     def step(self) -> float:
@@ -68,8 +69,7 @@ class Run:
         return loss.item()
 
     def states(self) -> dict[str, Any]:
-        names = ("model", "optimizer", "schedule", "steps", "scaler", "average")
-        return {name: copy.deepcopy(getattr(self, name).state_dict()) for name in names}
+        return {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self.names}
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -84,6 +84,7 @@ def equal(left: Any, right: Any) -> bool:
 
 def test_a_resumed_run_continues_bit_equal(tmp_path: Path) -> None:
     run = Run(tmp_path, seed=1)
+    assert (run.checkpointer.latest(), run.checkpointer.steps()) == (None, [])
     for _ in range(3):
         run.step()
     path = run.checkpointer.save(3)
@@ -101,19 +102,6 @@ def test_a_resumed_run_continues_bit_equal(tmp_path: Path) -> None:
     assert equal(other.states(), run.states())
 
 
-def test_files_are_plain_safetensors_with_tied_weights_once(tmp_path: Path) -> None:
-    run = Run(tmp_path, seed=1)
-    path = run.checkpointer.save(120)
-    assert path.name == "step-00000120"
-    tensors = load_file(path / "model.safetensors")
-    assert "head.weight" not in tensors
-    assert torch.equal(tensors["embed.weight"], run.model.embed.weight)
-    manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["aliases"] == {"model.safetensors": {"head.weight": "embed.weight"}}
-    model = next(file for file in manifest["files"] if file["role"] == "model")
-    assert model["tensors"]["embed.weight"] == {"shape": [10, 6], "dtype": "float32"}
-
-
 def test_a_wrapped_or_compiled_module_is_saved_without_prefix(tmp_path: Path) -> None:
     model = nn.DataParallel(nn.Linear(2, 2))
     compiled = torch.compile(nn.Linear(2, 2), backend="eager")
@@ -123,35 +111,6 @@ def test_a_wrapped_or_compiled_module_is_saved_without_prefix(tmp_path: Path) ->
         path = checkpointer.save(1)
     assert set(load_file(path / "model.safetensors")) == {"weight", "bias"}
     assert set(load_file(path / "compiled.safetensors")) == {"weight", "bias"}
-
-
-def test_a_modules_version_and_extra_state_come_back(tmp_path: Path) -> None:
-    class Versioned(nn.Linear):
-        _version = 7
-        seen: Any = None
-
-        extra: Any = None  # until the first batch
-
-        def get_extra_state(self) -> Any:
-            return self.extra
-
-        def set_extra_state(self, state: Any) -> None:
-            self.extra = state
-
-        def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-            self.seen = metadata.get("version")
-            super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
-
-    with Checkpointer(tmp_path) as checkpointer:
-        model = checkpointer.register("model", Versioned(2, 2))
-        model.extra = torch.ones(3)
-        checkpointer.save(1)
-        model.extra = None
-        checkpointer.restore()
-    assert (model.seen, model.extra.tolist()) == (7, [1.0] * 3)
-    fresh = Versioned(2, 2)
-    fresh.load_state_dict(load_weights(tmp_path))
-    assert (fresh.seen, fresh.extra.tolist()) == (7, [1.0] * 3)
 
 
 def save_one(folder: Path, **objects: Any) -> None:
@@ -184,58 +143,11 @@ def test_another_model_is_refused_by_the_first_parameter_that_differs(
     assert equal(wrong.state_dict(), before)
 
 
-def test_an_optimizer_with_other_groups_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    save_one(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()))
-    with Checkpointer(tmp_path) as checkpointer:
-        fresh = checkpointer.register("model", nn.Linear(2, 2))
-        checkpointer.register("optimizer", torch.optim.SGD([fresh.weight]))
-        before = fresh.weight.detach().clone()
-        with pytest.raises(CheckpointMismatch, match=r"groups of \[2\] parameters .* \[1\]"):
-            checkpointer.restore()
-    assert torch.equal(fresh.weight, before)
-
-
-def test_missing_and_extra_names_are_refused(tmp_path: Path) -> None:
+def test_a_saved_object_that_is_not_registered_is_named(tmp_path: Path) -> None:
     save_one(tmp_path, model=nn.Linear(2, 2), schedule=Holder({}))
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.register("model", nn.Linear(2, 2))
         with pytest.raises(CheckpointMismatch, match=r"'schedule' is in the checkpoint of step \d+ but not registered"):
-            checkpointer.restore()
-        checkpointer.register("schedule", Holder({}))
-        checkpointer.register("scaler", Holder({}))
-        with pytest.raises(CheckpointMismatch, match="'scaler' is registered but not"):
-            checkpointer.restore()
-
-
-def test_a_refusal_by_the_object_itself_is_passed_through(tmp_path: Path) -> None:
-    refusal = CheckpointMismatch("the data set has another fingerprint")
-
-    class Refusing(Holder):
-        def load_state_dict(self, state: Any) -> None:
-            raise refusal
-
-    class Failing(Holder):
-        def load_state_dict(self, state: Any) -> None:
-            raise KeyError("position")
-
-    save_one(tmp_path, data=Holder({}))
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.register("data", Refusing({}))
-        with pytest.raises(CheckpointMismatch) as caught:
-            checkpointer.restore()
-        assert caught.value is refusal
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.register("data", Failing({}))
-        with pytest.raises(CheckpointMismatch, match=r"'data' cannot load its state of step 4.*position"):
-            checkpointer.restore()
-
-
-def test_an_empty_folder_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "new") as checkpointer:
-        assert checkpointer.latest() is None
-        assert checkpointer.steps() == []
-        with pytest.raises(NoCheckpoint, match=r"no checkpoint in .*new; check the path"):
             checkpointer.restore()
 
 
@@ -244,18 +156,6 @@ def test_what_cannot_be_encoded_is_refused_when_registered(tmp_path: Path) -> No
         with pytest.raises(UsageError, match=r"scheduler\.state_dict\(\)\['lr_lambdas'\]\[0\] is a builtins.func"):
             checkpointer.register("scheduler", Holder({"lr_lambdas": [lambda step: step]}))
         checkpointer.register("scheduler", Holder({}))
-
-
-def test_what_becomes_unencodable_later_fails_the_save_by_name(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        holder = checkpointer.register("holder", Holder({"a": 1}))
-        checkpointer.save(1)
-        holder.state = {"a": {1}}
-        with pytest.raises(CheckpointError, match=r"step 2 .*holder\.state_dict\(\)\['a'\] is a builtins.set"):
-            checkpointer.save(2)
-        holder.state = {"a": 1}
-        checkpointer.save(2)
-        assert checkpointer.steps() == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["", "Model", "a-b", "../x", "state", "rank", "rng", 3])
