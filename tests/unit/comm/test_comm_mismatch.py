@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,54 +19,40 @@ from ranks import Ranks
 from twins import Pools
 
 CHUNK = STAGE_BYTES // 4  # float32
-DIFFERENT: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], str]] = {
-    "operation": (
-        lambda n: dist.all_reduce(torch.ones(8)),
-        lambda n: dist.broadcast(torch.ones(8), 0),
+DIFFERENT: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
+    (
+        lambda: dist.all_reduce(torch.ones(8)),
+        lambda: dist.broadcast(torch.ones(8), 0),
         r"all_reduce of 8 × float32 by SUM.*broadcast of 8 × float32 from rank 0",
     ),
-    "dtype of equal bytes": (
-        lambda n: dist.all_reduce(torch.ones(8)),
-        lambda n: dist.all_reduce(torch.ones(8, dtype=torch.int32)),
+    (
+        lambda: dist.all_reduce(torch.ones(8)),
+        lambda: dist.all_reduce(torch.ones(8, dtype=torch.int32)),
         "8 × float32.*8 × int32",
     ),
-    "reduction": (
-        lambda n: dist.all_reduce(torch.ones(8)),
-        lambda n: dist.all_reduce(torch.ones(8), dist.ReduceOp.MAX),
+    (
+        lambda: dist.all_reduce(torch.ones(8)),
+        lambda: dist.all_reduce(torch.ones(8), dist.ReduceOp.MAX),
         "by SUM.*by MAX",
     ),
-    "root": (
-        lambda n: dist.broadcast(torch.ones(8), 0),
-        lambda n: dist.broadcast(torch.ones(8), 1),
-        "from rank 0.*from rank 1",
-    ),
-    "1 chunk and 5": (
-        lambda n: dist.all_reduce(torch.ones(100)),
-        lambda n: dist.all_reduce(torch.ones(5 * CHUNK)),
+    (lambda: dist.broadcast(torch.ones(8), 0), lambda: dist.broadcast(torch.ones(8), 1), "from rank 0.*from rank 1"),
+    (
+        lambda: dist.all_reduce(torch.ones(100)),
+        lambda: dist.all_reduce(torch.ones(5 * CHUNK)),
         f"{100} × float32.*{5 * CHUNK} × float32",
     ),
-    "barrier and 3 chunks": (
-        lambda n: dist.barrier(),
-        lambda n: dist.broadcast(torch.ones(3 * CHUNK), 0),
-        "barrier; rank .*broadcast of",
-    ),
-    "chunks of different collectives": (
-        lambda n: dist.all_gather([torch.ones(3 * CHUNK) for _ in range(n)], torch.ones(3 * CHUNK)),
-        lambda n: dist.reduce_scatter(torch.ones(CHUNK), [torch.ones(CHUNK) for _ in range(n)]),
+    (dist.barrier, lambda: dist.broadcast(torch.ones(3 * CHUNK), 0), "barrier; rank .*broadcast of"),
+    (
+        lambda: dist.all_gather([torch.ones(3 * CHUNK)] * dist.get_world_size(), torch.ones(3 * CHUNK)),
+        lambda: dist.reduce_scatter(torch.ones(CHUNK), [torch.ones(CHUNK)] * dist.get_world_size()),
         "all_gather of.*reduce_scatter of",
     ),
-    "asynchronous": (
-        lambda n: dist.all_reduce(torch.ones(3 * CHUNK), async_op=True).wait(),
-        lambda n: dist.all_reduce(torch.ones(2), async_op=True).wait(),
+    (
+        lambda: dist.all_reduce(torch.ones(3 * CHUNK), async_op=True).wait(),
+        lambda: dist.all_reduce(torch.ones(2), async_op=True).wait(),
         f"{3 * CHUNK} × float32.* 2 × float32",
     ),
-}
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools("paceline") as pools:
-        yield pools
+]
 
 
 def works(world: World) -> None:
@@ -78,23 +64,22 @@ def works(world: World) -> None:
     dist.barrier()
 
 
-def differ(world: World, case: str, odd: int) -> str:
-    one, other, _ = DIFFERENT[case]
-    said = ""
-    try:
-        (other if world.rank == odd else one)(world.size)
-    except DesyncError as error:
-        said = str(error)
-    works(world)
-    return said
+def differ(world: World, odd: int) -> list[str]:
+    told = []
+    for one, other, _ in DIFFERENT:
+        with pytest.raises(DesyncError) as caught:
+            (other if world.rank == odd else one)()
+        told.append(str(caught.value))
+        works(world)
+    return told
 
 
-@pytest.mark.parametrize("case", list(DIFFERENT))
-def test_a_difference_is_named_on_every_rank_and_the_group_works_afterwards(pools: Pools, case: str) -> None:
-    for size, odd in ((2, 1), (3, 2)):
-        for rank, said in enumerate(pools.run(size, differ, case, odd)):
+@pytest.mark.parametrize(("size", "odd"), [(2, 1), (3, 2)])
+def test_a_difference_is_named_on_every_rank_and_the_group_works_afterwards(pools: Pools, size: int, odd: int) -> None:
+    for rank, told in enumerate(pools.run(size, differ, odd)):
+        for said, (*_, named) in zip(told, DIFFERENT, strict=True):
             assert said.startswith(f"rank {rank}: ranks are out of step in operation "), said
-            assert re.search(DIFFERENT[case][2], said), said
+            assert re.search(named, said), said
             assert f"rank {odd}: " in said.replace(f"rank {rank}: ranks", "")
 
 
@@ -168,42 +153,42 @@ def test_a_skipped_collective_is_named_after_the_timeout_with_rank_operation_and
 # -- arguments that cannot be right ------------------------------------------------------------------------------------
 
 
-def wrong(world: World) -> list[str]:
+def wrong(world: World) -> tuple[str, str]:
     n = world.size
     group: Any = dist.group.WORLD
     ones = torch.ones(4)
-    calls: list[tuple[Any, Any]] = [
-        (lambda: dist.broadcast(ones, 9), (ValueError, UsageError)),
-        (lambda: dist.reduce(ones, -3), (ValueError, RuntimeError)),
-        (lambda: dist.gather(ones, [ones] * n if world.rank == 0 else None, n), (ValueError, TypeError, RuntimeError)),
-        (lambda: dist.all_reduce(torch.ones(4, device="meta")), (RuntimeError, UsageError)),
-        (lambda: dist.broadcast(torch.ones(4, device="meta"), 0), (RuntimeError, UsageError)),
-        (lambda: dist.all_reduce(ones, dist.ReduceOp.BAND), RuntimeError),
-        (lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64), dist.ReduceOp.AVG), RuntimeError),
-        (lambda: dist.all_reduce(torch.ones(4, dtype=torch.uint16)), RuntimeError),
-        (lambda: dist.all_to_all_single(torch.ones(5 * n + 1), torch.ones(5 * n + 1)), (RuntimeError, UsageError)),
-        (lambda: dist.all_to_all_single(ones, ones, [9] * n, [1] * n), (RuntimeError, UsageError)),
-        (lambda: dist.all_gather([ones] * (n + 1), ones), (ValueError, RuntimeError)),
-        (lambda: dist.reduce_scatter(ones, [torch.ones(4, dtype=torch.int64)] * n), (ValueError, RuntimeError)),
-        (lambda: group.allocate(10**15, torch.float32), UsageError),
-        (lambda: group.allocate(-1, torch.float32), UsageError),
-        (lambda: group.free(ones), UsageError),
-        (lambda: group.launch_all_reduce(ones), UsageError),
+    of_torch: list[Callable[[], Any]] = [
+        lambda: dist.broadcast(ones, 9),
+        lambda: dist.reduce(ones, -3),
+        lambda: dist.gather(ones, [ones] * n if world.rank == 0 else None, n),
+        lambda: dist.all_reduce(torch.ones(4, device="meta")),
+        lambda: dist.broadcast(torch.ones(4, device="meta"), 0),
+        lambda: dist.all_reduce(ones, dist.ReduceOp.BAND),
+        lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64), dist.ReduceOp.AVG),
+        lambda: dist.all_reduce(torch.ones(4, dtype=torch.uint16)),
+        lambda: dist.all_to_all_single(torch.ones(5 * n + 1), torch.ones(5 * n + 1)),
+        lambda: dist.all_to_all_single(ones, ones, [9] * n, [1] * n),
+        lambda: dist.all_gather([ones] * (n + 1), ones),
+        lambda: dist.reduce_scatter(ones, [torch.ones(4, dtype=torch.int64)] * n),
+    ]
+    ours: list[Callable[[], Any]] = [
+        lambda: group.allocate(10**15, torch.float32),
+        lambda: group.allocate(-1, torch.float32),
+        lambda: group.free(ones),
+        lambda: group.launch_all_reduce(ones),
     ]
     said = []
-    for at, (call, kinds) in enumerate(calls):
-        try:
+    for call in of_torch + ours:
+        with pytest.raises(UsageError if call in ours else (ValueError, TypeError, RuntimeError, UsageError)) as caught:
             call()
-            said.append(f"call {at}: no error")
-        except kinds as error:
-            said.append(f"{type(error).__name__}: {error}")
-        works(world)
-    return said
+        assert not isinstance(caught.value, CommunicationError)
+        said.append(str(caught.value))
+        dist.barrier()
+    works(world)
+    return said[0], said[12]
 
 
-@pytest.mark.ranks(2, backend="paceline")
-def test_wrong_arguments_are_clear_errors_and_the_group_works_afterwards(world: World) -> None:
-    said = wrong(world)
-    assert not [one for one in said if "no error" in one or "CommunicationError" in one], said
-    assert "from rank 9 of a group of 2" in said[0]
-    assert "4,000,000,000,000,000 bytes of shared memory were requested, but the host has" in said[12]
+def test_wrong_arguments_are_clear_errors_and_the_group_works_afterwards(pools: Pools) -> None:
+    for root, memory in pools.run(2, wrong):
+        assert "broadcast from rank 9 of a group of 2; give one from 0 to 1" in root
+        assert "4,000,000,000,000,000 bytes of shared memory were requested, but the host has" in memory

@@ -21,7 +21,7 @@ from paceline.errors import CheckpointMismatch, UsageError
 from twins import Pools
 
 Array = Any
-STEPS = 6
+STEPS = 4
 
 
 class Net(nn.Module):
@@ -214,8 +214,7 @@ def follow(world: World, kind: str) -> list[bytes]:
     return bits
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("size", "kind"), [(1, "int8"), (1, "powersgd"), *((3, kind) for kind in KINDS)])
 def test_a_compressor_equals_its_naive_reference_also_when_buckets_are_rebuilt(
     pools: Pools, size: int, kind: str
 ) -> None:
@@ -223,30 +222,30 @@ def test_a_compressor_equals_its_naive_reference_also_when_buckets_are_rebuilt(
     assert all(run == runs[0] for run in runs)  # to the bit
 
 
-def skips(world: World, kind: str) -> None:
+def skips(world: World) -> None:
     """A step with a NaN on one rank gives NaN on all, and leaves no trace."""
     net = Net()
-    state, undisturbed = KINDS[kind][0](net), KINDS[kind][0](net)
-    for step in range(3):
-        if step == 2:
-            parameters = list(net.parameters())
-            bucket = Bucket.allocate([0, 1, 2, 3], parameters)
-            bucket.flat.normal_()
-            if world.rank == 1:
-                bucket.views[0].view(-1)[3] = float("nan")
-            before = {name: one.clone() for name, one in state.state_dict()["residuals"].items()}
-            hook(state, GradBucket.of(bucket, parameters, 0, last=True)).wait()
-            assert not bucket.views[0].isfinite().all()
-            after = state.state_dict()["residuals"]
-            assert all(torch.equal(one, after[name]) for name, one in before.items())
-        mine = reduce_all(net, state, world.rank, step, LAYOUTS[0])
-        others = reduce_all(net, undisturbed, world.rank, step, LAYOUTS[0])
-        assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+    parameters = list(net.parameters())
+    for make, *_ in KINDS.values():
+        state, undisturbed = make(net), make(net)
+        for step in range(2):
+            if step == 1:
+                bucket = Bucket.allocate([0, 1, 2, 3], parameters)
+                bucket.flat.normal_()
+                if world.rank == 1:
+                    bucket.views[0].view(-1)[3] = float("nan")
+                before = {name: one.clone() for name, one in state.state_dict()["residuals"].items()}
+                hook(state, GradBucket.of(bucket, parameters, 0, last=True)).wait()
+                assert not bucket.views[0].isfinite().all()
+                after = state.state_dict()["residuals"]
+                assert all(torch.equal(one, after[name]) for name, one in before.items())
+            mine = reduce_all(net, state, world.rank, step, LAYOUTS[0])
+            others = reduce_all(net, undisturbed, world.rank, step, LAYOUTS[0])
+            assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_that_is_not_finite_reaches_all_ranks_and_stays_in_no_residual(pools: Pools, kind: str) -> None:
-    pools.run(2, skips, kind)
+def test_a_gradient_that_is_not_finite_reaches_all_ranks_and_stays_in_no_residual(pools: Pools) -> None:
+    pools.run(3, skips)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64]
@@ -293,12 +292,11 @@ def test_every_dtype_has_the_same_bits_on_ranks_with_other_numbers_of_threads(po
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_is_summed_in_the_order_of_its_columns_whatever_the_matrix_library_does(dtype: torch.dtype) -> None:
     # Replicas came to differ where ranks had other numbers of threads, by which the library shared the matrix out.
-    p, q = (torch.randn(size, 37, generator=generator()).to(dtype) for size in (700, 301))
-    expected = torch.zeros(700, 301)
+    p, q = (torch.randn(size, 37, generator=generator()).to(dtype) for size in (500, 301))
+    expected = torch.zeros(500, 301)
     for left, right in zip(p.float().t(), q.float().t(), strict=True):
         expected += left[:, None] * right
     assert torch.equal(product(p, q), expected)
-    torch.testing.assert_close(product(p, q).double(), p.double() @ q.double().t(), rtol=1e-5, atol=1e-4)
 
 
 def test_columns_become_orthonormal_and_span_the_same() -> None:
@@ -311,11 +309,12 @@ def test_columns_become_orthonormal_and_span_the_same() -> None:
     matrix[:, 2] = 2 * matrix[:, 3]
     basis = orthonormal(torch.cat([matrix[:, 2:], torch.zeros(3000, 1, dtype=torch.float64)], dim=1))
     assert [round(float(norm), 9) for norm in basis.norm(dim=0)] == [1, 0, 0]
-    for threads in (1, 2, 3):
-        before, alone = torch.get_num_threads(), orthonormal(torch.randn(50000, 3, generator=generator()))
-        torch.set_num_threads(threads)
-        assert torch.equal(alone, orthonormal(torch.randn(50000, 3, generator=generator())))
-        torch.set_num_threads(before)
+    threads, results = torch.get_num_threads(), []
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        results.append(orthonormal(torch.randn(50000, 3, generator=generator())))
+    torch.set_num_threads(threads)
+    assert torch.equal(*results)
 
 
 def generator() -> torch.Generator:
@@ -349,11 +348,15 @@ def refusals(world: World) -> None:
 
 
 def test_wrong_arguments_and_states_are_named(pools: Pools) -> None:
-    pools.run(2, refusals)
+    pools.run(3, refusals)
+
+
+COUNT = 512 * 258 + 1536
+"""A third of it is a multiple of a chunk of 512."""
 
 
 def bytes_sent(world: World) -> dict[str, float]:
-    net = nn.ParameterList([nn.Parameter(torch.zeros(512, 256)), nn.Parameter(torch.zeros(512))])
+    net = nn.ParameterList([nn.Parameter(torch.zeros(512, 258)), nn.Parameter(torch.zeros(1536))])
     ratios = {}
     for name, state in {
         "cast": Cast(net),
@@ -364,16 +367,14 @@ def bytes_sent(world: World) -> dict[str, float]:
         assert state.ratio == 1.0
         bucket = Bucket.allocate([0, 1], list(net))
         hook(state, GradBucket.of(bucket, list(net), 0, last=True)).wait()
-        assert state.bytes_uncompressed == 2 * (world.size - 1) * 4 * (512 * 256 + 512) // world.size
+        assert state.bytes_uncompressed == 2 * (world.size - 1) * 4 * COUNT // world.size
         ratios[name] = state.ratio
     return ratios
 
 
 def test_bytes_on_the_wire_are_what_the_formats_need(pools: Pools) -> None:
-    size = 4
-    count = 512 * 256 + 512
-    for ratios in pools.run(size, bytes_sent):
+    for ratios in pools.run(3, bytes_sent):
         assert ratios["cast"] == 0.5
-        assert ratios["int8"] == pytest.approx(0.25 * (1 + 4 / 512), rel=0.02)  # zeros fill the last chunk
-        assert ratios["topk"] == pytest.approx(0.01 * size, rel=0.001)
-        assert ratios["powersgd"] == pytest.approx(((512 + 256) * 2 + 512) / count, rel=0.001)
+        assert ratios["int8"] == pytest.approx(0.25 * (1 + 4 / 512), rel=0.001)
+        assert ratios["topk"] == pytest.approx(0.01 * 3, rel=0.001)
+        assert ratios["powersgd"] == pytest.approx(((512 + 258) * 2 + 1536) / COUNT, rel=0.001)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +19,10 @@ from paceline.core.state.digests import weights_sha256
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.tools.recipes.digits import LABEL_SMOOTHING, DigitsNet, load_digits
-from twins import Case, Parts, Pools, same_tensor, train_beside_twin
+from twins import Case, Pools, reentrant, same_tensor, train_beside_twin
 
 KINDS: dict[str, Callable[[nn.Module], Compressor]] = {
-    "bf16": lambda model: Cast(model, torch.bfloat16),
+    "bf16": Cast,
     "int8": Int8,
     "topk": lambda model: TopK(model, 0.02),
     "powersgd": lambda model: PowerSGD(model, rank=2),
@@ -62,7 +61,7 @@ def uncompressed(pools: Pools) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["int8", "topk", "powersgd"])
 def test_digits_are_learnt_within_one_percent_of_uncompressed(pools: Pools, uncompressed: float, kind: str) -> None:
     (accuracy, ratio, weights), (_, _, others) = pools.run(2, accuracy_on_digits, kind)
     assert uncompressed > 0.95  # it has learnt
@@ -78,15 +77,14 @@ def beside_twin(world: World, kind: str) -> None:
     """Lossless settings equal one process, with weights, uneven slices, unused parameters and rebuilt buckets."""
     lossless = {"topk": lambda model: TopK(model, 1.0), "powersgd": lambda model: PowerSGD(model, 100)}[kind]
     for case in [
-        Case(options={"bucket_cap_mb": 1e-4}),
         Case(pattern="unused on all in odd steps", batches=(12, 1, 7), options={"bucket_cap_mb": 1e-4}),
-        Case(micros=2, window="accumulate", set_to_none=False),
-        Case(build=lambda: Parts(checkpointing="reentrant"), pattern="a part twice"),
+        Case(micros=2, window="accumulate", set_to_none=False, batches=(12, 7)),
+        Case(build=reentrant, pattern="a part twice", batches=(12, 2)),
     ]:
         train_beside_twin(world, case, compression.hook, lossless)
 
 
-@pytest.mark.parametrize(("size", "kind"), [(1, "powersgd"), (3, "topk"), (3, "powersgd")])
+@pytest.mark.parametrize(("size", "kind"), [(1, "powersgd"), (2, "topk"), (2, "powersgd")])
 def test_without_loss_ranks_equal_one_process(pools: Pools, size: int, kind: str) -> None:
     pools.run(size, beside_twin, kind)
 
@@ -136,9 +134,9 @@ def test_compressors_do_the_same_in_torch_ddp(pools: Pools, kind: str) -> None:
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-def resumed(world: World, kind: str, folder: str) -> list[Any]:
-    weights = []
-    for start, stop in ((0, 8), (0, 4), (4, 8)):
+def resumed(world: World, kind: str, folder: str) -> str:
+    ends = []
+    for start, stop in ((0, 6), (0, 3), (3, 6)):
         model = DistributedDataParallel(net(), bucket_cap_mb=0.002)
         state = KINDS[kind](model)
         model.register_comm_hook(state, compression.hook)
@@ -154,15 +152,13 @@ def resumed(world: World, kind: str, folder: str) -> list[Any]:
                 model(torch.randn(6, 20, generator=generator)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            if stop == 4:
-                checkpointer.save(4)
-        left = {name: one.clone() for name, one in state.state_dict()["residuals"].items()}
+            if stop == 3:
+                checkpointer.save(3)
+        left = {name: one.tolist() for name, one in state.state_dict()["residuals"].items()}
         counters = state.steps, state.bytes_on_wire, state.bytes_uncompressed
-        weights.append((weights_sha256(model), counters, copy.deepcopy(left)))
-    whole, _, again = weights
-    assert whole[:2] == again[:2]
-    assert whole[2].keys() == again[2].keys()
-    assert all(torch.equal(one, again[2][name]) for name, one in whole[2].items())
+        ends.append((weights_sha256(model), counters, left))
+    whole, _, again = ends
+    assert whole == again
     return whole[0]
 
 

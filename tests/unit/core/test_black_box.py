@@ -6,8 +6,6 @@ import errno
 import os
 import signal
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +28,7 @@ from paceline.core.telemetry.flight_recorder import BUCKET_WAIT, BlackBox, open_
 from paceline.core.telemetry.job_directory import PARENT, JobFolder, read_note, running_jobs
 from paceline.core.telemetry.spans import Recorder
 from paceline.launch.job import black_boxes
-from processes import TIMEOUT_S
+from processes import paceline
 
 
 @pytest.fixture
@@ -80,10 +78,9 @@ def count(path: Path) -> None:
 def test_what_a_killed_rank_did_last_can_be_read(path: Path) -> None:
     def work() -> None:
         box = BlackBox(path, 1, 2)
-        with box.span("forward"):
-            pass
-        with box.span("optimizer"):
-            pass
+        for label in ("forward", "optimizer"):
+            with box.span(label):
+                pass
         with box.span("wait"), box.span("bucket wait", 7):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -102,13 +99,14 @@ def test_a_reader_never_sees_half_a_number(path: Path) -> None:
     try:
         while read_box(path) is None:
             time.sleep(0.001)
-        seen = [now_in(path) for _ in range(3000)]
+        seen = [now_in(path) for _ in range(1000)]
         while len({box.steps for box in seen}) <= 10:  # it is to be written while it is read
             seen.append(now_in(path))
     finally:
         end(child)
     seen.append(now_in(path))
-    for numbers in ([box.steps for box in seen], [box.since for box in seen], [box.stepped for box in seen]):
+    for name in ("steps", "since", "stepped"):
+        numbers = [getattr(box, name) for box in seen]
         assert numbers == sorted(numbers)
     assert {box.phase for box in seen} <= set(PHASES)
 
@@ -123,25 +121,20 @@ def test_an_exception_leaves_behind_which_phase_it_came_from(path: Path) -> None
     assert now.raised is not None
     assert (now.raised.phase, now.raised.bucket, now.raised.until) == ("collective", None, now.since)
     assert now.raised.since < now.raised.until
-    with suppress(ValueError), box.span("wait"), box.span("bucket wait", 3):
-        raise ValueError
+    with suppress(SystemExit), box.span("wait"), box.span("bucket wait", 3):
+        raise SystemExit(3)
     now = now_in(path)
     assert now.raised is not None
     assert (now.raised.phase, now.raised.bucket) == ("bucket wait", 3)
-    with suppress(SystemExit), box.span("optimizer"):
-        raise SystemExit(3)
-    assert (raised := now_in(path).raised) is not None
-    assert raised.phase == "optimizer"
 
 
 def test_an_exception_is_forgotten_when_the_next_phase_begins_and_the_end_of_data_is_none(path: Path) -> None:
     box = BlackBox(path, 0, 1)
-    assert now_in(path).raised is None
     with suppress(ValueError), box.span("forward"):
         raise ValueError
+    assert now_in(path).raised is not None
     with box.span("forward"):
         assert now_in(path).raised is None
-    assert now_in(path).raised is None
     with suppress(StopIteration), box.span("data wait"):
         raise StopIteration
     assert now_in(path).raised is None
@@ -165,8 +158,7 @@ def test_a_box_of_another_version_and_an_empty_file_are_said_so(path: Path) -> N
 
 def test_each_phase_is_seen_and_the_loop_after_it(path: Path) -> None:
     log = Recorder(box=BlackBox(path, 0, 1))
-    for recording in (False, True):
-        log.on = recording
+    for log.on in (False, True):
         for label in ("data wait", "forward", "backward", "wait", "optimizer", "checkpoint", "collective"):
             with log.span(label):
                 assert now_in(path).phase == label
@@ -269,19 +261,13 @@ def test_averages_leave_the_first_step_out_and_count_a_wait_once(path: Path, mon
     clock = [100.0]
     monkeypatch.setattr("paceline.core.telemetry.flight_recorder.time.monotonic", lambda: clock[0])
     log = Recorder(box=BlackBox(path, 0, 1))
-
-    def spend(label: str, seconds: float, inner: str | None = None) -> None:
-        with log.span(label):
-            if inner:
-                with log.span(inner, 0), log.span("collective"):
-                    clock[0] += seconds
-            else:
-                clock[0] += seconds
-
     for waited in (5.0, 1.0, 3.0):
-        spend("forward", 2.0)
-        spend("wait", waited, "bucket wait")
-        spend("optimizer", 0.5)
+        with log.span("forward"):
+            clock[0] += 2.0
+        with log.span("wait"), log.span("bucket wait", 0), log.span("collective"):
+            clock[0] += waited
+        with log.span("optimizer"):
+            clock[0] += 0.5
     box = now_in(path)
     assert (box.steps, box.stepped, box.step, box.waited) == (3, clock[0], 5.5, 3.0)
     assert (box.mean_step, box.mean_waited, box.waited_spread) == (4.5, 2.0, 1.0)
@@ -452,13 +438,19 @@ def test_the_numbers_of_phases_are_their_places() -> None:
 
 def test_opening_happens_at_the_first_span_and_not_at_import(parent: Path) -> None:
     """Importing paceline has no effect, and the rank's first span finds the box without a call in the script."""
+    code = f"""
+import os, pathlib, sys
+for name in [name for name in sys.modules if name == "paceline" or name.startswith("paceline.core.telemetry")]:
+    del sys.modules[name]
+import paceline
+from paceline.core.telemetry.flight_record import path_of, read_box
+from paceline.core.telemetry.spans import recorder
+path = path_of(pathlib.Path(os.environ["{FOLDER}"]), 0)
+assert read_box(path) is None
+with recorder.span("forward"):
+    assert read_box(path).phase == "forward"
+"""
     with JobFolder("run", str(parent), 1) as folder:
-        script = (
-            "import sys, pathlib; from paceline.core.telemetry.flight_record import read_box\n"
-            "from paceline.core.telemetry.spans import recorder\n"
-            f"path = pathlib.Path({str(path_of(folder.path, 0))!r})\n"
-            "assert read_box(path) is None\n"
-            "with recorder.span('forward'): assert read_box(path).phase == 'forward'\n"
-        )
         environment = {FOLDER: str(folder.path), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        subprocess.run([sys.executable, "-c", script], env=os.environ | environment, check=True, timeout=TIMEOUT_S)
+        done = paceline(parent, program=("-c", code), fork="all", **environment)
+        assert done.returncode == 0, done.stderr

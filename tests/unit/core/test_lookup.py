@@ -37,47 +37,32 @@ def refusal(*arguments: Any) -> tuple[type, str]:
     raise AssertionError(f"get{arguments} was not refused")
 
 
-def without_a_mesh(world: World) -> tuple[Any, ...]:
-    assert get("pg") is dist.group.WORLD
-    return answers()
-
-
-def test_without_a_mesh_answers_are_global(pools: Pools) -> None:
-    for rank, seen in enumerate(pools.run(4, without_a_mesh)):
-        assert seen == (4, rank, rank, rank, CPU, [0, 1, 2, 3])
-
-
 def of_two_dimensions(world: World) -> dict[str, Any]:
+    without = answers()
+    assert without == (4, world.rank, world.rank, world.rank, CPU, [0, 1, 2, 3])
+    assert get("pg") is dist.group.WORLD
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     get.register_mesh(mesh)
     assert answers("dp") == answers(mesh["dp"])
     assert answers("tp") == answers(mesh["tp"])
     assert [get(what, mesh) for what in EVERYWHERE] == [world.rank, world.local_rank, CPU]
-    assert answers() == without_a_mesh(world)
+    assert answers() == without
     # The group is one that can be used: a sum over it is a sum over the ranks along the dimension.
     total = torch.tensor([10**world.rank])
     dist.all_reduce(total, group=get("pg", "dp"))
     return {"dp": answers("dp"), "tp": answers("tp"), "sum over dp": int(total)}
 
 
-def test_with_a_mesh_of_two_dimensions_each_has_its_own_answers(pools: Pools) -> None:
+def test_without_a_mesh_answers_are_global_and_with_one_of_two_dimensions_each_has_its_own(pools: Pools) -> None:
     seen = pools.run(4, of_two_dimensions)
     #  ranks   tp 0  tp 1
     #  dp 0       0     1
     #  dp 1       2     3
-    assert [one["dp"] for one in seen] == [
-        (2, 0, 0, 0, CPU, [0, 2]),
-        (2, 0, 1, 1, CPU, [1, 3]),
-        (2, 1, 2, 2, CPU, [0, 2]),
-        (2, 1, 3, 3, CPU, [1, 3]),
-    ]
-    assert [one["tp"] for one in seen] == [
-        (2, 0, 0, 0, CPU, [0, 1]),
-        (2, 1, 1, 1, CPU, [0, 1]),
-        (2, 0, 2, 2, CPU, [2, 3]),
-        (2, 1, 3, 3, CPU, [2, 3]),
-    ]
-    assert [one["sum over dp"] for one in seen] == [101, 1010, 101, 1010]
+    for rank, one in enumerate(seen):
+        dp, tp = divmod(rank, 2)
+        assert one["dp"] == (2, dp, rank, rank, CPU, [tp, 2 + tp])
+        assert one["tp"] == (2, tp, rank, rank, CPU, [2 * dp, 2 * dp + 1])
+        assert one["sum over dp"] == [101, 1010][tp]
 
 
 def refusals(world: World) -> dict[str, Any]:
@@ -90,6 +75,8 @@ def refusals(world: World) -> dict[str, Any]:
         "word": refusal("world_size"),
         "unnamed": refusal("ws", DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]))),
     }
+    with pytest.raises(UsageError, match=r"no dimension names; create it with init_device_mesh\('cpu', \(2, 2\), "):
+        get.register_mesh(DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])))
     part = DeviceMesh("cpu", torch.tensor([0, 2]))
     said["outside"] = refusal("grank", part) if world.rank in (1, 3) else get("rank", part)
     return said
@@ -97,11 +84,8 @@ def refusals(world: World) -> dict[str, Any]:
 
 def test_what_cannot_be_answered_is_refused_with_the_remedy(pools: Pools) -> None:
     for rank, said in enumerate(pools.run(4, refusals)):
-        for what, (kind, message) in zip(GROUPED, said["several"], strict=True):
-            assert kind is UsageError
-            assert message == (
-                f"get({what!r}) needs one dimension, but the mesh has 2 (dp, tp); pass one of them, mesh['dp']"
-            )
+        needs = "needs one dimension, but the mesh has 2 (dp, tp); pass one of them, mesh['dp']"
+        assert said["several"] == [(UsageError, f"get({what!r}) {needs}") for what in GROUPED]
         assert said["dimension"] == (UsageError, "the registered mesh has no dimension 'pp'; it has 'dp', 'tp'")
         assert said["kind"][1] == "mesh must be a DeviceMesh or the name of a dimension of the registered one, not int"
         assert said["word"][1] == "get('world_size') is unknown; use one of ws, rank, pg, grank, lrank, device"
@@ -137,18 +121,9 @@ def test_before_init_there_is_nothing_to_get() -> None:
             call()
 
 
-def unnamed(world: World) -> str:
-    try:
-        get.register_mesh(DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])))
-    except UsageError as error:
-        return str(error)
-    raise AssertionError("registered")
-
-
 def registered_without_names(world: World) -> list[Any]:
     """As the tutorials register it, once, also with a pair of brackets more than it needs."""
     found = []
-    pair = [world.rank // 2 * 2, world.rank // 2 * 2 + 1]
     for ranks in ([0, 1, 2, 3], [[0, 1, 2, 3]]):
         assert get.register_mesh(DeviceMesh("cpu", torch.tensor(ranks))) is get
         found.append(answers())
@@ -159,12 +134,11 @@ def registered_without_names(world: World) -> list[Any]:
     get.register_mesh(mesh)
     found.append(answers())
     assert get("pg") is own
-    assert dist.get_process_group_ranks(get("pg")) == pair
     part = DeviceMesh("cpu", torch.tensor([1, 3]))
     get.register_mesh(part)
     found.append([get("grank"), get("rank") if world.rank in (1, 3) else refusal("rank")])
     get.register_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
-    assert answers() == without_a_mesh(world)
+    assert answers() == found[0]
     return found
 
 
@@ -178,17 +152,8 @@ def test_a_registered_mesh_of_one_dimension_without_names_is_the_default(pools: 
             "dimension 'dp' is unknown, because the registered mesh has no names; leave it out",
         )
         assert own == (2, rank % 2, rank, rank % 2, CPU, pair)  # lrank, too, is the place in the mesh
-        if rank in (1, 3):
-            assert part == [rank, rank // 2]
-        else:
-            assert part[0] == rank
-            assert part[1][0] is WorldError
-
-
-def test_a_mesh_of_several_dimensions_without_names_is_not_registered(pools: Pools) -> None:
-    assert set(pools.run(4, unnamed)) == {
-        "the mesh has no dimension names; create it with init_device_mesh('cpu', (2, 2), mesh_dim_names=(…))"
-    }
+        assert part[0] == rank
+        assert part[1] == rank // 2 if rank in (1, 3) else part[1][0] is WorldError
 
 
 @cache_mesh

@@ -9,7 +9,7 @@ import torch
 from paceline.core.processes.world import World
 from paceline.core.state.rng import derive_seed, rng_state, seed_all, set_rng_state, set_seed
 from paceline.errors import UsageError
-from ranks import run_ranks
+from ranks import Pools
 
 
 def draw() -> list[float]:
@@ -24,47 +24,31 @@ def test_seeds_are_stable_distinct_and_fit_63_bits() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**40])
-def test_seed_all_brings_the_same_stream_again(seed: int) -> None:
-    seed_all(seed)
-    first = draw()
-    seed_all(seed)
-    assert draw() == first
-    seed_all(seed + 1)
-    assert draw() != first
-
-
 @pytest.mark.parametrize("seed", [-1, 1.5, "7", None, True, -(2**70)])
 def test_a_seed_is_a_whole_number_from_0(seed: Any) -> None:
     with pytest.raises(UsageError, match="seed must be a whole number >= 0"):
         set_seed(seed)
 
 
-def streams(world: World, as_context: bool) -> tuple[list[float], list[float]]:
-    if as_context:
-        with set_seed(3):
-            inside = draw()
-        return inside, draw()
+def streams(world: World | None) -> list[list[float]]:
+    """Inside the block, after it, and without one."""
+    with set_seed(3):
+        inside = draw()
+    after = draw()
     set_seed(3)
-    return [], draw()
+    return [inside, after, draw()]
 
 
-def test_ranks_agree_inside_the_block_and_differ_after_it() -> None:
-    results = run_ranks(3, streams, True)
-    assert len({tuple(inside) for inside, _ in results}) == 1
-    assert len({tuple(after) for _, after in results}) == 3
-    assert run_ranks(3, streams, True) == results
-    assert [after for _, after in run_ranks(3, streams, False)] == [after for _, after in results]
-
-
-def test_before_there_is_a_process_group_the_launchers_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_inside_the_block_and_differ_after_it(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = pools.run(2, streams)
+    (inside, after, _), (same, other, _) = results
+    assert inside == same
+    assert after != other
+    assert all(after == alone for _, after, alone in results)
     # Every rank had rank 0's streams when set_seed came before init(): the same dropout everywhere.
-    found = []
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
-        set_seed(3)
-        found.append(draw())
-    assert found == [after for _, after in run_ranks(2, streams, False)]
+        assert streams(None) == results[rank]
 
 
 @pytest.mark.parametrize("rank", ["", "one", "-1", "1.0"])
@@ -99,29 +83,28 @@ def nested(world: World) -> list[list[float]]:
     return [*found, draw()]
 
 
-def test_inside_nested_blocks_ranks_agree_and_the_outer_stream_goes_on() -> None:
+def test_inside_nested_blocks_ranks_agree_and_the_outer_stream_goes_on(pools: Pools) -> None:
     """The inner block's end made the rest of the outer one differ by rank, and with it the initial weights."""
-    first, second = run_ranks(2, nested)
+    first, second = pools.run(2, nested)
     assert first[:-1] == second[:-1]
     assert first[-1] != second[-1]
-    with set_seed(3):
-        plain = [draw(), draw()]
-    assert [first[0], first[3]] == plain
-    with set_seed(4):
-        plain = [draw(), draw()]
-    assert [first[1], first[2]] == plain
+    assert [first[0], first[3]] == two_draws(3)
+    assert [first[1], first[2]] == two_draws(4)
+
+
+def two_draws(seed: int) -> list[list[float]]:
+    with set_seed(seed):
+        return [draw(), draw()]
 
 
 def test_a_block_that_is_left_by_an_exception_is_closed() -> None:
-    with set_seed(3):
-        expected = [draw(), draw()]
     with set_seed(3):
         found = [draw()]
         with pytest.raises(KeyError), set_seed(4):  # noqa: PT012
             draw()
             raise KeyError
         found.append(draw())
-    assert found == expected
+    assert found == two_draws(3)
     set_seed(3)
     after = draw()
     with set_seed(3):
@@ -132,13 +115,11 @@ def test_a_block_that_is_left_by_an_exception_is_closed() -> None:
 def test_a_block_that_was_made_before_the_one_around_it_leaves_that_alone() -> None:
     inner = set_seed(4)
     with set_seed(3):
-        expected = [draw(), draw()]
-    with set_seed(3):
         found = [draw()]
         with inner, inner:
             draw()
         found.append(draw())
-    assert found == expected
+    assert found == two_draws(3)
 
 
 def test_numpys_whole_numbers_and_large_ones_are_seeds() -> None:
@@ -151,15 +132,15 @@ def test_numpys_whole_numbers_and_large_ones_are_seeds() -> None:
                 found.append(draw())
             found.append(draw())
         assert found[:2] == found[2:]
-    streams = []
+    several = []
     for large in (2**64 - 1, 2**64, 2**64 + 1, 2**200):
         with set_seed(large):
-            streams.append(tuple(draw()[2:]))
-    assert len(set(streams)) == 4
+            several.append(tuple(draw()[2:]))
+    assert len(set(several)) == 4
 
 
 def test_a_state_brings_every_generator_back() -> None:
-    set_seed(1)
+    seed_all(1)
     random.gauss(0, 1)  # leaves half a pair behind, which is state, too
     state = rng_state()
     first = [*draw(), random.gauss(0, 1)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
+
+from processes import paceline
 
 HAMMER = """
 import gc, random, sys, threading, time
@@ -39,7 +40,7 @@ print(looks)
 """
 
 
-def test_a_stack_is_read_while_its_thread_returns_from_functions_and_collections_run() -> None:
+def test_a_stack_is_read_while_its_thread_returns_from_functions_and_collections_run(tmp_path: Path) -> None:
     # Python 3.11 without the pause: AttributeError or SIGSEGV within 2,000 looks.
-    done = subprocess.run([sys.executable, "-c", HAMMER], capture_output=True, text=True, timeout=300)
+    done = paceline(tmp_path, program=("-c", HAMMER), fork="all")
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "2499", "")

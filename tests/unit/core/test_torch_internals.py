@@ -1,7 +1,7 @@
 """Contracts with torch: each private name that Paceline relies on exists, and behaves in the way that is relied on.
 
-A test is called after the name in torch, so that a release that changes one fails by that name. What may be used
-outside ``paceline.core.torch_internals`` is listed below with the reason; everything else is found in the sources.
+A test is called after the name in torch, so that a release that changes one fails by that name. The names are found in
+the sources; none may be used outside ``paceline.core.torch_internals``.
 """
 
 from __future__ import annotations
@@ -223,11 +223,30 @@ def _() -> None:
     assert [(tensor.item(), tensor._version) for tensor in several] == [(1, 0), (1, 0)]
 
 
-@contract("torch._foreach_copy_")
+@contract(
+    "torch._foreach_add_",
+    "torch._foreach_copy_",
+    "torch._foreach_lerp_",
+    "torch._foreach_mul_",
+    "torch._foreach_norm",
+    "torch._foreach_zero_",
+)
 def _() -> None:
     targets = [torch.zeros(2), torch.zeros(1, dtype=torch.float64)]
-    tensors.copy_each(targets, [torch.ones(2), torch.ones(1)])
-    assert [target.tolist() for target in targets] == [[1, 1], [1]]
+    others = [torch.ones(2), torch.full((1,), 3.0)]
+    expected: list[tuple[Callable[[], object], list[list[float]]]] = [
+        (lambda: tensors.copy_each(targets, others), [[1, 1], [3]]),
+        (lambda: tensors.multiply_each(targets, 0.5), [[0.5, 0.5], [1.5]]),
+        (lambda: tensors.zero_each(targets[:1]), [[0, 0], [1.5]]),
+        (lambda: tensors.add_each(targets[:1], others[:1]), [[1, 1], [1.5]]),
+        (lambda: tensors.mix_each(targets[:1], [torch.zeros(2)], 0.25), [[0.75, 0.75], [1.5]]),
+    ]
+    for change, values in expected:
+        change()
+        assert [target.tolist() for target in targets] == values
+    norms = tensors.norm_each([torch.tensor([-3.0, 2.0]), torch.tensor([1.0, float("nan")])])
+    assert norms[0].item() == 3
+    assert norms[1].isnan()
 
 
 @contract("torch.utils._python_dispatch.TorchDispatchMode")
@@ -244,47 +263,12 @@ def _() -> None:
     assert seen == ["aten.ones.default", "aten.add.Tensor"]
 
 
-@contract("torch._foreach_lerp_")
-def _() -> None:
-    averages = [torch.zeros(2), torch.ones(1)]
-    tensors.mix_each(averages, [torch.ones(2), torch.ones(1)], 0.25)
-    assert [average.tolist() for average in averages] == [[0.25, 0.25], [1]]
-
-
-@contract("torch._foreach_norm")
-def _() -> None:
-    norms = tensors.norm_each([torch.tensor([-3.0, 2.0]), torch.tensor([1.0, float("nan")])])
-    assert norms[0].item() == 3
-    assert norms[1].isnan()
-
-
-@contract("torch._foreach_mul_")
-def _() -> None:
-    targets = [torch.ones(2), torch.ones(1)]
-    tensors.multiply_each(targets, 0.5)
-    assert [target.tolist() for target in targets] == [[0.5, 0.5], [0.5]]
-
-
-@contract("torch.utils._pytree.tree_leaves")
+@contract("torch.utils._pytree.tree_leaves", "torch.utils._pytree.tree_map")
 def _() -> None:
     assert tensors.tree_leaves(((1, [2]), {"a": 3})) == [1, 2, 3]
-
-
-@contract("torch.utils._pytree.tree_map")
-def _() -> None:
-    joined = tensors.tree_map(lambda one, two: one + two, {"a": [1], "b": 2}, {"b": 3, "a": [4]}, is_leaf=is_list)
+    one, two = {"a": [1], "b": 2}, {"b": 3, "a": [4]}
+    joined = tensors.tree_map(lambda one, two: one + two, one, two, is_leaf=lambda value: isinstance(value, list))
     assert joined == {"a": [1, 4], "b": 5}
-
-
-def is_list(value: object) -> bool:
-    return isinstance(value, list)
-
-
-@contract("torch._foreach_add_")
-def _() -> None:
-    targets = [torch.ones(2), torch.ones(1)]
-    tensors.add_each(targets, [torch.ones(2), torch.zeros(1)])
-    assert [target.tolist() for target in targets] == [[2, 2], [1]]
 
 
 @contract("Module._replicate_for_data_parallel")
@@ -306,13 +290,6 @@ def _() -> None:
     module.register_buffer("cache", None, persistent=False)
     module.register_buffer("saved", None)
     assert module._non_persistent_buffers_set == {"cache"}
-
-
-@contract("torch._foreach_zero_")
-def _() -> None:
-    targets = [torch.ones(2), torch.ones(1, dtype=torch.int32)]
-    tensors.zero_each(targets)
-    assert [target.tolist() for target in targets] == [[0, 0], [0]]
 
 
 @contract("Tensor._nnz")
@@ -525,23 +502,21 @@ def _() -> None:
         assert hasattr(options, name)
 
 
-def has_members(kind: str, *members: str) -> Callable[[], None]:
-    def check() -> None:
-        options = getattr(c10d, kind)()
-        assert [member for member in members if not hasattr(options, member)] == []
-
-    return check
-
-
-for kind, members in {
+OPTIONS = {
     "AllgatherOptions": ["asyncOp"],
     "AllreduceCoalescedOptions": ["reduceOp", "asyncOp"],
     "AllreduceOptions": ["reduceOp", "asyncOp"],
     "BarrierOptions": ["asyncOp", "device"],
     "BroadcastOptions": ["rootRank", "asyncOp"],
     "ReduceScatterOptions": ["reduceOp", "asyncOp"],
-}.items():
-    contract(f"torch._C._distributed_c10d.{kind}")(has_members(kind, *members))
+}
+
+
+@contract(*(f"torch._C._distributed_c10d.{kind}" for kind in OPTIONS))
+def _() -> None:
+    for kind, members in OPTIONS.items():
+        options = getattr(c10d, kind)()
+        assert [member for member in members if not hasattr(options, member)] == [], kind
 
 
 @contract(
@@ -597,28 +572,18 @@ def _() -> None:
     assert backend.options._timeout == TIMEOUT
 
 
-@contract("ProcessGroup._allgather_base")
+@contract(
+    "ProcessGroup._allgather_base", "ProcessGroup._reduce_scatter_base", "ProcessGroup._get_sequence_number_for_group"
+)
 def _() -> None:
     group: Any = c10d.get_default_group()
-    output = torch.zeros(2)
-    group._allgather_base(output, torch.ones(2), c10d.AllgatherOptions()).wait()
-    assert output.tolist() == [1, 1]
-
-
-@contract("ProcessGroup._get_sequence_number_for_group")
-def _() -> None:
-    group: Any = c10d.get_default_group()
+    gathered, scattered = torch.zeros(2, 2)
+    group._allgather_base(gathered, torch.ones(2), c10d.AllgatherOptions()).wait()
+    group._reduce_scatter_base(scattered, torch.ones(2), c10d.ReduceScatterOptions()).wait()
+    assert gathered.tolist() == scattered.tolist() == [1, 1]
     before = group._get_sequence_number_for_group()
     dist.all_reduce(torch.ones(1))
     assert group._get_sequence_number_for_group() == before + 1
-
-
-@contract("ProcessGroup._reduce_scatter_base")
-def _() -> None:
-    group: Any = c10d.get_default_group()
-    output = torch.zeros(2)
-    group._reduce_scatter_base(output, torch.ones(2), c10d.ReduceScatterOptions()).wait()
-    assert output.tolist() == [1, 1]
 
 
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
@@ -830,19 +795,12 @@ def _() -> None:
 # -- torchelastic -----------------------------------------------------------------------------------------------------
 
 
-def is_called_with(member: str, *parameters: str) -> Callable[[], None]:
-    def check() -> None:
-        assert list(inspect.signature(getattr(LocalElasticAgent, member)).parameters) == ["self", *parameters]
-
-    return check
-
-
-for member, parameters in {
-    "_start_workers": ["worker_group"],
-    "_monitor_workers": ["worker_group"],
-    "_restart_workers": ["worker_group"],
-}.items():
-    contract(f"LocalElasticAgent.{member}")(is_called_with(member, *parameters))
+@contract(
+    "LocalElasticAgent._start_workers", "LocalElasticAgent._monitor_workers", "LocalElasticAgent._restart_workers"
+)
+def _() -> None:
+    for member in ("_start_workers", "_monitor_workers", "_restart_workers"):
+        assert list(inspect.signature(getattr(LocalElasticAgent, member)).parameters) == ["self", "worker_group"]
 
 
 @contract("LocalElasticAgent._pcontext", "LocalElasticAgent._remaining_restarts")
@@ -898,38 +856,21 @@ def test_torch_keeps(name: str, world: None) -> None:
 
 # -- the sources ------------------------------------------------------------------------------------------------------
 
-ELSEWHERE: dict[str, str] = {}
-"""Private names that are used outside ``torch_internals``, with the reason."""
 NOT_OF_TORCH = {
-    "_asdict": "namedtuple",
-    "_fields": "namedtuple",
-    "_replace": "namedtuple",
-    "_exit": "os",
-    "_config": "multiprocessing",
-    "_getframe": "sys",
-    "_current_frames": "sys",
-    "_native_id": "threading",
-    "_action_groups": "argparse",
-    "_group_actions": "argparse",
-    "_option_string_actions": "argparse",
-    "_optionals": "argparse",
-    "_positionals": "argparse",
-    "_fingerprint": "data sets of Hugging Face",
-    "_index": "rich",
-    **dict.fromkeys(("_capture", "_capture_fixture", "_global_capturing", "_fixtureinfo", "_setupstate"), "pytest"),
-    "_fixture_defs": "pytest",
-    "_hypothesis_internal_use_settings": "hypothesis",
-    **dict.fromkeys(("_tmp_path_factory", "_excinfo", "_remove_plugin", "_request"), "pytest"),
-    "_warn_no_data": "coverage",
-    "_warn_preimported_source": "coverage",
-    "_warn_unimported_source": "coverage",
-    "_get_exc_info": "IPython",
-    "_C": "a part of names of torch, which are looked at as a whole",
-    "_utils": "a part of names of torch, which are looked at as a whole",
-    "_world": "a part of names of torch, which are looked at as a whole",
-    "_execution_engine": "a part of names of torch, which are looked at as a whole",
+    "namedtuple": "_asdict _fields _replace",
+    "os and sys": "_exit _getframe _current_frames",
+    "multiprocessing and threading": "_config _native_id",
+    "argparse": "_action_groups _group_actions _option_string_actions _optionals _positionals",
+    "data sets of Hugging Face": "_fingerprint",
+    "rich": "_index",
+    "pytest": "_capture _capture_fixture _global_capturing _fixtureinfo _setupstate _fixture_defs _tmp_path_factory "
+    "_excinfo _remove_plugin _request",
+    "hypothesis": "_hypothesis_internal_use_settings",
+    "coverage": "_warn_no_data _warn_preimported_source _warn_unimported_source",
+    "IPython": "_get_exc_info",
+    "a part of names of torch, which are looked at as a whole": "_C _utils _world _execution_engine",
 }
-"""Private members of objects that no class of ours has, and whose they are."""
+"""Private members of objects that no class of ours has, by whose they are."""
 
 
 def is_private(name: str) -> bool:
@@ -967,22 +908,15 @@ class Names(ast.NodeVisitor):
                 self.known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                 self._note(f"{node.module}.{alias.name}")
 
-    def _bind(self, target: ast.expr, value: ast.expr | None) -> None:
-        if value is not None and isinstance(target, ast.Name) and (whole := self._whole(value)):
-            self.known[target.id] = whole
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        for target in node.targets:
-            self._bind(target, node.value)
+    def visit_Assign(self, node: ast.Assign | ast.AnnAssign) -> None:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if isinstance(target, ast.Name):
                 self.defined.add(target.id)
+                if node.value is not None and (whole := self._whole(node.value)):
+                    self.known[target.id] = whole
         self.generic_visit(node)
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self._bind(node.target, node.value)
-        if isinstance(node.target, ast.Name):
-            self.defined.add(node.target.id)
-        self.generic_visit(node)
+    visit_AnnAssign = visit_Assign
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if whole := self._whole(node):
@@ -1004,13 +938,11 @@ class Names(ast.NodeVisitor):
         if isinstance(node.value, str) and re.fullmatch(r"torch(\.\w+)+", node.value):
             self._note(node.value)
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+    def visit_ClassDef(self, node: ast.ClassDef | ast.FunctionDef) -> None:
         self.defined.add(node.name)
         self.generic_visit(node)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.defined.add(node.name)
-        self.generic_visit(node)
+    visit_FunctionDef = visit_ClassDef
 
 
 def names_in(source: str) -> Names:
@@ -1034,7 +966,7 @@ def test_private_names_of_torch_are_used_in_torch_internals_alone(found: dict[st
         f"{path} uses {name}"
         for path, names in sorted(found.items())
         if not path.startswith("core/torch_internals/")
-        for name in sorted(names.torch - ELSEWHERE.keys())
+        for name in sorted(names.torch)
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -1046,11 +978,9 @@ def test_every_private_name_of_torch_has_a_contract(found: dict[str, Names]) -> 
 
 def test_every_private_member_of_an_object_of_torch_has_a_contract(found: dict[str, Names]) -> None:
     own = set[str]().union(*(names.defined for names in found.values()))
-    kept = {name.rpartition(".")[2] for name in CONTRACTS}
+    kept = {name.rpartition(".")[2] for name in CONTRACTS} | set(" ".join(NOT_OF_TORCH.values()).split())
     wrong = [
-        f"{path} uses {name}"
-        for path, names in sorted(found.items())
-        for name in sorted(names.members - own - kept - NOT_OF_TORCH.keys())
+        f"{path} uses {name}" for path, names in sorted(found.items()) for name in sorted(names.members - own - kept)
     ]
     assert not wrong, "\n".join(wrong)
 
