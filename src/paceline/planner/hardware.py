@@ -164,7 +164,7 @@ def links(text: str, kind: Device) -> tuple[Link, Link]:
             f"--links {text}: {second!r} {wrong}; write INSIDE,BETWEEN, where BETWEEN is one of {', '.join(between)}, "
             "or a host's speed, such as 100gbit, 8x200gbit or 25gbit-tcp (without RDMA)"
         )
-    if re.fullmatch(r"nvlink\d", first) and kind.nvlink != first and match("devices", kind.name):
+    if re.fullmatch(r"nvlink\d", first) and kind.nvlink != first and not kind.name.endswith("flops"):
         has = kind.nvlink or "no NVLink, apart from nvlink-bridge between two devices"
         raise UsageError(f"--links {text} contradicts --device {kind.name}, which has {has}; correct one of them")
     return inside_link(first, kind), between_link(second, kind)

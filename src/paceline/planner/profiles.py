@@ -127,6 +127,7 @@ def _checked(plan: Profiled) -> Profiled:
         "ranks": (1, MOST_RANKS),
         "hosts": (1, plan.ranks),
         "micro_batches": (1, LARGEST),
+        "forward_s": (1e-9, LARGEST),
     }
     ranges |= dict.fromkeys(("cores", "samples", "critical_batch"), (1e-9, LARGEST))
     for name, value in vars(plan).items():
@@ -139,7 +140,7 @@ def _checked(plan: Profiled) -> Profiled:
                 if isinstance(number, int | float) and not low <= number <= high:
                     where = f"{PLAN}.{name}[{at}]" if isinstance(value, list) else f"{PLAN}.{name}"
                     raise WrongValue(f"{where} is {shown(number)}, but must be from {low:g} to {high:g}")
-    if not (plan.workload.backward_s and plan.workload.nbytes):
+    if plan.workload.backward_s < 1e-9 or not plan.workload.nbytes:
         raise WrongValue(f"{PLAN}.layers has no time or no bytes")
     return plan
 
@@ -156,7 +157,10 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
         cluster: hosts and links of the prediction. By default, they equal the hosts and links of the largest profile.
     """
     first, last = (choose(profiles, key=lambda profile: profile.ranks) for choose in (min, max))
-    _check_same(first, last)
+    if len({profile.ranks for profile in profiles}) < len(profiles):
+        raise UsageError("two profiles have the same number of ranks; give one of each number")
+    for profile in profiles:
+        _check_same(first, profile)
     link = last.link()
     if cluster is None and link is None:
         raise UsageError(
@@ -177,7 +181,7 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
             calibration = explained.calibration
     if cluster is not None:
         here = replace(cluster, contention=here.contention)
-    return Job(work, here, calibration, last.critical_batch)
+    return Job(work, here, calibration, last.critical_batch or first.critical_batch)
 
 
 def _on(profile: Profiled) -> Cluster:

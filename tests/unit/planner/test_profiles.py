@@ -80,6 +80,11 @@ def test_compression_and_sharding_trade_bytes_for_work() -> None:
     assert savings["sharded optimizer"] == pytest.approx(1 - (0.33 - 0.01 + 0.04 + 0.04) / 0.37)
 
 
+def test_two_profiles_of_the_same_number_of_ranks_are_refused() -> None:
+    with pytest.raises(UsageError, match="two profiles have the same number of ranks"):
+        from_profiles([TWO, replace(TWO, communication_s=0.4)])
+
+
 def test_noise_in_a_profile_does_not_become_an_impossible_slowdown() -> None:
     faster = replace(TWO, forward_s=0.07, layers=[(0.07, 4_000_000)] * 2, optimizer_s=0.014)
     assert from_profiles([ONE, faster]).cluster.stretch(8, 1.0) >= 2, "8 ranks share 4 cores"

@@ -126,15 +126,21 @@ def test_an_efficiency_relative_to_several_devices_is_predicted_relative_to_them
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"efficiency": "87.5"}, r"rows.csv, row 3 \(ResNet-50, 16 × V100\): efficiency=87.5 is above 1.5"),
-        ({"efficiency": "good"}, r"row 3 .*: efficiency=good is not a positive number"),
-        ({"devices": "-1"}, r"row 3 .*: devices=-1 is not a positive number"),
-        ({"devices_per_node": "nan"}, r"row 3 .*: devices_per_node=nan is not a positive number"),
+        ({"efficiency": "87.5"}, r"rows.csv, line 3 \(ResNet-50, 16 × V100\): efficiency=87.5 is above 1.5"),
+        ({"efficiency": "good"}, r"line 3 .*: efficiency=good is not a positive number"),
+        ({"devices": "-1"}, r"line 3 .*: devices=-1 is not a positive number"),
+        ({"devices_per_node": "nan"}, r"line 3 .*: devices_per_node=nan is not a positive number"),
     ],
 )
 def test_a_wrong_value_names_its_row(tmp_path: Path, values: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read(write(tmp_path / "rows.csv", [RESNET, RESNET | values]))
+
+
+def test_texts_of_a_file_cannot_control_the_terminal_or_grow_numbers_without_bound(tmp_path: Path) -> None:
+    found = row(tmp_path, model="ResNet-50\x1b[31m", notes=f"baseline_devices={'9' * 400}, grad_accum={'9' * 400}")
+    assert "\x1b" not in found.title
+    assert math.isfinite(found.predict().efficiency)
 
 
 def test_missing_columns_are_named(tmp_path: Path) -> None:
@@ -143,7 +149,7 @@ def test_missing_columns_are_named(tmp_path: Path) -> None:
 
 
 def test_files_without_rows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no row with an efficiency"):
+    with pytest.raises(UsageError, match="no usable row"):
         read(write(tmp_path / "rows.csv", [RESNET | {"efficiency": ""}]))
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         read(str(tmp_path / "none.csv"))

@@ -80,7 +80,7 @@ def test_the_number_of_devices_that_stops_paying_is_marked(
     slow = ("--links", "nvlink4,1gbit")
     plan = planned(*DESCRIBED, *slow)
     assert plan["stops_paying"] == 8
-    assert plan["effects"]["devices"] == 8
+    assert plan["effects"]["devices"] == 16
     assert plan["effects"]["savings"]["accumulate 4 batches"] > 0
     assert run(*DESCRIBED, *slow) == 0
     assert "Stops paying at 8 devices" in capfd.readouterr().out
@@ -137,10 +137,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], messa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (ROW.replace("0.94", "94"), "row 2 (ResNet-50, 8 × V100): efficiency=94 is above 1.5"),
+        (ROW.replace("0.94", "94"), "line 2 (ResNet-50, 8 × V100): efficiency=94 is above 1.5"),
         (ROW.replace(",8,8,", ",8,0.5,"), "devices_per_node=0.5 is not a whole number"),
         (ROW.replace(",8,8,", ",0.4,8,"), "devices=0.4 is not a whole number"),
-        ("", "has no row with an efficiency"),
+        ("", "has no usable row"),
     ],
 )
 def test_a_wrong_table_is_one_line_and_exit_code_2(tmp_path: Path, text: str, message: str, refusal: Any) -> None:

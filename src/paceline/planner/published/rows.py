@@ -30,8 +30,8 @@ HOST = 8
 OWN_REDUCER = re.compile("no horovod|replicated|parameter.?server|distributed tensorflow|mirrored|paddle")
 """Frameworks that reduce gradients with code of their own, which does not use NVLink."""
 LIBRARY = re.compile("(?<!no )horovod|ddp|apex")
-NUMBER = r"\d+(?:\.\d+)?"
-STATED_PARAMS = re.compile(r"\b(\d+(?:\.\d+)?) ?(m|b)\b")
+NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
+STATED_PARAMS = re.compile(rf"\b({NUMBER}) ?(m|b)\b")
 """Millions or billions of parameters in a model's name, as in ``Llama 3.1 8B``."""
 
 
@@ -58,16 +58,24 @@ def read(path: str) -> tuple[Sequence[Row], int]:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            texts = [{name: row[name] or "" for name in COLUMNS} for row in reader] if not missing else []
+            texts = [] if missing else [(reader.line_num, row) for row in reader]
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if missing:
         raise UsageError(f"{path} lacks the columns {', '.join(missing)}; add them, even if they are empty")
-    rows = [parse(_Text(values, f"{path}, row {number}")) for number, values in enumerate(texts, 2)]
+    rows = [
+        parse(_Text({name: printable(row[name] or "") for name in COLUMNS}, f"{path}, line {line}"))
+        for line, row in texts
+    ]
     kept = [row for row in rows if row is not None]
     if not kept:
-        raise UsageError(f"{path} has no row with an efficiency")
+        raise UsageError(f"{path} has no usable row: every row lacks an efficiency or is flagged as suspect")
     return kept, len(rows) - len(kept)
+
+
+def printable(text: str) -> str:
+    """Return `text` without characters that could control a terminal."""
+    return "".join(filter(str.isprintable, text))
 
 
 class _Text:
@@ -110,15 +118,17 @@ class _Text:
 
 def parse(text: _Text) -> Row | None:
     """Return a row; None if it is flagged as suspect, or states no efficiency."""
+    if "flag=suspect" in text.notes:
+        return None
     efficiency, devices = text.number("efficiency"), text.count("devices")
-    if efficiency is None or devices is None or "flag=suspect" in text.notes:
+    if efficiency is None or devices is None:
         return None
     if efficiency > MOST:
         raise UsageError(
             f"{text.place} ({text.title}): efficiency={efficiency:g} is above {MOST}; write it as a fraction, or add "
             "flag=suspect to the notes"
         )
-    baseline = int(text.noted(r"baseline_devices=(\d+)", 1))
+    baseline = int(text.noted(r"baseline_devices=(\d{1,15})", 1))
     return Row(text.values["source"], text.title, _job(text, baseline), devices, baseline, efficiency)
 
 
@@ -126,7 +136,7 @@ def _job(text: _Text, baseline: int) -> Job:
     kind = device_or_unknown(text.values["device"])
     known = match("models", text.model)
     assert known is not None  # the table's last pattern is empty
-    stated, shards = STATED_PARAMS.search(text.model), re.search(r"([1-9]\d*)-way model", text.model)
+    stated, shards = STATED_PARAMS.search(text.model), re.search(r"\b([1-9]\d{0,14})-way model", text.model)
     millions = text.number("params_millions") or float(known["parameters_millions"])
     if stated and not text.values["params_millions"]:
         millions = float(stated[1]) * (1000 if stated[2] == "b" else 1)
@@ -148,7 +158,7 @@ def _job(text: _Text, baseline: int) -> Job:
         UNKNOWN_STEP_S if seconds is None else seconds,
         params * width,
         batch or 1,
-        int(text.noted(r"grad_accum=(\d+)", 1)),
+        int(text.noted(r"grad_accum=(\d{1,15})", 1)),
         float(known["classifier"]),
     )
     return Job(replace(work, is_host_bound=is_half and gflop > 0), _cluster(text, kind))
@@ -163,12 +173,12 @@ def _measured_s(text: _Text, baseline: int, batch: float | None, units: float) -
     single = text.noted(r"baseline_throughput=(#)", single * baseline) / baseline
     single = text.noted(r"baseline tokens/s/gpu=(#)", single)
     if "lower is better" in text.unit:
-        steps = text.noted(r"(\d+) steps", 0)
+        steps = text.noted(r"(\d{1,15}) steps", 0)
         return single / steps if steps and single else None
     if not single or batch is None or "speed-up" in text.unit:
         return None
     counts_units = batch < 2000 and ("tokens" in text.unit or "mels" in text.unit or units > 7000)
-    length = text.noted(r"seq(?:[ _]?len(?:gth)?)?[ =]+(\d+)", units)
+    length = text.noted(r"seq(?:[ _]?len(?:gth)?)?[ =]+(\d{1,15})", units)
     return batch * (length if counts_units else 1) / single
 
 

@@ -56,7 +56,7 @@ def look_ahead(
         cost = None if price is None else price * count * prediction.seconds(epoch or 1e6) / 3600
         entries.append(Entry(prediction, goodput_on(hosts), seconds, cost))
     stops = stops_paying(job, max(counts))
-    changed_on = stops or max(counts)
+    changed_on = min(2 * stops, max(counts)) if stops else max(counts)
     changed = effects(job, changed_on, speedup) if changed_on > 1 else {}
     predictions = [entry.prediction for entry in entries]
     steps = [(made.ranks, made.ranks * job.workload.samples, made.step.length_s) for made in predictions]

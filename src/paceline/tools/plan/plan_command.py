@@ -97,8 +97,8 @@ def plan(
 
     check_chart("--plot", plot)
     if validate is not None:
-        if profiles or params:
-            raise UsageError("--validate compares published results; leave out the profiles and --params")
+        if profiles or any((params, flops, batch, precision, device, links, hosts_of, price, samples)):
+            raise UsageError("--validate compares published results; leave out the profiles, and the options of a job")
         report_validation(validate, json, plot)
         return
     numbers = {"--params": params, "--flops": flops, "--batch": batch}
@@ -148,7 +148,7 @@ def _goodput(job: Job, numbers: dict[str, str | None]) -> Callable[[int], Goodpu
 def _counts(text: str) -> list[int]:
     """Return the numbers of devices: those in a list, or powers of two up to a single number."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and len(word) < 8 and 0 < int(word) <= MOST for word in words):
+    if not all(re.fullmatch(r"[1-9]\d{0,6}", word) and int(word) <= MOST for word in words):
         raise UsageError(f"--devices={text} must be a number from 1 to {MOST:,}, or a list such as 1,8,64")
     counts = {int(word) for word in words}
     if len(words) == 1:

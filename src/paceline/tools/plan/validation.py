@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from paceline.core.output.charts import write_chart
@@ -88,10 +89,12 @@ def _print(result: dict[str, Any]) -> None:
     table = new_table(["source", "rows", "planner", "rule of thumb", "by log2", "bias", "covered"], words=("source",))
     for entry in result["sources"]:
         errors = ["" if entry[name] is None else f"{entry[name]:.1f}" for name in ("model", "rule", "by_size")]
-        table.add_row(entry["source"], str(entry["rows"]), *errors, f"{entry['bias']:+.1f}", f"{entry['covered']:.0%}")
+        table.add_row(
+            escape(entry["source"]), str(entry["rows"]), *errors, f"{entry['bias']:+.1f}", f"{entry['covered']:.0%}"
+        )
     print_table(table)
     print()
     table = new_table(["worst rows", "source", "predicted", "reported"], words=("worst rows", "source"))
     for row in result["worst"]:
-        table.add_row(row["row"], row["source"], f"{row['predicted']:.0%}", f"{row['reported']:.0%}")
+        table.add_row(escape(row["row"]), escape(row["source"]), f"{row['predicted']:.0%}", f"{row['reported']:.0%}")
     print_table(table)
