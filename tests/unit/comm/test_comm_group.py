@@ -7,8 +7,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,6 @@ from ranks import run_ranks
 from twins import Pools
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools("paceline") as pools:
-        yield pools
-
-
 def default() -> Any:
     return dist.group.WORLD
 
@@ -42,12 +37,18 @@ def default() -> Any:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena()
+    yield arena
+    arena.close()
+
+
 def blocks(arena: Arena) -> int:
     return os.fstat(arena.descriptor).st_blocks * 512
 
 
-def test_freed_memory_goes_back_to_the_host_and_comes_again_as_zeros() -> None:
-    arena = Arena()
+def test_freed_memory_goes_back_to_the_host_and_comes_again_as_zeros(arena: Arena) -> None:
     for _ in range(3):
         tensor = arena.allocate(1_000_000, torch.float32)
         assert not tensor.any()
@@ -55,11 +56,9 @@ def test_freed_memory_goes_back_to_the_host_and_comes_again_as_zeros() -> None:
         assert blocks(arena) >= 4_000_000
         arena.free(tensor)
         assert blocks(arena) == 0
-    arena.close()
 
 
-def test_pieces_are_joined_again_so_that_memory_never_runs_out() -> None:
-    arena = Arena()
+def test_pieces_are_joined_again_so_that_memory_never_runs_out(arena: Arena) -> None:
     for turn in range(300):
         several = [arena.allocate(1 + (turn * k) % 50_000, torch.float32) for k in range(1, 8)]
         starts = sorted((one.data_ptr(), one.data_ptr() + one.numel() * 4) for one in several)
@@ -69,11 +68,9 @@ def test_pieces_are_joined_again_so_that_memory_never_runs_out() -> None:
             arena.free(one)
     # The first piece that is free is long enough for more than all of them took together.
     assert arena.allocate(1_000_000, torch.float64).data_ptr() == arena.address + HEADER_BYTES
-    arena.close()
 
 
-def test_what_is_not_there_cannot_be_freed_and_too_much_cannot_be_had() -> None:
-    arena = Arena()
+def test_what_is_not_there_cannot_be_freed_and_too_much_cannot_be_had(arena: Arena) -> None:
     tensor = arena.allocate(10, torch.float32)
     arena.free(tensor)
     other = arena.allocate(5000, torch.float32)
@@ -90,71 +87,43 @@ def test_what_is_not_there_cannot_be_freed_and_too_much_cannot_be_had() -> None:
     assert empty.dtype is torch.bfloat16
     assert arena.offset_of(empty) is not None
     arena.free(empty)
-    arena.close()
 
 
-def test_memory_is_on_the_cpu_and_no_inference_tensor_whatever_the_context() -> None:
-    arena = Arena()
+def test_memory_is_on_the_cpu_and_no_inference_tensor_whatever_the_context(arena: Arena) -> None:
     with torch.inference_mode(), torch.device("meta"):
         tensor = arena.allocate(4, torch.float32)
         assert arena.allocate(0, torch.float32).device.type == "cpu"
     assert tensor.device.type == "cpu"
     tensor.add_(1)
-    arena.close()
-
-
-def several_threads(world: World) -> None:
-    """Launched operations, those of the thread and plain ones take turns on one group."""
-    group = default()
-    shared = group.allocate(50_000, torch.float32)
-    for turn in range(30):
-        shared.fill_(world.rank + turn)
-        launched = group.launch_all_reduce(shared)
-        queued = [torch.full((1000 * k,), float(world.rank)) for k in range(1, 4)]
-        works = [dist.all_reduce(one, async_op=True) for one in queued]
-        while not works[-1].is_completed():
-            group.progress()
-        launched.wait()
-        plain = torch.ones(3)
-        dist.all_reduce(plain)
-        assert shared.eq(sum(rank + turn for rank in range(world.size))).all()
-        assert plain.eq(world.size).all()
-        for work, one in zip(works, queued, strict=True):
-            work.wait()
-            assert one.eq(sum(range(world.size))).all()
-    group.free(shared)
-
-
-def test_launched_asynchronous_and_plain_operations_take_turns(pools: Pools) -> None:
-    pools.run(2, several_threads)
 
 
 # -- handles and the thread --------------------------------------------------------------------------------------------
 
 
-def test_operations_run_in_order_whether_waited_for_or_not() -> None:
+@pytest.fixture
+def runner() -> Iterator[Runner]:
     runner = Runner("test")
+    yield runner
+    runner.close()
+
+
+def test_operations_run_in_order_whether_waited_for_or_not(runner: Runner) -> None:
     done: list[int] = []
 
-    def slowly(number: int) -> Callable[[], None]:
-        def run() -> None:
-            time.sleep(0.002)
-            done.append(number)
-
-        return run
+    def slowly(number: int) -> None:
+        time.sleep(0.002)
+        done.append(number)
 
     for number in range(60):
-        handle = runner.submit(slowly(number), [], asynchronous=number % 3 != 2)
+        handle = runner.submit(partial(slowly, number), [], asynchronous=number % 3 != 2)
         if number % 3 == 2:
             handle.wait()
             assert done[-1] == number
     runner.drain()
     assert done == list(range(60))
-    runner.close()
 
 
-def test_an_error_comes_through_wait_and_future_and_the_next_operation_runs() -> None:
-    runner = Runner("test")
+def test_an_error_comes_through_wait_and_future_and_the_next_operation_runs(runner: Runner) -> None:
 
     def fail() -> None:
         raise CommunicationError("as told")
@@ -173,22 +142,18 @@ def test_an_error_comes_through_wait_and_future_and_the_next_operation_runs() ->
     fine = runner.submit(lambda: None, [torch.ones(1)], asynchronous=True)
     assert fine.get_future().wait()[0].item() == 1
     assert fine.is_success()
-    runner.close()
 
 
-def test_a_wait_with_a_timeout_ends_and_the_operation_goes_on() -> None:
-    runner = Runner("test")
+def test_a_wait_with_a_timeout_ends_and_the_operation_goes_on(runner: Runner) -> None:
     gate = threading.Event()
     handle = runner.submit(lambda: gate.wait(10) and None, [], asynchronous=True)  # type: ignore[func-returns-value]
     with pytest.raises(CommunicationError, match=r"did not finish within 0\.05 s"):
         handle.wait(timedelta(seconds=0.05))
     gate.set()
     assert handle.wait(timedelta(seconds=5))
-    runner.close()
 
 
-def test_a_futures_callback_may_begin_and_wait_for_operations() -> None:
-    runner = Runner("test")
+def test_a_futures_callback_may_begin_and_wait_for_operations(runner: Runner) -> None:
     said: list[str] = []
 
     def then(future: Any) -> None:
@@ -204,11 +169,9 @@ def test_a_futures_callback_may_begin_and_wait_for_operations() -> None:
     chained.wait()
     runner.drain()
     assert said == ["inside", "after", "next"]
-    runner.close()
 
 
-def test_tensors_are_let_go_when_their_operation_is_over() -> None:
-    runner = Runner("test")
+def test_tensors_are_let_go_when_their_operation_is_over(runner: Runner) -> None:
     for asynchronous in (True, False):
         tensor = torch.ones(10)
         alive = weakref.ref(tensor)
@@ -220,7 +183,6 @@ def test_tensors_are_let_go_when_their_operation_is_over() -> None:
             time.sleep(0.005)
             gc.collect()
         assert alive() is None
-    runner.close()
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------
@@ -251,29 +213,32 @@ def fork(world: World) -> None:
     assert before
     for batch in DataLoader(Spy(), num_workers=2, multiprocessing_context="fork"):
         assert batch.item() < 3, "a worker holds the rank's eventfds"  # what multiprocessing itself needs
+    if world.rank == 1:
+        dist.recv(torch.ones(1), 0)  # when rank 0's child has asked
+    work = dist.all_reduce(torch.ones(5), async_op=True)
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            tensor = torch.ones(3)
-            try:
-                dist.all_reduce(tensor)
-            except CommunicationError as error:
-                status = 0 if "forked from a rank" in str(error) else 2
+            second = timedelta(seconds=1)
+            for ask in (lambda: dist.all_reduce(torch.ones(3)), work.wait, lambda: work.wait(second), work.get_future):
+                with pytest.raises(CommunicationError, match="forked from a rank"):
+                    ask()
+            status = 0
             group.shutdown()
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    if world.rank == 0:
+        dist.send(torch.ones(1), 1)
+    work.wait()
     assert len(ours()) == before
-    for asynchronous in (False, True):
-        tensor = torch.ones(3)
-        work = dist.all_reduce(tensor, async_op=asynchronous)
-        if asynchronous:
-            work.wait()
-        assert tensor.eq(world.size).all()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.eq(world.size).all()
 
 
-def test_forked_children_close_what_is_the_ranks_own(pools: Pools) -> None:
+def test_forked_children_close_what_is_the_ranks_own_and_are_refused_results(pools: Pools) -> None:
     pools.run(2, fork)
 
 

@@ -347,9 +347,8 @@ def fail(world: World) -> None:
             text = str(caught.value)
             begin = f"rank {world.rank}: communication hook '{hook.__qualname__}', called for bucket 0, "
             assert text.startswith(begin) is is_culprit, text
-            assert (message if is_culprit else "the communication hook failed on rank 1, so the gradients") in text, (
-                text
-            )
+            told = message if is_culprit else "the communication hook failed on rank 1, so the gradients"
+            assert told in text, text
             assert "\n" not in text
             for _ in range(2):  # the replicas cannot go on
                 with pytest.raises(PacelineError, match="start again from the last checkpoint"):
