@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
-from paceline import compression
 from paceline.checkpoint import Checkpointer
 from paceline.core.processes.world import World
 from paceline.core.state.digests import tensor_digest, weights_sha256
@@ -32,10 +31,9 @@ from paceline.core.state.rng import rng_state, set_seed
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import PacelineError
-from paceline.optim import ShardedOptimizer
 from paceline.train import Evaluation, JsonLines, Result, TrainConfig, Trainer, lr_factor, training_step
 
-FEATURES, CLASSES = 6, 3
+FEATURES, WIDTH, CLASSES = 6, 16, 3
 LR = 0.05
 
 
@@ -103,6 +101,18 @@ class Points(Dataset[Any]):
         return x, self.y[index], index
 
 
+class Stream(IterableDataset[Any]):
+    """The samples of a data set, one after another; again and again if `endless`."""
+
+    def __init__(self, data: Any, endless: bool = False) -> None:
+        self.data, self.endless = data, endless
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self.data[index] for index in range(len(self.data)))
+        while self.endless:
+            yield from (self.data[index] for index in range(len(self.data)))
+
+
 @dataclass(frozen=True)
 class Run:
     """A training, from its seed to its end."""
@@ -116,19 +126,12 @@ class Run:
     augment: bool = False
     workers: int = 0
     seed: int = 3
-    width: int = 16
-    bucket_cap_mb: float | None = None
     adam: bool = False
-    sharded: bool = False
     stop_after: int | None = None
     """Optimizer steps after which the run is interrupted, on every rank."""
     poisoned_step: int | None = None
     """Step in which one sample's loss is NaN."""
     evaluate: bool = False
-    random_evaluation: bool = False
-    """Whether the evaluation, if there is one, draws from all generators."""
-    compress: bool = False
-    """Whether gradients are compressed, with error feedback."""
     device: str | torch.device = "cpu"
     loss_factor: float = 1.0
     memory: bool = False
@@ -146,7 +149,6 @@ class Outcome:
     generators_sha256: str
     seen: list[list[int]] = field(default_factory=list)
     """This rank's samples, a list for each of its micro-batches that has any."""
-    layout: list[list[str]] = field(default_factory=list)
     error: str = ""
     """Kind and text of the Paceline error that ended the run."""
 
@@ -171,12 +173,12 @@ def net(run: Run) -> nn.Module:
     with set_seed(run.seed):
         return nn.Sequential(
             *([Memory()] if run.memory else []),
-            nn.Linear(FEATURES, run.width),
+            nn.Linear(FEATURES, WIDTH),
             nn.Tanh(),
             nn.Dropout(run.dropout),
-            nn.Linear(run.width, run.width),
+            nn.Linear(WIDTH, WIDTH),
             nn.Tanh(),
-            nn.Linear(run.width, CLASSES),
+            nn.Linear(WIDTH, CLASSES),
         ).to(run.device, run.dtype)
 
 
@@ -223,13 +225,32 @@ def random_squared_error(module: nn.Module, batch: Any) -> tuple[dict[str, Tenso
     return {"error": squared(module(x) + noise, y)}, len(x)
 
 
+def plain_loop(
+    run: Run,
+    batches: Iterable[Sequence[int]],
+    clip: float | None = None,
+    rate: Callable[[int], float] = lambda step: 1.0,
+    after: Callable[[nn.Module], Any] = lambda model: None,
+) -> nn.Module:
+    """Train in one process without Paceline, a step for each of `batches` and then `after`; `rate` by step."""
+    data, model = Points(run.samples, run.dtype), net(run)
+    optimizer = optimizer_of(run, model)
+    for step, batch in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = LR * rate(step)
+        optimizer.zero_grad()
+        (squared(model(data.x[batch]), data.y[batch]) / len(batch)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        after(model)
+    return model
+
+
 def train(world: World, run: Run) -> Outcome:
     """Train on this rank; the error, if there is one, is part of the outcome."""
     seen: list[list[int]] = []
     module = net(run)
-    model = DistributedDataParallel(module, bucket_cap_mb=run.bucket_cap_mb)
-    if run.compress:
-        model.register_comm_hook(compression.TopK(model, 0.2), compression.hook)
+    model = DistributedDataParallel(module)
     optimizer = optimizer_of(run, model)
     data = Points(run.samples, run.dtype, run.augment)
     loader = DataLoader(data, run.batch_size, shuffle=True, seed=run.seed, num_workers=run.workers)
@@ -242,14 +263,11 @@ def train(world: World, run: Run) -> Outcome:
             value = value * float("nan")
         return value, len(x)
 
-    sums = random_squared_error if run.random_evaluation else squared_error
-    evaluation = Evaluation(DataLoader(data, 16), sums, ("error",)) if run.evaluate else None
+    evaluation = Evaluation(DataLoader(data, 16), squared_error, ("error",)) if run.evaluate else None
     error = ""
     trainer = None
     objects: dict[str, Any] = {}
     try:
-        if run.sharded:
-            optimizer = ShardedOptimizer(optimizer.param_groups, type(optimizer), model.process_group)
         objects = run.config.objects(optimizer) if isinstance(run.config, Settings) else {}
         trainer = Trainer(model, optimizer, loss, loader, run.config, evaluation, **objects)
         if run.stop_after is not None:
@@ -264,12 +282,11 @@ def train(world: World, run: Run) -> Outcome:
             objects["checkpointer"].close()
     return Outcome(
         result=trainer.result if trainer else Result(),
-        weights={name: tensor.cpu().numpy().copy() for name, tensor in module.state_dict().items()},
+        weights=weights_of(module),
         weights_sha256=weights_sha256(model),
         optimizer_sha256=digest(optimizer.state_dict()),
         generators_sha256=digest(rng_state()),
         seen=seen,
-        layout=model.bucket_layout(),
         error=error,
     )
 
@@ -306,6 +323,11 @@ def _bytes(value: Any) -> bytes:
     if isinstance(value, list | tuple):
         return b"".join(map(_bytes, value))
     return repr(value).encode() + b"\0"
+
+
+def weights_of(module: nn.Module) -> dict[str, numpy.ndarray]:
+    """A copy of the weights and buffers, by name."""
+    return {name: tensor.cpu().numpy().copy() for name, tensor in module.state_dict().items()}
 
 
 def relative_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:

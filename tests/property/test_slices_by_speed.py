@@ -1,4 +1,4 @@
-"""Promise: slices by speed have the samples and the mean of one process, and all ranks cut alike."""
+"""Promise: slices by speed or cost have the samples and the mean of one process, and all ranks cut alike."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from paceline.core.processes.world import World
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import DesyncError
 from paceline.train import TrainConfig, Trainer, predict
+from trainings import Stream
 from twins import Pools
-
-SPEEDS = {2: [2, 1], 4: [3, 1, 1, 0.5]}
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -62,20 +60,14 @@ def train_batch(model: DistributedDataParallel, batch: Any, reduction: Any = "su
 
 
 def train(
-    world: World,
-    speed: Any,
-    window: int,
-    options: dict[str, Any],
-    reduction: str,
-    samples: int = 46,
-    stream: bool = False,
+    world: World, window: int, reduction: str, options: dict[str, Any], samples: int = 46, stream: bool = False
 ) -> tuple[Any, list[Any]]:
     """Train for two epochs in batches of 8, of which the last is short; returns weights and samples."""
     model, optimizer = make_model()
     if stream:
-        loader = DataLoader(GlobalBatchStream(Numbers(), 8, speed=speed), collate_fn=list, **options)
+        loader = DataLoader(GlobalBatchStream(Stream(Samples()), 8, **options), collate_fn=list, num_workers=1)
     else:
-        loader = DataLoader(Samples(samples), 8, shuffle=True, speed=speed, collate_fn=list, **options)
+        loader = DataLoader(Samples(samples), 8, shuffle=True, collate_fn=list, **options)
     taken = []
     for _ in range(2):
         for batch in accumulate(model, loader, window):
@@ -87,42 +79,34 @@ def train(
     return [parameter.detach().clone() for parameter in model.parameters()], taken
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "count": {},
-    "cost": {"cost": length_of},
-    "padded": {"cost": length_of, "padded": True},
-    "workers": {"num_workers": 2},
-}
-
-
 @pytest.mark.parametrize(
     ("ranks", "window", "reduction", "options"),
-    [(4, 4, "mean", "count"), (4, 4, "sum", "cost"), (2, 4, "sum", "padded"), (2, 1, "mean", "workers")],
+    [
+        (4, 4, "mean", {"speed": [3, 1, 1, 0.5]}),
+        (4, 4, "sum", {"speed": [3, 1, 1, 0.5], "cost": length_of, "accumulate": 4}),
+        (2, 2, "mean", {"cost": length_of, "padded": True, "accumulate": 2}),
+        (2, 1, "sum", {"speed": [2, 1], "cost": length_of, "padded": True, "num_workers": 1}),
+    ],
 )
 def test_training_equals_one_process_with_each_sample_once(
-    pools: Pools, ranks: int, window: int, reduction: str, options: str
+    pools: Pools, ranks: int, window: int, reduction: str, options: dict[str, Any]
 ) -> None:
-    given = OPTIONS[options] | ({"accumulate": window} if "cost" in OPTIONS[options] else {})
-    expected, whole = pools.run(1, train, None, window, {}, "sum")[0]
-    results = pools.run(ranks, train, SPEEDS[ranks], window, given, reduction)
+    expected, whole = pools.run(1, train, window, "sum", {})[0]
+    results = pools.run(ranks, train, window, reduction, options)
     for parameters, _ in results:
         torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
     for batch, *slices in zip(whole, *(taken for _, taken in results), strict=True):
         assert Counter(batch) == Counter(index for part in slices for index in part)
         assert all(slices), "every rank has a sample"
     counts = [sum(map(len, taken)) for _, taken in results]
-    if options != "padded":  # there dear samples go to one rank, which has few of them
+    assert len(set(counts)) > 1
+    if "padded" not in options:  # there dear samples go to one rank, which has few of them
         assert counts[0] > counts[-1] * 1.5, counts
 
 
-class Numbers(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(Samples())
-
-
 def test_a_stream_is_cut_by_speed_too(pools: Pools) -> None:
-    expected, whole = pools.run(1, train, None, 1, {}, "sum", 46, True)[0]
-    results = pools.run(2, train, [2, 1], 1, {"num_workers": 2}, "sum", 46, True)
+    expected, whole = pools.run(1, train, 1, "sum", {}, 46, True)[0]
+    results = pools.run(2, train, 1, "sum", {"speed": [2, 1]}, 46, True)
     assert [len(batch) for batch in results[0][1]] == [5, 5, 5, 5, 5, 4] * 2
     for parameters, _ in results:
         torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
@@ -131,8 +115,8 @@ def test_a_stream_is_cut_by_speed_too(pools: Pools) -> None:
 
 
 def test_the_fastest_ranks_take_a_last_batch_that_is_too_short_for_all(pools: Pools) -> None:
-    expected, _ = pools.run(1, train, None, 1, {}, "sum", 11)[0]
-    results = pools.run(4, train, [1, 3, 2, 1], 1, {}, "sum", 11)
+    expected, _ = pools.run(1, train, 1, "sum", {}, 11)[0]
+    results = pools.run(4, train, 1, "sum", {"speed": [1, 3, 2, 1]}, 11)
     assert [[len(batch) for batch in taken] for _, taken in results] == [[1, 1] * 2, [4, 1] * 2, [2, 1] * 2, [1, 0] * 2]
     for parameters, _ in results:
         torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
@@ -141,19 +125,28 @@ def test_the_fastest_ranks_take_a_last_batch_that_is_too_short_for_all(pools: Po
 # -- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def other_speeds(world: World, speeds: list[Any]) -> str:
+def cut_differently(world: World, options: list[dict[str, Any]]) -> str:
     model, _ = make_model()
     try:
-        for batch in DataLoader(Samples(), 8, speed=speeds[world.rank], collate_fn=list):
+        for batch in DataLoader(Samples(), 8, collate_fn=list, **options[world.rank]):
             train_batch(model, batch)
     except DesyncError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("speeds", [[[1, 2], [1, 3]], [None, [1, 1]]])
-def test_ranks_with_other_speeds_are_told_before_a_step_is_taken(pools: Pools, speeds: list[Any]) -> None:
-    assert all("speed=" in message for message in pools.run(2, other_speeds, speeds))
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([{"speed": [1, 2]}, {"speed": [1, 3]}], "speed="),
+        ([{}, {"speed": [1, 1]}], "speed="),
+        ([{"cost": [1 + (index + rank) % 3 for index in range(46)]} for rank in range(2)], "order"),
+    ],
+)
+def test_ranks_that_cut_differently_are_told_before_a_step_is_taken(
+    pools: Pools, options: list[dict[str, Any]], told: str
+) -> None:
+    assert all(told in message for message in pools.run(2, cut_differently, options))
 
 
 def unweighted(world: World, options: dict[str, Any]) -> list[str]:
@@ -190,17 +183,9 @@ def with_trainer(world: World, speed: Any) -> tuple[Any, Tensor]:
     trainer = Trainer(module, optimizer, summed, loader, TrainConfig(epochs=2, accumulate=2))
     trainer.fit()
     rows = predict(trainer.model, DataLoader(data, 8, speed=speed))
-    stream = predict(trainer.model, DataLoader(GlobalBatchStream(Rows(data), 8, speed=speed)))
+    stream = predict(trainer.model, DataLoader(GlobalBatchStream(Stream(data), 8, speed=speed)))
     torch.testing.assert_close(stream, rows, rtol=0, atol=0)
     return [parameter.detach().clone() for parameter in module.parameters()], rows
-
-
-class Rows(IterableDataset[Any]):
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __iter__(self) -> Any:
-        return (self.data[index] for index in range(len(self.data)))
 
 
 def summed(model: nn.Module, batch: Any) -> tuple[Tensor, int]:

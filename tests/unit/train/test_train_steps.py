@@ -20,7 +20,20 @@ from paceline.core.state.digests import weights_sha256
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.train import Evaluation, Result, TrainConfig, Trainer
-from trainings import LR, Points, Run, Settings, net, refusal, relative_difference, squared, squared_error, squared_loss
+from trainings import (
+    LR,
+    Points,
+    Run,
+    Settings,
+    net,
+    plain_loop,
+    refusal,
+    relative_difference,
+    squared,
+    squared_error,
+    squared_loss,
+    weights_of,
+)
 from twins import Pools
 
 RUN = Run(TrainConfig(1), samples=45)
@@ -108,31 +121,18 @@ def train(world: World, case: Case) -> Outcome:
         trainer.fit()
     except KeyboardInterrupt:
         objects["checkpointer"].close()
-    weights = {name: tensor.numpy().copy() for name, tensor in module.state_dict().items()}
-    return Outcome(trainer.result, weights, weights_sha256(model), rates, seen, after)
-
-
-def plain_loop(steps: int, batches: Sequence[Sequence[int]]) -> dict[str, Any]:
-    data, model = Points(RUN.samples, RUN.dtype), net(RUN)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    for step in range(steps):
-        batch = torch.tensor(batches[step % len(batches)])
-        optimizer.zero_grad()
-        (squared(model(data.x[batch]), data.y[batch]) / len(batch)).backward()
-        optimizer.step()
-    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-
-
-IN_ORDER = list(GlobalBatchSampler(RUN.samples, RUN.batch_size, shuffle=False, rank=0, world_size=1))
+    return Outcome(trainer.result, weights_of(module), weights_sha256(model), rates, seen, after)
 
 
 @pytest.mark.parametrize(("size", "stream"), [(1, ""), (2, "short")])
 def test_so_many_steps_equal_a_plain_loop_over_as_many_passes_as_it_takes(pools: Pools, size: int, stream: str) -> None:
+    in_order = list(GlobalBatchSampler(RUN.samples, RUN.batch_size, shuffle=False, rank=0, world_size=1))
+    plain = weights_of(plain_loop(RUN, (3 * in_order)[:15]))
     for outcome in pools.run(size, train, Case({"max_steps": 15}, stream)):
         assert outcome.result.steps == 15
         # Two passes of 45, and three batches; the last batch of a stream's pass counts as a whole one.
         assert outcome.result.samples == (2 * 45 if not stream else 2 * 48) + 3 * 8
-        assert relative_difference(outcome.weights, plain_loop(15, IN_ORDER)) < 1e-9
+        assert relative_difference(outcome.weights, plain) < 1e-9
 
 
 def test_an_endless_stream_ends_after_max_steps_and_resumes_with_equal_bits(pools: Pools, tmp_path: Path) -> None:
@@ -224,9 +224,14 @@ def trainer(config: dict[str, Any], evaluates: bool, derives: bool, plateau: boo
     return Trainer(model, optimizer, squared_loss, loader, given, evaluation, **objects, **given.objects(optimizer))
 
 
-def refused(world: World, config: dict[str, Any], what: str) -> str:
-    parts = (what != "alone", what == "derives", what == "plateau", what == "stream")
-    return refusal(lambda: trainer(config, *parts).fit())
+def refused(world: World, folder: str) -> list[str]:
+    messages = []
+    for mistake, (config, what, _) in REFUSED.items():
+        if "checkpoint_dir" in config:
+            config = {**config, "checkpoint_dir": f"{folder}/{mistake}"}
+        parts = (what != "alone", what == "derives", what == "plateau", what == "stream")
+        messages.append(refusal(lambda: trainer(config, *parts).fit()))  # noqa: B023
+    return messages
 
 
 NEEDS = "needs checkpoints; give Trainer(…, checkpointer=Checkpointer(folder))"
@@ -265,12 +270,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("config", "what", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_work_is_one_line_on_every_rank(
-    pools: Pools, tmp_path: Path, config: dict[str, Any], what: str, message: str
-) -> None:
-    if "checkpoint_dir" in config:
-        config = {**config, "checkpoint_dir": str(tmp_path / "run")}
-    for said in pools.run(2, refused, config, what):
-        assert said.startswith(message)
-        assert "\n" not in said
+def test_what_cannot_work_is_one_line_on_every_rank(pools: Pools, tmp_path: Path) -> None:
+    for messages in pools.run(2, refused, str(tmp_path)):
+        for mistake, said in zip(REFUSED, messages, strict=True):
+            assert said.startswith(REFUSED[mistake][2]), mistake
+            assert "\n" not in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.optim import ShardedOptimizer
 from paceline.train import Evaluation, TrainConfig, Trainer
-from ranks import Pools, RankFailed, run_ranks
+from ranks import Pools, run_ranks
 from trainings import Interrupted, Settings, digest, interruption, refusal
 
 SAMPLES, BATCH, SLICES = 3 * 16 + 5, 16, 8
@@ -96,32 +97,27 @@ def trained(
     return {**state, "buffers": digest(dict(module.named_buffers())), "metrics": result.metrics, "steps": result.steps}
 
 
-def of_all(run: Callable[[int], list[dict[str, Any]]], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """What each rank of each world has."""
-    return [outcome for size in sizes for outcome in run(size)]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_bits_and_metrics_are_the_same_on_1_2_and_4_ranks(pools: Pools, precision: str) -> None:
-    [alone] = pools.run(1, trained, config(precision=precision))
+def test_bits_and_metrics_are_the_same_on_1_2_and_4_ranks(pools: Pools) -> None:
+    """In single precision they are compared where a run is resumed on other ranks."""
+    fp16 = config(precision="fp16")
+    [alone] = pools.run(1, trained, fp16)
     assert alone["steps"] >= 6  # a GradScaler skips two
-    for outcome in of_all(lambda size: pools.run(size, trained, config(precision=precision)), (2, 4)):
+    for outcome in (*pools.run(2, trained, fp16), *pools.run(4, trained, fp16)):
         assert outcome == alone
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_slices_that_are_computed_twice_count_once(pools: Pools, size: int) -> None:
+def test_slices_that_are_computed_twice_count_once(pools: Pools) -> None:
     [alone] = pools.run(1, trained, config(epochs=1))
-    for outcome in pools.run(size, trained, config(epochs=1), None, 1):
+    for outcome in pools.run(2, trained, config(epochs=1), None, 1):
         assert outcome == alone
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "sharded"), [("fp32", False), ("bf16", True)])
-def test_bits_are_the_same_over_gloo_and_on_8_ranks(precision: str, sharded: bool) -> None:
-    [alone] = run_ranks(1, trained, config(precision=precision))
+def test_bits_are_the_same_over_gloo_and_on_8_ranks(pools: Pools) -> None:
+    bf16 = config(precision="bf16")
+    [alone] = pools.run(1, trained, bf16)
     for size, backend in ((4, "gloo"), (8, None)):
-        for outcome in run_ranks(size, trained, config(precision=precision), None, 0, sharded, backend=backend):
+        for outcome in run_ranks(size, trained, bf16, None, 0, True, backend=backend):
             del outcome["optimizer"]  # each rank's share
             assert outcome.items() <= alone.items()
 
@@ -143,22 +139,22 @@ def test_resumed_in_mid_epoch_on_other_ranks_it_has_the_bits_of_one_that_was_not
     assert lines[0] == lines[1]
 
 
-def in_silence(world: World, config: Settings) -> dict[str, Any]:
+def resumed(world: World, folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """Resume with other numbers of slices; the refusals, and what an allowed change leads to."""
+    others = [config(folder, virtual_ranks=count, resume=True) for count in (4, None)]
+    refused = [refusal(trained, world, other) for other in others]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return trained(world, config)
+        return refused, trained(world, replace(others[0], allow_changed_settings=True))
 
 
 def test_another_number_of_slices_is_refused_at_a_resume_and_can_be_allowed(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, trained, config(tmp_path), 2)
-    with pytest.raises(RankFailed, match="written with virtual_ranks=8, but this run has virtual_ranks=4; resume"):
-        pools.run(2, trained, config(tmp_path, virtual_ranks=4, resume=True))
-    with pytest.raises(RankFailed, match="written with virtual_ranks=8, but this run has virtual_ranks=None; resume"):
-        pools.run(2, trained, config(tmp_path, virtual_ranks=None, resume=True))
-    allowed = {"resume": True, "allow_changed_settings": True}
-    [one, other] = pools.run(2, in_silence, config(tmp_path, virtual_ranks=4, **allowed))
+    [one, other] = pools.run(2, resumed, tmp_path)
     assert one == other
-    assert one["steps"] == 8
+    for message, count in zip(one[0], (4, None), strict=True):
+        assert f"written with virtual_ranks=8, but this run has virtual_ranks={count}; resume" in message
+    assert one[1]["steps"] == 8
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < line["train/loss"] < 3 for line in lines if "train/loss" in line)
 
@@ -214,12 +210,12 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
-def refused(world: World, mistake: str) -> str:
-    return refusal(MISTAKES[mistake][0])
+def refused(world: World) -> list[str]:
+    return [refusal(mistake) for mistake, _ in MISTAKES.values()]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_refused_in_one_line_before_training(pools: Pools, mistake: str) -> None:
-    for message in pools.run(2, refused, mistake):
-        assert MISTAKES[mistake][1] in message
-        assert "\n" not in message
+def test_a_mistake_is_refused_in_one_line_before_training(pools: Pools) -> None:
+    for messages in pools.run(2, refused):
+        for mistake, message in zip(MISTAKES, messages, strict=True):
+            assert MISTAKES[mistake][1] in message, mistake
+            assert "\n" not in message
