@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_checkpoint_folder import fail_at, names
-from test_checkpoint_ranks import Holder, make, raised
+from test_checkpoint_ranks import Holder, raised
 from torch import nn
 
 from forked import REAL_END
@@ -52,16 +50,6 @@ def open_with(folder: Path, fill: float = 0.0, **options: Any) -> tuple[Checkpoi
     model = checkpointer.register("model", nn.Linear(1000, 1))
     nn.init.constant_(model.weight, fill)
     return checkpointer, model
-
-
-def test_what_is_saved_is_the_state_at_save(tmp_path: Path) -> None:
-    checkpointer, model = open_with(tmp_path, fill=1.0)
-    with held_writer():
-        checkpointer.save(1)
-        nn.init.constant_(model.weight, 2.0)
-    checkpointer.wait()
-    assert checkpointer.restore() == 1
-    assert model.weight.unique().tolist() == [1.0]
 
 
 def test_latest_and_pruning_count_what_is_durable(tmp_path: Path) -> None:
@@ -128,22 +116,15 @@ def tell(checkpointer: Checkpointer, how: str) -> Any:
 
 
 def save_onto_a_full_disk(world: World, folder: str, how: str) -> tuple[Any, ...]:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("error")
         checkpointer = Checkpointer(folder, async_save=True)
-        own = checkpointer.register("own", Holder({"large": torch.ones(50_000), "rank": world.rank}), per_rank=True)
+        own = checkpointer.register("own", Holder({"rank": world.rank}), per_rank=True)
         checkpointer.save(1)
         checkpointer.wait()
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if world.is_main:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+            fail_at(patch, "fsync", 1)
         checkpointer.save(2)  # no error: training goes on
-        if world.is_main:
-            threads = [each for each in threading.enumerate() if each.name == "paceline-checkpoint"]
-            for thread in threads:
-                thread.join(30)
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         failure = raised(lambda: tell(checkpointer, how))
         if how == "close":
             checkpointer = Checkpointer(folder, async_save=True)
@@ -161,13 +142,11 @@ def test_a_failed_write_is_known_on_every_rank_and_saving_goes_on(pools: Pools, 
     for (kind, message), steps, step in found:
         assert kind == "CheckpointError"
         assert "rank 0 could not save step 2 to" in message
-        assert "File too large" in message
+        assert "No space left on device" in message
         assert (steps, step) == ([1], 3)
 
 
 def own_states_at_save(world: World, folder: str) -> float:
-    checkpointer, _, _, own = make(world, folder, seed=1, per_rank=False)
-    checkpointer.close()
     checkpointer = Checkpointer(folder, async_save=True)
     own = checkpointer.register("own", Holder({"residual": torch.full((1000,), world.rank + 1.0)}), per_rank=True)
     with held_writer() as go_on:
@@ -181,7 +160,7 @@ def own_states_at_save(world: World, folder: str) -> float:
 
 
 def test_what_other_ranks_own_is_handed_over_before_save_returns(pools: Pools, tmp_path: Path) -> None:
-    assert pools.run(3, own_states_at_save, str(tmp_path)) == [1.0, 2.0, 3.0]
+    assert pools.run(2, own_states_at_save, str(tmp_path)) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), SystemExit(3)])
@@ -223,7 +202,7 @@ def test_an_exception_that_leaves_the_block_is_not_replaced(tmp_path: Path, monk
 
 
 PROGRAM = """
-import os, sys, threading, time, torch
+import sys, time, torch
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.storage import step_folders
 write_file = step_folders.write_file
@@ -232,35 +211,21 @@ checkpointer.register("model", torch.nn.Linear(1000, 1))
 checkpointer.save(1)
 checkpointer.wait()
 def slow(path, content):
-    time.sleep(600 if "killed" in sys.argv else 0.2)
+    time.sleep(0.2)
     if "loses" in sys.argv and path.name == "state.json":
         raise OSError(28, "No space left on device")
     return write_file(path, content)
 step_folders.write_file = slow
 checkpointer.save(2)
 print("saved", flush=True)
-if "killed" in sys.argv:
-    os.kill(os.getpid(), 9)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "code", "left"),
-    [
-        ("ends", 0, ["step-00000001", "step-00000002"]),
-        ("loses", 0, ["step-00000001"]),
-        ("killed", -9, [".writing-step-00000002", "step-00000001"]),
-    ],
-)
-def test_the_end_of_the_process_waits_for_the_write_or_says_that_it_is_lost(
-    tmp_path: Path, how: str, code: int, left: list[str]
-) -> None:
+@pytest.mark.parametrize("how", ["ends", "loses"])
+def test_the_end_of_the_process_waits_for_the_write_or_says_that_it_is_lost(tmp_path: Path, how: str) -> None:
     points = tmp_path / "points"
     result = paceline(tmp_path, str(points), how, program=("-c", PROGRAM), fork="all", **{REAL_END: "1"})
-    assert (result.returncode, result.stdout, names(points)) == (code, "saved\n", left), result.stderr
+    left = ["step-00000001", "step-00000002"][: 2 if how == "ends" else 1]
+    assert (result.returncode, result.stdout, names(points)) == (0, "saved\n", left), result.stderr
     assert ("could not save step 2" in result.stderr) == (how == "loses"), result.stderr
-    with Checkpointer(points) as checkpointer:
-        checkpointer.register("model", nn.Linear(1000, 1))
-        assert checkpointer.restore() == (2 if how == "ends" else 1)
-    assert all(not name.startswith(".") for name in names(points))

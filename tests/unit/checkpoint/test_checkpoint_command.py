@@ -57,13 +57,14 @@ def normalized() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
 
-@pytest.fixture
-def run_folder(tmp_path: Path) -> Path:
-    """Steps 1, 2 and 3 of a run; 2 is the best."""
-    model = normalized()
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, nn.Module]]:
+    """Steps 1, 2 and 3 of a run, of which 2 is the best, and its modules."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    model, tied = normalized(), Tied()
     optimizer = torch.optim.AdamW(model.parameters())
-    objects = {"model": model, "optimizer": optimizer, "tied": Tied(), "notes": Holder({"tensor": "none"})}
-    with Checkpointer(tmp_path / "run", keep_best="acc") as checkpointer:
+    objects = {"model": model, "optimizer": optimizer, "tied": tied, "notes": Holder({"tensor": "none"})}
+    with Checkpointer(folder, keep_best="acc") as checkpointer:
         for name, each in objects.items():
             checkpointer.register(name, each)
         checkpointer.register("own", Holder({"seen": torch.arange(3)}), per_rank=True)
@@ -71,7 +72,13 @@ def run_folder(tmp_path: Path) -> Path:
             model(torch.randn(4, 3)).sum().backward()
             optimizer.step()
             checkpointer.save(step, {"acc": acc, "curve": (float("nan"), 1)}, protect=step == 1)
-    return tmp_path / "run"
+    return folder, {"model": model, "tied": tied}
+
+
+@pytest.fixture
+def run_folder(saved: tuple[Path, Any], tmp_path: Path) -> Path:
+    """A copy of the run."""
+    return shutil.copytree(saved[0], tmp_path / "run")
 
 
 def flip(path: Path, at: int = -1) -> None:
@@ -213,41 +220,32 @@ def test_what_a_terminal_would_obey_is_shown_as_text(tmp_path: Path, command: Co
 # export
 
 
-@pytest.mark.parametrize("name", ["model", "tied"])
-@pytest.mark.parametrize("file", ["w.safetensors", "w.pt"])
-def test_an_export_is_the_state_dict(run_folder: Path, command: Command, tmp_path: Path, name: str, file: str) -> None:
-    out = tmp_path / file
-    done = command("export", run_folder, "--out", out, "--name", name)
-    assert (done.code, done.err) == (0, "")
-    as_torch = file == "w.pt"
-    state = torch.load(out, weights_only=True) if as_torch else load_file(out)
-    fresh: nn.Module = normalized() if name == "model" else Tied()
-    fresh.load_state_dict(state)  # strict: every name is there, those of tied weights, too
-    with Checkpointer(run_folder) as checkpointer:
-        restored = {"model": normalized(), "tied": Tied()}
-        optimizer = torch.optim.AdamW(restored["model"].parameters())
-        for each, object in {**restored, "optimizer": optimizer, "notes": Holder({"tensor": ""})}.items():
-            checkpointer.register(each, object)
-        checkpointer.register("own", Holder({"seen": torch.zeros(3, dtype=torch.int64)}), per_rank=True)
-        checkpointer.restore()
-    expected = restored[name].state_dict()
-    assert equal(dict(sorted(state.items())), dict(sorted(expected.items())))
-    if as_torch:
-        assert list(state) == list(expected)
-        assert metadata_of(state) == metadata_of(expected)
-    assert sorted(os.listdir(tmp_path)) == sorted(["run", file])
-
-
-def test_an_export_never_unpickles(
-    run_folder: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "file"), [("model", "w.pt"), ("tied", "w.pt"), ("tied", "w.safetensors")])
+def test_an_export_is_the_state_dict_and_unpickles_nothing(
+    saved: tuple[Path, dict[str, nn.Module]],
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    file: str,
 ) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("something was unpickled")
 
-    for owner, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
-        monkeypatch.setattr(owner, name, refuse)
-    for file in ("m.pt", "m.safetensors"):
-        assert command("export", run_folder, "--out", tmp_path / file).code == 0
+    run, modules = saved
+    with monkeypatch.context() as patch:
+        for owner, function in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
+            patch.setattr(owner, function, refuse)
+        done = command("export", run, "--out", tmp_path / file, "--name", name)
+    assert (done.code, done.err) == (0, "")
+    as_torch = file == "w.pt"
+    state = torch.load(tmp_path / file, weights_only=True) if as_torch else load_file(tmp_path / file)
+    expected = modules[name].state_dict()
+    assert equal(dict(sorted(state.items())), dict(sorted(expected.items())))  # names of tied weights, too
+    if as_torch:
+        assert list(state) == list(expected)
+        assert metadata_of(state) == metadata_of(expected)
+    assert os.listdir(tmp_path) == [file]
 
 
 def test_an_export_takes_the_newest_that_is_whole_to_the_last_byte(
@@ -278,50 +276,39 @@ def test_an_export_never_replaces_a_file_or_enters_a_checkpoint(
 
 # bad input
 
-NAMES = ["list", "verify", "show", "export"]
-each_command = pytest.mark.parametrize("name", NAMES)
 
-
-def options(name: str, tmp_path: Path) -> list[str]:
-    return ["--out", str(tmp_path / "out.pt")] if name == "export" else []
-
-
-@each_command
-def test_a_folder_without_checkpoints_is_one_line(tmp_path: Path, command: Command, name: str) -> None:
-    more = options(name, tmp_path)
-    assert "nowhere does not exist; give the folder" in refused(command(name, tmp_path / "nowhere", *more))
+def test_a_folder_without_checkpoints_is_one_line(tmp_path: Path, command: Command) -> None:
+    out = ("--out", tmp_path / "out.pt")
     (tmp_path / "file").write_text("")
-    assert "file is not a folder; give the folder" in refused(command(name, tmp_path / "file", *more))
-    (tmp_path / "empty").mkdir()
-    assert "has no checkpoints" in refused(command(name, tmp_path / "empty", *more))
-    (tmp_path / "step-00000007").mkdir()
-    if name in ("show", "export"):
+    for name in ("empty", "step-00000007"):
+        (tmp_path / name).mkdir()
+    assert "nowhere does not exist; give the folder" in refused(command("verify", tmp_path / "nowhere"))
+    assert "file is not a folder; give the folder" in refused(command("list", tmp_path / "file"))
+    for name, more in (("list", ()), ("verify", ()), ("show", ()), ("export", out)):
+        assert "has no checkpoints" in refused(command(name, tmp_path / "empty", *more))
+    for name, more in (("show", ()), ("export", out)):
         assert "manifest.json is missing" in refused(command(name, tmp_path / "step-00000007", *more))
     assert not (tmp_path / "out.pt").exists()
 
 
-@pytest.mark.parametrize("name", ["verify", "show", "export"])
-def test_an_unknown_step_is_one_line_with_the_known_ones(
-    run_folder: Path, tmp_path: Path, command: Command, name: str
-) -> None:
-    line = refused(command(name, run_folder, "--step", 9, *options(name, tmp_path)))
-    assert "has no checkpoint of step 9; choose one of [1, 2, 3]" in line
-    line = refused(command(name, run_folder / "step-00000002", "--step", 1, *options(name, tmp_path)))
+def test_an_unknown_step_is_one_line_with_the_known_ones(run_folder: Path, tmp_path: Path, command: Command) -> None:
+    for name, more in (("verify", ()), ("show", ()), ("export", ("--out", tmp_path / "out.pt"))):
+        line = refused(command(name, run_folder, "--step", 9, *more))
+        assert "has no checkpoint of step 9; choose one of [1, 2, 3]" in line
+    line = refused(command("verify", run_folder / "step-00000002", "--step", 1))
     assert "is the checkpoint of step 2, not of step 1; omit --step" in line
-    assert "--step" in refused(command(name, run_folder, "--step", "last", *options(name, tmp_path)))
+    assert "--step" in refused(command("show", run_folder, "--step", "last"))
 
 
-@pytest.mark.parametrize("name", ["verify", "show", "export"])
-def test_a_newer_format_is_said_to_be_one_and_not_damage(
-    run_folder: Path, tmp_path: Path, command: Command, name: str
-) -> None:
+def test_a_newer_format_is_said_to_be_one_and_not_damage(run_folder: Path, tmp_path: Path, command: Command) -> None:
     for step in (1, 2, 3):
         make_newer(run_folder / step_name(step))
-    done = command(name, run_folder, "--step", 3, *options(name, tmp_path))
-    assert done.code == 2
-    [line] = done.err.splitlines()
-    assert "its format_version is 2, but this Paceline reads 1; use the version of Paceline that wrote it" in line
-    assert command(name, run_folder, *options(name, tmp_path)).code == 2
+    for name, more in (("verify", ()), ("show", ()), ("export", ("--out", tmp_path / "out.pt"))):
+        done = command(name, run_folder, "--step", 3, *more)
+        assert done.code == 2
+        [line] = done.err.splitlines()
+        assert "its format_version is 2, but this Paceline reads 1; use the version of Paceline that wrote it" in line
+        assert command(name, run_folder, *more).code == 2
     states = json.loads(command("list", run_folder, "--json").out)["checkpoints"]
     assert {each["state"] for each in states} == {"newer format"}
 

@@ -44,8 +44,8 @@ def whole_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return {name: whole_of(value) if is_sharded(value) else value for name, value in found.items()}
 
 
-def run(world: World, folder: str, async_save: bool, until: int) -> tuple[dict[str, torch.Tensor], bool]:
-    """Restore if there is a checkpoint, train up to step `until`, and save; return the whole state."""
+def run(world: World, folder: str, async_save: bool) -> tuple[dict[str, torch.Tensor], bool]:
+    """Restore if there is a checkpoint; train and save if not. Return the whole state."""
     module = model_on(world)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     with Checkpointer(folder, async_save=async_save) as checkpointer, warnings.catch_warnings():
@@ -53,21 +53,19 @@ def run(world: World, folder: str, async_save: bool, until: int) -> tuple[dict[s
         checkpointer.register("model", module)
         checkpointer.register("optimizer", optimizer)
         start = checkpointer.restore() if checkpointer.steps() else 0
-        restored = whole_state(module, optimizer)
-        if not start:
-            restored = {}
         kinds = all(is_sharded(each) for each in module.parameters() if world.size > 1 and each.dim() == 2)
-        for number in range(start, until):
+        for number in range(start, 3):
             step(module, optimizer, number)
-        checkpointer.save(until)
-        return (restored or whole_state(module, optimizer)), kinds
+        if not start:
+            checkpointer.save(3)
+        return whole_state(module, optimizer), kinds
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["", "async"])
-def test_the_number_of_ranks_may_change(pools: Pools, tmp_path: Path, async_save: bool) -> None:
-    saved = pools.run(2, run, str(tmp_path), async_save, 3)[0][0]
-    for size, until in ((2, 3), (3, 3), (1, 3)):
-        for restored, are_sharded in pools.run(size, run, str(tmp_path), async_save, until):
+@pytest.mark.parametrize(("async_save", "sizes"), [(False, (3,)), (True, (2, 1))])
+def test_the_number_of_ranks_may_change(pools: Pools, tmp_path: Path, async_save: bool, sizes: tuple[int, ...]) -> None:
+    saved = pools.run(2, run, str(tmp_path), async_save)[0][0]
+    for size in sizes:
+        for restored, are_sharded in pools.run(size, run, str(tmp_path), async_save):
             assert are_sharded
             assert restored.keys() == saved.keys()
             for name, value in saved.items():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_data_loader import equal
 from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline.core.processes.world import World
@@ -42,10 +43,6 @@ def loader_of(
     dataset = Shuffled() if dataset is None else dataset
     stream = GlobalBatchStream(dataset, batch_size, drop_last=drop_last, rank=rank, world_size=world_size)
     return DataLoader(stream, **options)
-
-
-def equal(ours: list[Any], theirs: list[Any]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("persistent", [False, True])

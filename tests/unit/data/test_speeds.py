@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from drawn import draws
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.data.split.balance import split_by_cost, split_by_padded_cost
 from paceline.data.split.partition import slice_bounds
@@ -19,6 +20,7 @@ from paceline.errors import UsageError
 speeds = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8).map(tuple)
 
 
+@draws(40)
 @given(st.integers(0, 400), speeds)
 def test_slices_follow_each_other_and_none_is_empty_while_there_are_enough(count: int, by: tuple[float, ...]) -> None:
     bounds = [slice_bounds(count, rank, len(by), by) for rank in range(len(by))]
@@ -27,6 +29,7 @@ def test_slices_follow_each_other_and_none_is_empty_while_there_are_enough(count
     assert count < len(by) or all(high > low for low, high in bounds)
 
 
+@draws(40)
 @given(st.integers(0, 400), speeds)
 def test_a_share_is_its_quota_rounded_unless_a_rank_would_get_nothing(count: int, by: tuple[float, ...]) -> None:
     quotas = [count * speed / math.fsum(by) for speed in by]
@@ -36,6 +39,7 @@ def test_a_share_is_its_quota_rounded_unless_a_rank_would_get_nothing(count: int
         )
 
 
+@draws(40)
 @given(st.integers(1, 400), speeds)
 def test_a_faster_rank_never_gets_fewer_samples(count: int, by: tuple[float, ...]) -> None:
     shares = shares_by_speed(count, by)
@@ -64,6 +68,7 @@ costs_of_a_batch = st.lists(st.floats(0, 50), max_size=24)
 
 
 @pytest.mark.parametrize("split", [split_by_cost, split_by_padded_cost])
+@draws(40)
 @given(costs_of_a_batch, speeds, st.integers(0, 3))
 @example([1.0, 1.0, 1.0, 5e-324], (1.0, 28.0, 55.0, 14.0), 2)  # a load over the limit, by such a cost, was -inf samples
 def test_every_sample_is_in_one_share_by_cost_and_speed(
@@ -75,6 +80,7 @@ def test_every_sample_is_in_one_share_by_cost_and_speed(
     assert all(shares) or len(costs) < len(by)
 
 
+@draws(40)
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=7), st.lists(st.integers(1, 5), min_size=2, max_size=3))
 def test_a_split_by_cost_and_speed_ends_in_less_than_twice_the_best_time(costs: list[float], by: list[float]) -> None:
     """Less than 2 - 2 / (ranks + 1) times, but for the samples that ranks get lest their slices be empty."""
