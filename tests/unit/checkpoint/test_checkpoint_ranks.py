@@ -177,6 +177,7 @@ def test_a_mistake_on_any_rank_is_the_same_error_on_all(pools: Pools, tmp_path: 
         for name, (kind, message) in expected.items():
             assert found[name][0] == kind.__name__, (rank, name, found[name])
             assert message in found[name][1], (rank, name, found[name])
+        assert found["one refuses"][1].removeprefix("rank 1: ") == "refused on rank 1"
 
 
 def no_state() -> Any:

@@ -69,7 +69,8 @@ class Delegating(dist.ProcessGroup):
             self._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
 
     def _get_backend(self, device: torch.device) -> Any:
-        self.connect()
+        if device.type == "cpu":  # a search for NCCL, which connect() would have registered, must not connect
+            self.connect()
         return super()._get_backend(device)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -102,7 +102,7 @@ class PacelineProcessGroup(Delegating):
             self._why_gloo = "this group does not use shared memory; see the warning for the reason"
             if shared:
                 self._collectives = Collectives(open_engine(native_store, rank, size, timeout, names))
-            else:
+            if not shared or torch.cuda.is_available():  # otherwise Gloo connects when an operation needs it
                 self.connect()
 
     def set_timeout(self, timeout: timedelta) -> None:
