@@ -162,6 +162,7 @@ def test_the_commands_know_shards(
     pools.run(2, saved, str(tmp_path), ["sharded", "plain"])
     pools.run(2, saved, f"{tmp_path}/copy", ["sharded"])
     run = tmp_path / "sharded2"
+    monkeypatch.delenv("COLUMNS", raising=False)  # xdist sets it, and a narrow table wraps
     capfd.readouterr()
     found = of_command("show", run, "--json")["objects"]
     pieces = [tensor for each in found if each["name"] == "optimizer" for tensor in each["tensors"] if tensor["slice"]]
