@@ -76,7 +76,7 @@ def _open_on_cpu(
     if backend == OWN_BACKEND:
         from paceline.comm.c10d.process_group import create  # scripts that use another backend do not import it
 
-        opened = create(place, group.rank(), group.size(), timeout, ranks)
+        opened = create(place, group.rank(), group.size(), timeout, ranks, delegates=False)
         opened.own_name = name
         return opened
     with connecting(place, group.rank(), group.size(), timeout, ranks):

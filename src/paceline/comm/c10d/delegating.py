@@ -31,8 +31,8 @@ class Delegating(dist.ProcessGroup):
     A delegated collective first waits for this rank's earlier native ones, to keep the order of operations. Sends and
     receives do not wait, because the other rank may not have called those collectives yet.
 
-    The ranks are not connected until :meth:`connect`. The first delegated operation calls it, unless it was called
-    before; then all ranks have to take part in that operation.
+    A group may leave connecting to its first delegated operation, which calls :meth:`connect`; then all ranks have to
+    take part in that operation.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> None:
@@ -57,9 +57,12 @@ class Delegating(dist.ProcessGroup):
         if self._unconnected is None:
             return
         store, names = self._unconnected
-        place = self.rank(), self.size(), self.timeout, names
-        with connecting(PrefixStore("connect/", store), *place):
-            gloo = connect_gloo(PrefixStore("gloo/", store), *place)
+        with connecting(PrefixStore("connect/", store), self.rank(), self.size(), self.timeout, names):
+            self._connect(store, names)
+
+    def _connect(self, store: Store, names: Sequence[int]) -> None:
+        """Connect the backends, in a block of :func:`connecting`."""
+        gloo = connect_gloo(PrefixStore("gloo/", store), self.rank(), self.size(), self.timeout, names)
         self._unconnected = None
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
         if torch.cuda.is_available() and dist.is_nccl_available():

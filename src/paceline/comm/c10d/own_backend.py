@@ -21,6 +21,5 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     from paceline.comm.c10d.process_group import create
 
     names = options.global_ranks_in_group or range(options.group_size)
-    group = create(options.store, options.group_rank, options.group_size, options.timeout, names)
-    group.connect()  # the first delegated operation may be a send, in which not all ranks take part
-    return group
+    # The first delegated operation may be a send, in which not all ranks take part.
+    return create(options.store, options.group_rank, options.group_size, options.timeout, names, delegates=True)

@@ -91,9 +91,20 @@ class PacelineProcessGroup(Delegating):
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        names: Sequence[int] | None = None,
+        *,
+        delegates: bool = True,
     ) -> None:
-        """Let the ranks share memory; error messages call rank r of the group ``names[r]``, by default r."""
+        """Let the ranks share memory, and connect Gloo and NCCL.
+
+        Error messages call rank r of the group ``names[r]``, by default r. Without `delegates`, a group that shares
+        memory and has no GPU connects Gloo only when an operation needs it.
+        """
         names, native_store = names or range(size), PrefixStore("paceline/", store)
         with connecting(store, rank, size, timeout, names):
             shared = agree_to_share(native_store, rank, size, timeout, names)
@@ -102,8 +113,8 @@ class PacelineProcessGroup(Delegating):
             self._why_gloo = "this group does not use shared memory; see the warning for the reason"
             if shared:
                 self._collectives = Collectives(open_engine(native_store, rank, size, timeout, names))
-            if not shared or torch.cuda.is_available():  # otherwise Gloo connects when an operation needs it
-                self.connect()
+            if delegates or not shared or torch.cuda.is_available():
+                self._connect(store, names)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long later operations wait for a rank."""
@@ -356,6 +367,9 @@ class PacelineProcessGroup(Delegating):
         return self._runner.submit(run_in_mode, result, asynchronous=options.asyncOp)
 
 
-def create(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> PacelineProcessGroup:
+def create(
+    store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int], *, delegates: bool
+) -> PacelineProcessGroup:
     """Create a group, in a part of `store`. Error messages call its rank r ``names[r]``."""
-    return PacelineProcessGroup(store_of_group(store, rank, size, timeout, names), rank, size, timeout, names)
+    place = store_of_group(store, rank, size, timeout, names)
+    return PacelineProcessGroup(place, rank, size, timeout, names, delegates=delegates)

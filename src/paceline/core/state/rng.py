@@ -33,7 +33,7 @@ def seed_all(seed: int) -> None:
     """Seed the generators of Python, NumPy (if imported) and torch, including accelerators."""
     sow(seed)
     if torch.accelerator.is_available():
-        torch.manual_seed(seed if seed < 2**64 else derive_seed("large", seed))
+        torch.manual_seed(torch.initial_seed())
 
 
 class set_seed:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
+from rich.text import Text
 
 from paceline.core.output.charts import write_chart
 from paceline.core.output.tables import new_table, print_table
@@ -90,11 +90,11 @@ def _print(result: dict[str, Any]) -> None:
     for entry in result["sources"]:
         errors = ["" if entry[name] is None else f"{entry[name]:.1f}" for name in ("model", "rule", "by_size")]
         table.add_row(
-            escape(entry["source"]), str(entry["rows"]), *errors, f"{entry['bias']:+.1f}", f"{entry['covered']:.0%}"
+            Text(entry["source"]), str(entry["rows"]), *errors, f"{entry['bias']:+.1f}", f"{entry['covered']:.0%}"
         )
     print_table(table)
     print()
     table = new_table(["worst rows", "source", "predicted", "reported"], words=("worst rows", "source"))
     for row in result["worst"]:
-        table.add_row(escape(row["row"]), escape(row["source"]), f"{row['predicted']:.0%}", f"{row['reported']:.0%}")
+        table.add_row(Text(row["row"]), Text(row["source"]), f"{row['predicted']:.0%}", f"{row['reported']:.0%}")
     print_table(table)
