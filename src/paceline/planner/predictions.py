@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import NormalDist
 
 from paceline.ddp.options.config import capacities
 from paceline.planner.calibration import CROWD, FLOOR, PUBLISHED, Calibration
@@ -82,8 +82,8 @@ class Job:
 
 
 def spread(ranks: float) -> float:
-    """Return the expected maximum of `ranks` normal variables, in standard deviations: an upper bound."""
-    return math.sqrt(2 * math.log(ranks))
+    """Return the expected maximum of `ranks` normal variables, in standard deviations (Blom 1958)."""
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def stretched(work: Workload, factor: float) -> Workload:

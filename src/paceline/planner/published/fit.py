@@ -97,7 +97,7 @@ class Columns:
 
 
 def _spread(ranks: Tensor) -> Tensor:
-    return torch.sqrt(2 * torch.log(ranks))
+    return torch.special.ndtri((ranks - 0.375) / (ranks + 0.25))
 
 
 def _buckets(row: Row) -> list[tuple[float, float]]:
