@@ -31,8 +31,8 @@ LIMIT = 3_000_000
 
 @pytest.fixture(scope="module")
 def large() -> Report:
-    """64 ranks, 2,000 steps, 12 buckets."""
-    return made_up(64, 2000, slow=13, buckets=12, hosts=8)
+    """64 ranks, 1,000 steps, 12 buckets: more points than the page has."""
+    return made_up(64, 1000, slow=13, buckets=12, hosts=8)
 
 
 def empty() -> Report:
@@ -60,8 +60,8 @@ def gappy() -> Report:
 
 
 def evil() -> Report:
-    """Names that would become elements and scripts of the page if they were not escaped; buckets without an end."""
-    whole = made_up()
+    """Names that would become elements and scripts of the page if not escaped; holes, and buckets without an end."""
+    whole = gappy()
     slices = [[Span(EVIL, 0.0, 0.1)] for _ in whole.ranks]
     return replace(
         whole,
@@ -74,7 +74,7 @@ def evil() -> Report:
         memory={EVIL: 1000},
         device_figures={EVIL: 0.5},
         missing=[EVIL],
-        timeline=Timeline(9, slices, [BucketTimes(0, 8, [0.02, 0.04], [None, None])]),
+        timeline=Timeline(9, slices, [BucketTimes(0, 8, [0.02, 0.04, 0.04], [None] * 3)]),
     )
 
 
@@ -112,9 +112,9 @@ SHAPES = {
     "nothing": empty,
     "holes": gappy,
     "evil": evil,
-    "noise scale": lambda: made_up(noise_scale=NoiseScale(64.0, 900.0)),
-    "gpu": lambda: made_up(
-        device_figures={"utilization": 0.152, "host": 0.611, "sm_efficiency": 0.111, "occupancy": 0.287}
+    "gpu, noise scale": lambda: made_up(
+        device_figures={"utilization": 0.152, "host": 0.611, "sm_efficiency": 0.111, "occupancy": 0.287},
+        noise_scale=NoiseScale(64.0, 900.0),
     ),
 }
 each_shape = pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
@@ -133,13 +133,13 @@ def test_every_report_becomes_a_whole_page_that_fetches_nothing(make: Any) -> No
         assert address.startswith("https://github.com/leeoniya/uPlot")  # in the comment that names it
 
 
-def test_sixty_four_ranks_and_two_thousand_steps_stay_small(large: Report) -> None:
+def test_sixty_four_ranks_and_a_thousand_steps_stay_small(large: Report) -> None:
     made = page(large)
     assert len(made.encode()) < LIMIT
     record = json.loads(re.search(r'id="steps-data">(.*?)</script>', made)[1])  # type: ignore[index]
     assert {len(rows) for rows in record["metrics"].values()} == {64}
-    assert len(record["steps"]) == len(record["metrics"]["step"][0]) > 500
-    assert len(record["outliers"]) == len(range(1000, 2000, 97))
+    assert len(record["steps"]) == len(record["metrics"]["step"][0]) == 500
+    assert len(record["outliers"]) == len(range(500, 1000, 97))
 
 
 def test_a_bar_is_as_long_as_its_parts_together() -> None:
@@ -267,10 +267,8 @@ QUIET = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gappy, evil], ids=["holes", "evil"])
-def test_odd_reports_raise_no_error_in_the_browser(make: Any, tmp_path: Path) -> None:
-    made = make()
-    assert run_in_page(page(made), QUIET, tmp_path) == [[f"Profile of {made.title}", [], 0]]
+def test_an_odd_report_raises_no_error_in_the_browser(tmp_path: Path) -> None:
+    assert run_in_page(page(evil()), QUIET, tmp_path) == [[f"Profile of {EVIL}", [], 0]]
 
 
 MANY = (
@@ -371,6 +369,6 @@ def test_equal_runs_and_runs_without_steps_are_called_that() -> None:
     assert compare(empty(), empty()).headline == "No step was measured in A and B."
 
 
-@pytest.mark.parametrize("other", [empty, gappy, evil, lambda: made_up(64, 20)], ids=["nothing", "holes", "evil", "64"])
+@pytest.mark.parametrize("other", [empty, evil, lambda: made_up(64, 20)], ids=["nothing", "evil", "64"])
 def test_any_two_runs_have_a_page(other: Any) -> None:
     assert Elements(comparison_page(compare(made_up(), other(), ("a<b>", EVIL)))).open == []
