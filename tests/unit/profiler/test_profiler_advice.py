@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.planner.critical_batch import NoiseScale
 from paceline.profiler.analysis.analyze import summary
 from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.analysis.facts import Facts
@@ -136,6 +137,14 @@ def test_gradient_norms_are_of_the_mean_gradient_of_a_sample() -> None:
     norms.launched(torch.tensor([3.0]), 2.0)
     norms.averaged(torch.tensor([1.0]))
     assert norms.squared() == (2.25, 1.0)
+
+
+def test_the_noise_scale_comes_from_steps_whose_norms_all_ranks_have() -> None:
+    made = records(3, 12)
+    for step in (step for record in made for step in record.steps):
+        step.norms = (3.0, 2.0)
+    made[0].steps[5].norms, made[1].steps[5].norms = None, (1000.0, 1.0)
+    assert Facts(made, OperatorTable()).noise_scale == NoiseScale(96.0, 32.0)
 
 
 def event(name: str, ts: float, dur: float, cat: str = "cpu_op") -> dict[str, Any]:

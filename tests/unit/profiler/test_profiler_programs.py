@@ -134,6 +134,7 @@ def test_one_rank_measures_its_layers_too(pools: Pools, tmp_path: Path) -> None:
     assert sorted(nbytes for _, nbytes in plan.layers[:2]) == [4 * 2, 4 * 2 * 64]
     assert sorted(nbytes for _, nbytes in plan.layers[2:]) == [4 * 64, 4 * 32 * 64]
     assert min(seconds for seconds, _ in plan.layers) >= 0
+    assert len({f"{seconds / nbytes:.3g}" for seconds, nbytes in plan.layers}) > 1, "measured, not taken from the bytes"
     assert (plan.ranks, plan.samples, plan.all_reduces, plan.communication_s) == (1, 4, [], 0)
 
 
