@@ -48,7 +48,7 @@ def assert_replicas_equal(model: nn.Module) -> None:
     named = itertools.chain(module.named_parameters(), module.named_buffers())
     tensors = {plain_name(name): value.detach() for name, value in named}
     digests = {name: _digest(name, value) for name, value in tensors.items()}
-    gathered = _gather(digests)
+    gathered = gather(digests)
     reference = gathered[0]
     for rank, entry in enumerate(gathered):
         if odd := [name for name in [*reference, *entry] if (name in reference) != (name in entry)]:
@@ -68,7 +68,7 @@ def assert_replicas_equal(model: nn.Module) -> None:
         detail = f"is {kinds[1]} on rank {index} and {kinds[0]} on rank 0"
     else:
         # `gathered` is the same on all ranks, so all of them call this collective.
-        values = _gather(tensors[name].cpu())
+        values = gather(tensors[name].cpu())
         detail = f"on rank {index} differs from rank 0's{_distance(values[index], values[0])}"
     raise AssertionError(f"replicas differ: {name!r} {detail}{count}")
 
@@ -137,7 +137,7 @@ def _digest(name: str, tensor: Tensor) -> tuple[str, bytes]:
     return f"{tensor.dtype} {tuple(tensor.shape)}", tensor_digest(tensor)
 
 
-def _gather(value: Any) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
@@ -168,7 +168,7 @@ def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool =
     check_world("assert_data_is_split()")
     epochs: list[list[list[str]]] = []
     for number in (0, 1):
-        epochs.append(_gather([sample for batch in epoch(number) for sample in _samples(batch)]))
+        epochs.append(gather([sample for batch in epoch(number) for sample in _samples(batch)]))
         _check_split(epochs[-1], number, repeated)
     # With one or two samples, the order is often the same by chance.
     if shuffled and epochs[0] == epochs[1] and len(epochs[1][0]) > 2:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.testing.assertions import assert_replicas_equal, check_world, unwrapped
+from paceline.testing.assertions import assert_replicas_equal, check_world, gather, unwrapped
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], None]
@@ -153,7 +152,5 @@ def _likeness(actual: Tensor, expected: Tensor, size: int) -> str:
 def _agree(difference: str) -> None:
     """Raise the first difference that any rank found, on all ranks."""
     __tracebackhide__ = True
-    differences: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(differences, difference)
-    if first := next(filter(None, differences), ""):
+    if first := next(filter(None, gather(difference)), ""):
         raise AssertionError(first)

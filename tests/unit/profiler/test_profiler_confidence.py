@@ -28,10 +28,9 @@ def test_a_rank_that_is_far_behind_in_every_step_of_a_second_is_late_for_good() 
     assert not is_lasting(busy, lengths, 0)
 
 
-@pytest.mark.parametrize("factor", [1.2, 1.35])
-def test_a_neighbours_load_of_a_few_seconds_is_no_straggler(factor: float) -> None:
+def test_a_neighbours_load_of_a_few_seconds_is_no_straggler() -> None:
     """As measured on a host with other work: clean ranks were 15 to 37 % late for a second or two, step after step."""
-    busy, lengths = run(300, 0.01, dict.fromkeys(range(300), factor))
+    busy, lengths = run(300, 0.01, dict.fromkeys(range(300), 1.35))
     assert not is_lasting(busy, lengths, 1)
 
 

@@ -7,19 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from paceline import DistributedDataParallel
-from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import BACKWARD, GRADIENT, LAUNCH, Span
 from paceline.planner.profiles import from_profiles, from_summary
-from paceline.profiler import profile
 from paceline.profiler.analysis.analyze import summary
 from paceline.profiler.analysis.bucket_timeline import gradient_times
 from paceline.profiler.records.steps import Step
 from profile_records import records, usual, verdict
-from ranks import Pools
 
 
 def test_the_plan_has_the_seconds_and_bytes_of_a_step() -> None:
@@ -73,27 +67,3 @@ def test_time_to_launch_a_bucket_is_not_time_of_the_layer() -> None:
     step = Step(5, "detailed", 0.0, 8.0, {}, [], spans=spans)
     # The last arrival of 2 counts, as with reentrant checkpointing.
     assert gradient_times(step) == [(0, 0.5), (1, 1.0), (2, 1.0), (3, 2.0)]
-
-
-def train_alone(_world: World, folder: Path) -> list[int]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 64), nn.Linear(64, 2))
-    net[0].requires_grad_(False)
-    model = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with profile(folder, operators=False):
-        for _ in range(12):
-            model(torch.ones(4, 16)).sum().backward()
-            optimizer.step()
-    return [len(parameter._post_accumulate_grad_hooks or ()) for parameter in net.parameters()]
-
-
-def test_one_rank_measures_its_layers_too(pools: Pools, tmp_path: Path) -> None:
-    """A single rank has no reducer, which marks the arrival of gradients."""
-    [hooks] = pools.run(1, train_alone, tmp_path)
-    assert hooks == [0] * 6, "the profiler's hooks are removed"
-    plan = from_summary(tmp_path)
-    assert sorted(nbytes for _, nbytes in plan.layers[:2]) == [4 * 2, 4 * 2 * 64]
-    assert sorted(nbytes for _, nbytes in plan.layers[2:]) == [4 * 64, 4 * 32 * 64]
-    assert min(seconds for seconds, _ in plan.layers) >= 0
-    assert (plan.ranks, plan.samples, plan.all_reduces, plan.communication_s) == (1, 4, [], 0)

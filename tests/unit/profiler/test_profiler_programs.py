@@ -19,6 +19,7 @@ from torch import nn
 from paceline import DistributedDataParallel, UsageError
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import recorder
+from paceline.planner.profiles import from_summary
 from paceline.profiler import profile
 from paceline.profiler.analysis.analyze import read_facts, report_of
 from paceline.profiler.recording import recorder as session
@@ -31,7 +32,7 @@ from paceline.profiler.report.report import Report
 from paceline.profiler.results import write_results
 from paceline.tools.profile.profile_command import ProfileSettings
 from processes import paceline
-from ranks import Pools, run_ranks
+from ranks import Pools, Ranks, run_ranks
 
 
 def make_report(folder: Path) -> Report:
@@ -116,6 +117,27 @@ def test_layers_frozen_after_wrapping_leave_a_report(pools: Pools, tmp_path: Pat
     assert make_report(tmp_path).steps
 
 
+def with_a_frozen_layer_alone(_world: World, folder: Path) -> list[int]:
+    module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 64), nn.Linear(64, 2))
+    module[0].requires_grad_(False)
+    model = DistributedDataParallel(module)
+    with profile(folder, operators=False):
+        step(model, sgd(model), 12)
+    return [len(parameter._post_accumulate_grad_hooks or ()) for parameter in module.parameters()]
+
+
+def test_one_rank_measures_its_layers_too(pools: Pools, tmp_path: Path) -> None:
+    """A single rank has no reducer, which marks the arrival of gradients."""
+    [hooks] = pools.run(1, with_a_frozen_layer_alone, tmp_path)
+    assert hooks == [0] * 6, "the profiler's hooks are removed"
+    plan = from_summary(tmp_path)
+    assert sorted(nbytes for _, nbytes in plan.layers[:2]) == [4 * 2, 4 * 2 * 64]
+    assert sorted(nbytes for _, nbytes in plan.layers[2:]) == [4 * 64, 4 * 32 * 64]
+    assert min(seconds for seconds, _ in plan.layers) >= 0
+    assert len({f"{seconds / nbytes:.3g}" for seconds, nbytes in plan.layers}) > 1, "measured, not taken from the bytes"
+    assert (plan.ranks, plan.samples, plan.all_reduces, plan.communication_s) == (1, 4, [], 0)
+
+
 def with_compile(world: World, folder: Path, what: str) -> None:
     wrap: Any = nn.parallel.DistributedDataParallel if what == "torch" else DistributedDataParallel
     model = wrap(torch.compile(net(), backend="eager") if what == "module" else net())
@@ -174,14 +196,6 @@ def elsewhere(world: World, folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_a_program_may_change_its_folder_and_destroy_its_group(tmp_path: Path) -> None:
-    """Rank 0 waits for the others' records without a collective, for which there may be no group any more."""
-    run_ranks(2, elsewhere, tmp_path / "out")
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert not any("killed" in note or "no record" in note for note in summary["missing"])
-    assert make_report(tmp_path / "out").operators
-
-
 def short(world: World, folder: Path) -> None:
     with profile(folder, operators=False):
         step(*wrapped(), 6)
@@ -189,17 +203,18 @@ def short(world: World, folder: Path) -> None:
 
 def test_a_second_profile_in_a_folder_shows_nothing_of_the_first(pools: Pools, tmp_path: Path) -> None:
     """All ranks of a host start their clocks when it boots, so that alone does not tell which record is newer."""
-    pools.run(3, short, tmp_path)
+    pools.run(2, short, tmp_path)
     (tmp_path / FOLDER / "rank-00000.torch.json").write_text("{}")
-    third = path_of(tmp_path, 2).read_text()
+    second = path_of(tmp_path, 1).read_text()
+    path_of(tmp_path, 2).write_text(second.replace('"rank": 1, "size": 2', '"rank": 2, "size": 3'))
     pools.run(2, short, tmp_path)
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["rank-00000.jsonl", "rank-00001.jsonl"]
-    path_of(tmp_path, 1).write_text(third.replace('"rank": 2', '"rank": 1'))
+    path_of(tmp_path, 1).write_text(second)
     assert [record.ended for record in read_ranks(tmp_path)] == ["", "missing"]
 
 
 def before_its_world(world: World, folder: Path) -> str:
-    dist.destroy_process_group()
+    """Begin a profile when there is no group yet: the program above has destroyed its own."""
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     with suppress(AssertionError), profile(folder / str(world.rank), operators=False):
@@ -210,9 +225,15 @@ def before_its_world(world: World, folder: Path) -> str:
     return str(raised.value)
 
 
-def test_a_profile_that_begins_before_the_world_is_refused(tmp_path: Path) -> None:
-    """Every process took itself for rank 0, and all wrote the same file."""
-    for rank, message in enumerate(run_ranks(2, before_its_world, tmp_path)):
+def test_a_program_may_change_its_folder_and_destroy_and_make_its_group(tmp_path: Path) -> None:
+    """Rank 0 waits for the others' records without a collective. Before its group, each process was rank 0."""
+    with Ranks(2) as ranks:
+        ranks.run(elsewhere, tmp_path / "out")
+        messages = ranks.run(before_its_world, tmp_path)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert not any("killed" in note or "no record" in note for note in summary["missing"])
+    assert make_report(tmp_path / "out").operators
+    for rank, message in enumerate(messages):
         assert f"but this is rank {rank} of 2 now; call paceline.init()" in message
 
 

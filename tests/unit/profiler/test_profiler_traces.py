@@ -80,7 +80,7 @@ def read(file: Path) -> Any:
 
 @pytest.mark.slow
 def test_traces_of_a_run_nest_agree_and_are_on_one_clock(tmp_path: Path) -> None:
-    ranks = 4
+    ranks = 2
     run_ranks(ranks, deep, tmp_path, backend="gloo")
     merged = read(tmp_path / "trace.json")["traceEvents"]
     assert not crossing(merged)

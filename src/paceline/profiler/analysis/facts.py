@@ -9,12 +9,11 @@ from functools import cached_property
 from statistics import fmean, median, median_low
 from typing import Any
 
-from paceline.planner.critical_batch import NoiseScale
+from paceline.planner.critical_batch import NoiseScale, Norms, estimate
 from paceline.profiler.analysis.bucket_timeline import Steps, bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.analysis.confidence import SLOWDOWN, WAKE_S, WORTH, is_lasting, late_since, others_of
-from paceline.profiler.analysis.noise_scale import noise_scale
 from paceline.profiler.analysis.operator_table import OperatorTable
-from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of
+from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of, steps_by_number
 from paceline.profiler.records.core_use import Load, load_of
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.report import step_parts
@@ -95,7 +94,15 @@ class Facts:
     @cached_property
     def noise_scale(self) -> NoiseScale | None:
         """The gradient noise scale; None if it was not measured."""
-        return noise_scale(self.records)
+        steps: list[Norms] = []
+        for ranks in steps_by_number(self.records).values():
+            norms = [step.norms for step in ranks if step is not None and step.norms is not None]
+            # The formulas assume equal shares of the batch, and a rank without samples has no norm.
+            if len(norms) == len(self.records):
+                rows = float(sum(step.rows for step in ranks if step))
+                local, averaged = (fmean(column) for column in zip(*norms, strict=True))
+                steps.append((local, averaged, rows, len(norms)))
+        return estimate(steps)
 
     @cached_property
     def typical(self) -> int | None:

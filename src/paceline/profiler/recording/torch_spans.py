@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,37 +34,15 @@ from paceline.core.torch_internals.autograd import queue_callback
 from paceline.core.torch_internals.compile import compiled_below
 from paceline.core.torch_internals.data import BatchIterator
 
+if TYPE_CHECKING:
+    from paceline.profiler.recording.recorder import Session
+
 BUFFERS_TRAVEL = "_distributed_broadcast_coalesced"
 """Method of torch's wrapper that waits for rank 0's buffers during the forward pass."""
 
 
-class StepEvents(Protocol):
-    """Receives events from torch, and detects steps."""
-
-    backwards: int
-    """Number of completed backward passes."""
-    group_of_torch: Any
-    """Process group of the wrapper in the last forward pass, if it is torch's wrapper. The backward pass ends by
-    waiting for the ranks of this group."""
-
-    def batch_came(self, iterator: Any, seconds: float) -> None:
-        """Record that a DataLoader returned a batch, which cost the loop `seconds` of core time."""
-
-    def forward_begins(self, model: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that a forward pass begins."""
-
-    def backward_begins(self) -> None:
-        """Note that a backward pass begins."""
-
-    def backward_ends(self) -> None:
-        """Note that a backward pass has ended."""
-
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:
-        """Note that an optimizer has stepped, perhaps inside the step of another optimizer."""
-
-
 @contextmanager
-def torch_spans(recorder: Recorder, session: StepEvents) -> Iterator[None]:
+def torch_spans(recorder: Recorder, session: Session) -> Iterator[None]:
     """Inside this context, record spans of torch's functions and report events to `session`."""
     with ExitStack() as stack:
         for name in COLLECTIVES:
@@ -94,7 +72,7 @@ def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
             delattr(owner, name)
 
 
-def _next_batch(recorder: Recorder, session: StepEvents, original: Callable[..., Any]) -> Callable[..., Any]:
+def _next_batch(recorder: Recorder, session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     loop = threading.current_thread()
 
     @functools.wraps(original)
@@ -110,7 +88,7 @@ def _next_batch(recorder: Recorder, session: StepEvents, original: Callable[...,
     return next_batch
 
 
-def _backward(recorder: Recorder, session: StepEvents, original: Callable[..., Any]) -> Callable[..., Any]:
+def _backward(recorder: Recorder, session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -148,7 +126,7 @@ def _watch_end(recorder: Recorder, group: str | None, roots: Any, at_end: ExitSt
             at_end.callback(node.register_prehook(queue).remove)
 
 
-def _forward(recorder: Recorder, session: StepEvents, original: Callable[..., Any]) -> Callable[..., Any]:
+def _forward(recorder: Recorder, session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     @compiled_below  # so that a compiled wrapper also calls it
     @functools.wraps(original)
     def forward(model: TorchDDP, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +170,7 @@ def _name_of(recorder: Recorder, group: Any) -> str | None:
     return name
 
 
-def _optimizer_hooks(recorder: Recorder, session: StepEvents) -> list[Any]:
+def _optimizer_hooks(recorder: Recorder, session: Session) -> list[Any]:
     running: list[tuple[int, int, Callable[[], object]]] = []
     """Optimizer steps in progress, innermost last: the optimizer's id, `session.backwards` at the start, and the
     function that ends the span."""

@@ -97,7 +97,7 @@ def loop(facts: Facts) -> Advice | None:
     """Detect time in the loop's own code on all ranks."""
     share, function = facts.shares[OTHER], function_of_own_code(facts)
     # On a busy host, time without stack samples may be a delay.
-    if share < NOTABLE or late_by_own_code(facts) or (facts.is_loaded and not function):
+    if late_by_own_code(facts) or (facts.is_loaded and not function):
         return None
     return Advice(
         "loop",
