@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch.utils.data._utils.worker
 from packaging.requirements import Requirement
-from test_docs import PAGES, ROOT, blocks
+from test_docs import CHECKPOINTS, PAGES, ROOT, blocks
 
 from processes import paceline, run_here
 
@@ -129,7 +129,6 @@ def prepare(folder: Path) -> None:
 FIRST = {row: page for page in reversed(PAGES) for row in commands(page) if not reason(row)}
 """The page for which a command is run, though others print it, too."""
 WALKS = {page: walk for page in PAGES if (walk := [row for row in commands(page) if FIRST.get(row) == page])}
-CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 
 
 def forked(command: str, folder: Path, hidden: list[str]) -> subprocess.CompletedProcess[str]:

@@ -55,7 +55,7 @@ def drawn_cells(frame: Frame, size: int, rows: int) -> list[list[int]]:
     return [[value for _, _, value in by_place[rank * rows : (rank + 1) * rows]] for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [1, 4, 7])
+@pytest.mark.parametrize("size", [1, 7])
 @pytest.mark.parametrize("name", ANY_SCHEDULE)
 def test_frames_show_what_ranks_hold_when_the_schedule_is_run_with_numbers(name: str, size: int) -> None:
     schedule = build(name, size)
@@ -64,11 +64,11 @@ def test_frames_show_what_ranks_hold_when_the_schedule_is_run_with_numbers(name:
     assert shown == [(state * mask).tolist() for state, mask in zip(play(schedule), needed, strict=True)]
 
 
-@pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize(
     "name", ["ring_all_reduce", "halving_doubling_all_reduce", "tree_reduce", "ring_reduce_scatter"]
 )
-def test_what_is_not_drawn_can_be_spoilt_and_nothing_else(name: str, size: int) -> None:
+def test_what_is_not_drawn_can_be_spoilt_and_nothing_else(name: str) -> None:
+    size = 4
     schedule = build(name, size, root=0)
     result = [
         (rank, chunk)
@@ -243,7 +243,7 @@ def test_with_many_ranks_the_table_counts_the_parts_of_sums_but_not_of_copies(wh
         assert f"A cell shows {words} it contains" in str(scene.table.caption)
 
 
-@pytest.mark.parametrize("what", KNOWN)
+@pytest.mark.parametrize("what", ["reduce", "workflow"])
 def test_tables_lose_nothing_through_a_pipe_and_on_a_narrow_terminal(
     what: str, run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from paceline.tools.explain.scene import Scene
 from paceline.tools.explain.subjects import bubble, ways, workflow
 from paceline.tools.explain.subjects.buckets import BACKWARD, FORWARD, OPTIMIZER, SIZES
 
-RANKS = [2, 3, MOST_RANKS]
+RANKS = [2, MOST_RANKS]
 
 
 def widths(scene: Scene, kind: str) -> float:
