@@ -251,10 +251,10 @@ def test_a_wrapper_of_the_scripts_own_accumulates_uneven_micro_batches_exactly_i
 
 
 @pytest.mark.slow
-def test_a_recipe_in_all_modes_and_on_4_ranks_ends_with_weights_equal_to_a_millionth(tmp_path: Path) -> None:
+def test_a_recipe_in_all_modes_ends_with_weights_equal_to_a_millionth(tmp_path: Path) -> None:
     """Every derived figure follows from those beside it."""
-    rows = compared(tmp_path, "digits", "--nproc", "2,4", "--modes", ",".join(MODES), "--steps", "20")
-    assert len(rows) == 7
+    rows = compared(tmp_path, "digits", "--nproc", "2", "--steps", "20")
+    assert len(rows) == 4
     for row in rows.values():
         assert row["weights_difference"] <= 1e-6
         assert row["samples_per_step"] == 32
