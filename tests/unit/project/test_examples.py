@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +137,7 @@ def test_a_framework_trains_with_our_wrapper(tmp_path: Path, name: str, framewor
     pytest.importorskip(framework)
     program = tmp_path / "program.py"
     program.write_text(CHECKED.format(example=str(EXAMPLES / f"{name}.py")))
-    first = partial(import_module, framework)  # once, before the ranks are forked
-    done = paceline(tmp_path, "run", "--nproc", "2", str(program), fork="all", first=first, OMP_NUM_THREADS="1")
+    done = paceline(tmp_path, "run", "--nproc", "2", str(program), fork="all", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     [line] = re.findall(r"^accuracy (0\.9\d*) on 2 ranks$", done.stdout, re.MULTILINE)
     assert float(line) > 0.9
