@@ -16,19 +16,14 @@ On one rank, the backend does nothing, so only the reducer's time remains. By de
 rank; "paceline reducer" forces one. On two ranks, "paceline on gloo" leaves the reduction to Gloo's threads, like torch
 DDP, and "paceline" reduces in shared memory, in the thread that runs backward.
 
---by-stage shows the time of each function in a backward pass with Paceline, for a layout or for your model.
-
 Run by: paceline run --nproc 2 benchmarks/host_overhead.py --help
 Decision 0051 has the results.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
-from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,7 +47,6 @@ from harness import (
     take_turns,
     without_collections,
 )
-from stages import exists, model_of, stages, table_of
 
 ELEMENTS = 64
 """Elements of each parameter."""
@@ -154,53 +148,19 @@ def compare(models: dict[str, nn.Module], rounds: int, repeat: int) -> dict[str,
     return results
 
 
-def print_stages(options: argparse.Namespace, gloo: dist.ProcessGroup, alone: dist.ProcessGroup, out: Console) -> None:
-    """Print where Paceline's wrapper spends its time, for each layout or for the user's model."""
-    makes: dict[str, tuple[Callable[[], nn.Module], Tensor, float]] = {}
-    if options.model:
-        module, batch = model_of(options.model)
-        makes[options.model] = (partial(deepcopy, module), batch, 25)
-    else:
-        for name in options.layouts:
-            layout = LAYOUTS[name]
-            makes[name] = (partial(Chain, layout.parameters), torch.ones(ELEMENTS), layout.bucket_cap_mb)
-    for name, (make, batch, cap) in makes.items():
-        ours = partial(paceline.DistributedDataParallel, bucket_cap_mb=cap)
-        groups = {"the reducer alone": alone, "shared memory": None, "gloo": gloo}
-        if dist.get_world_size() == 1:
-            del groups["shared memory"], groups["gloo"]
-        for what, group in groups.items():
-            model = ours(make(), process_group=group)
-            if group is alone:
-                model._connect()
-            found = stages(model, make(), batch, 5 * options.repeat)
-            out.print(table_of(f"{name}, {what}, {len(model.bucket_layout())} buckets", found, options.rows))
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2], help="world sizes: 1, or the size of the job")
     parser.add_argument("--repeat", type=int, default=40, help="backward passes per turn")
     parser.add_argument("--quick", action="store_true", help="run few rounds, and write no file")
-    parser.add_argument("--by-stage", action="store_true", help="show Paceline's time by function; write no file")
-    parser.add_argument("--rows", type=int, default=25, help="with --by-stage: number of functions to show")
-    parser.add_argument(
-        "--model", metavar="FILE.py:NAME", help="with --by-stage: a function that returns a module and its batch"
-    )
     options = parser.parse_args()
-    if options.model and not (options.by_stage and exists(options.model)):
-        parser.error("--model takes FILE.py:NAME of a file that is there, along with --by-stage")
     if options.quick:
         options.rounds, options.repeat = 3, 15
     world = paceline.init("paceline")
     gloo = dist.new_group(backend="gloo")
     nothing.register()
     alone = [dist.new_group([rank], backend=nothing.NAME) for rank in range(world.size)][world.rank]
-    if options.by_stage:
-        print_stages(options, gloo, alone, Console(width=120, quiet=not world.is_main))
-        world.close()
-        return
     table = Table("layout", "world", "wrapper", *CLOCKS, *(f"{clock} / views" for clock in CLOCKS), title="added, ms")
     results = {}
     for name in options.layouts:

@@ -34,8 +34,8 @@ def blocks(page: Path) -> list[re.Match[str]]:
     return list(BLOCK.finditer(page.read_text("utf-8")))
 
 
-WITH_BLOCKS = [page for page in PAGES if blocks(page)]
-each_page = pytest.mark.parametrize("page", WITH_BLOCKS, ids=[page.stem for page in WITH_BLOCKS])
+TRAINING, CHECKPOINTS = ROOT / "docs" / "training-loop.md", ROOT / "docs" / "checkpoints.md"
+OTHERS = [page for page in PAGES if blocks(page) and page not in (TRAINING, CHECKPOINTS)]
 
 
 def run_page(world: World, page: Path, folder: str, blocks_wanted: slice = slice(None)) -> dict[str, Any]:
@@ -54,41 +54,35 @@ def run_page(world: World, page: Path, folder: str, blocks_wanted: slice = slice
     return {name: value for name, value in names.items() if isinstance(value, int | float | str)}
 
 
-@each_page
+@pytest.mark.parametrize("page", OTHERS, ids=[page.stem for page in OTHERS])
 def test_snippets_run_as_pasted(page: Path, pools: Pools, tmp_path: Path) -> None:
     pools.run(2, run_page, page, str(tmp_path))
 
 
-def test_the_whole_training_script_trains_and_resumes(pools: Pools, tmp_path: Path) -> None:
-    page = ROOT / "docs" / "training-loop.md"
-    [number] = [number for number, block in enumerate(blocks(page)) if "checkpointer.restore()" in block[0]]
-    place = slice(number, number + 1)
-    first, other = pools.run(2, run_page, page, str(tmp_path), place)
+def test_the_page_about_training_has_a_script_that_trains_and_resumes(pools: Pools, tmp_path: Path) -> None:
+    first, other = pools.run(2, run_page, TRAINING, str(tmp_path))
     assert first["accuracy"] == other["accuracy"] > 0.9
     assert first["resumed_at"] == 0
     saved = {path.name for path in (tmp_path / "runs" / "1").glob("step-*")}
-    [again, _] = pools.run(2, run_page, page, str(tmp_path), place)
+    [number] = [number for number, block in enumerate(blocks(TRAINING)) if "checkpointer.restore()" in block[0]]
+    [again, _] = pools.run(2, run_page, TRAINING, str(tmp_path), slice(number, number + 1))
     assert again["resumed_at"] == 3
     assert {path.name for path in (tmp_path / "runs" / "1").glob("step-*")} == saved
 
 
 def test_the_page_about_checkpoints_resumes(pools: Pools, tmp_path: Path) -> None:
     for _ in range(2):
-        for names in pools.run(2, run_page, ROOT / "docs" / "checkpoints.md", str(tmp_path)):
+        for names in pools.run(2, run_page, CHECKPOINTS, str(tmp_path)):
             assert names["best_acc1"] == 30.0
     assert len(list((tmp_path / "runs" / "7").iterdir())) == 3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_no_snippet_goes_unnoticed(page: Path) -> None:
+def test_no_snippet_goes_unnoticed_and_public_names_in_prose_exist(page: Path) -> None:
     text = page.read_text("utf-8")
     assert set(re.findall(r"^ *```(.*)$", text, re.MULTILINE)) <= {"python", ""}
     assert len(re.findall(r"^ *(?:```|<!-- )python", text, re.MULTILINE)) == len(blocks(page))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_public_names_in_prose_exist(page: Path) -> None:
-    for path in set(re.findall(r"`paceline\.([A-Za-z_.]+\w)\(?", page.read_text("utf-8"))):
+    for path in set(re.findall(r"`paceline\.([A-Za-z_.]+\w)\(?", text)):
         assert resolve_name(f"paceline.{path}") is not None, path
 
 

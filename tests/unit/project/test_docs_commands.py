@@ -22,8 +22,9 @@ from typing import Any
 import pytest
 import torch.utils.data._utils.worker
 from packaging.requirements import Requirement
-from test_docs import PAGES, ROOT, blocks
+from test_docs import CHECKPOINTS, PAGES, ROOT, blocks
 
+from paceline.tools.recipes.configs import DigitsConfig
 from processes import paceline, run_here
 
 LINE = re.compile(r"^    ((?:paceline|make|python|torchrun|pip|cp|[A-Z_]+=\S+) .*?)(?: {2,}.*)?$", re.MULTILINE)
@@ -84,6 +85,7 @@ def base_distributions() -> frozenset[str]:
     return frozenset(found)
 
 
+@cache
 def extras() -> list[str]:
     """Return the modules that only extras bring."""
     return sorted(
@@ -106,7 +108,8 @@ class BaseFinder(PathFinder):
 
 
 def hide(hidden: list[str]) -> None:
-    """Let modules be missing from this process, which may have loaded them."""
+    """Let modules be missing from this process, which may have loaded them, and the recipe make few passes."""
+    DigitsConfig.passes = 2
     BaseFinder.hidden = hidden
     sys.meta_path[sys.meta_path.index(PathFinder)] = BaseFinder
     if "numpy" in hidden:  # which torch has looked for already, for the workers of loaders
@@ -129,7 +132,6 @@ def prepare(folder: Path) -> None:
 FIRST = {row: page for page in reversed(PAGES) for row in commands(page) if not reason(row)}
 """The page for which a command is run, though others print it, too."""
 WALKS = {page: walk for page in PAGES if (walk := [row for row in commands(page) if FIRST.get(row) == page])}
-CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 
 
 def forked(command: str, folder: Path, hidden: list[str]) -> subprocess.CompletedProcess[str]:

@@ -82,10 +82,6 @@ def test_the_reference_describes_every_public_name_once() -> None:
         assert all(re.search(rf"(:: |<){re.escape(full)}\b", text) for full in own.values())
 
 
-PICTURE_BYTES, PICTURE_PIXELS = 200_000, 1400
-"""Most bytes of a picture in the gallery, and most pixels of its width, which a column of text can show."""
-
-
 @pytest.mark.slow
 def test_the_gallery_takes_its_pictures_again(tmp_path: Path) -> None:
     if not any(map(shutil.which, gallery.BROWSERS)):

@@ -61,7 +61,7 @@ ONE_LINE = "error: the module has no parameter that requires a gradient"
 @pytest.mark.parametrize(
     ("given", "code", "out", "first"),
     [
-        ("saving", 2, "saved\n", ONE_LINE),  # in an interpreter of its own
+        ("saving", 2, "saved\n", ONE_LINE),  # test_public_names.py: in an interpreter of its own
         ("hook", 1, "mine\n", ""),
         ("other", 1, "", "[rank0]: Traceback"),
     ],
@@ -71,7 +71,7 @@ def test_a_mistake_in_a_script_of_its_own_is_one_line(
 ) -> None:
     # It was a traceback, with exit code 1.
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = paceline(tmp_path, program=("train.py", given), fork="launcher" if given == "saving" else "all")
+    done = paceline(tmp_path, program=("train.py", given), fork="all")
     assert (done.returncode, done.stdout) == (code, out), done.stderr
     assert done.stderr.startswith(first)
     if code == 2:

@@ -49,12 +49,10 @@ def check_at(path: str) -> Check:
 # Each function once: ranks that share a GPU and ranks that have one each run the same.
 TIMED = {"smollm2-2k", "smollm2-16k", "resnet-32", "resnet-256", "mlp", "host-bound", "host"}
 MEASURED_ONLY = TIMED | {"overlap", "kernels", "peak"}
-# What does not ask for the number of ranks, and takes long, runs on two alone.
-GENERAL = {"one/same-bits", "one/compute-check"}
-CASES = [(1, check.path) for check in CHECKS if check.ranks is Ranks.ONE and check.joined and check.path not in GENERAL]
-CASES += [
-    (2, check.path) for check in CHECKS if check.ranks is Ranks.SEVERAL and check.joined and check.name not in TIMED
-]
+SEVERAL = [check for check in CHECKS if check.ranks is Ranks.SEVERAL and check.joined and check.name not in TIMED]
+ONE = [check for check in CHECKS if check.ranks is Ranks.ONE and check.joined]
+ON_TWO = {check.run for check in SEVERAL}
+CASES = [(2, check.path) for check in SEVERAL] + [(1, check.path) for check in ONE if check.run not in ON_TWO]
 
 
 @pytest.mark.slow

@@ -58,11 +58,18 @@ from paceline import DistributedDataParallel, train
 assert paceline.DistributedDataParallel is DistributedDataParallel is paceline.ddp.DistributedDataParallel
 assert paceline.train is train is sys.modules["paceline.train"]
 assert set(paceline.__all__) <= set(dir(paceline))
+sys.excepthook = sys.__excepthook__  # and not that of torch, of the group that was made above
+world = paceline.init()
+DistributedDataParallel(torch.nn.Flatten())
 """
 
 
-def test_names_and_the_backend_are_imported_when_they_are_first_used() -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", LAZY], timeout=TIMEOUT_S, check=True)
+def test_an_interpreter_imports_names_when_they_are_first_used_and_ends_a_mistake_in_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LAZY], timeout=TIMEOUT_S, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("error: the module has no parameter that requires a gradient")
 
 
 def test_type_checkers_and_the_interpreter_find_a_name_in_the_same_module() -> None:

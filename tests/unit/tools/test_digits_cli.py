@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint import Checkpointer
-from paceline.errors import installing
 from processes import Running, alive, paceline
 from recipe_reports import FIELDS
 
@@ -21,10 +20,9 @@ SHORT = ["--epochs", "1", "--batch-size", "128"]
 KEPT = ["--checkpoint-dir", "points"]
 
 
-def digits(folder: Path, *options: str, nproc: int = 1, fork: str = "all", program: tuple[str, ...] = ()) -> Any:
+def digits(folder: Path, *options: str, nproc: int = 1) -> Any:
     """Run the command with `options` to its end."""
-    arguments = ("train", "digits", "--nproc", str(nproc), *options)
-    return paceline(folder, *arguments, program=program, fork=fork, OMP_NUM_THREADS="1")
+    return paceline(folder, "train", "digits", "--nproc", str(nproc), *options, fork="all", OMP_NUM_THREADS="1")
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -58,33 +56,12 @@ def assert_refused(folder: Path, done: Any, before: dict[str, bytes | None], mes
     assert living_in(folder) == []
 
 
-def test_without_a_package_the_pip_command_is_named(tmp_path: Path) -> None:
-    blocked = (
-        "import sys\n"
-        "for name in [name for name in sys.modules if name.split('.')[0] == 'sklearn']: del sys.modules[name]\n"
-        "sys.modules['sklearn'] = None\n"
-        "from paceline.tools.cli.main import main; main()"
-    )
-    done = digits(tmp_path, program=("-c", blocked))
-    assert_refused(tmp_path, done, {}, installing("digits"))
-
-
-# -- what the ranks refuse, before they train --------------------------------------------------------------------------
-
-REFUSED = [
-    (["--checkpoint-dir", "plain/points"], "plain/points cannot be used: Not a directory; choose a folder"),
-    (["--checkpoint-dir", "runs/7", "--resume"], "the folder runs/7 to resume from does not exist; check it"),
-    (["--backend", "carrier-pigeon"], "backend 'carrier-pigeon' is not available in this PyTorch"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_what_the_ranks_refuse_is_one_line_and_no_folder_is_made(
-    tmp_path: Path, options: list[str], message: str
-) -> None:
+def test_a_refusal_by_the_ranks_is_one_line_and_no_folder_is_made(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("not a folder")
     before = contents(tmp_path)
-    assert_refused(tmp_path, digits(tmp_path, *options, nproc=1 + ("plain" in message)), before, message)
+    done = digits(tmp_path, "--checkpoint-dir", "plain/points", nproc=2)
+    message = "plain/points cannot be used: Not a directory; choose a folder"
+    assert_refused(tmp_path, done, before, message)
 
 
 # -- a run and what it leaves ------------------------------------------------------------------------------------------

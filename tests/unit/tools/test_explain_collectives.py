@@ -49,7 +49,7 @@ def test_the_picture_shows_what_torchs_call_does() -> None:
             assert torch.equal(result, numbers(end, letters(collective, end))), collective.schedule.name
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, MOST_RANKS])
+@pytest.mark.parametrize("size", [3, MOST_RANKS])
 def test_the_all_to_all_ends_transposed_and_each_pair_swaps_once(size: int) -> None:
     schedule = collectives(size)[-1].schedule
     start, *_, end = states(schedule) * 2
@@ -62,7 +62,7 @@ def test_the_all_to_all_ends_transposed_and_each_pair_swaps_once(size: int) -> N
     assert sorted(pairs) == [(rank, other) for rank in range(size) for other in range(size) if rank != other]
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, MOST_RANKS])
+@pytest.mark.parametrize("size", [2, MOST_RANKS])
 def test_bytes_and_times_are_the_laws_of_the_cost_model(size: int) -> None:
     mib, most, share = 25.0, size.bit_length() - 1, (size - 1) / size
     laws = {

@@ -106,7 +106,8 @@ def test_the_model_is_uniform_at_first() -> None:
     assert not logits.any()
 
 
-def test_blocks_are_trained_by_muon_and_all_else_by_adamw() -> None:
+def train_by_both(world: World) -> None:
+    """Train a model by the combined optimizer, and another by torch's two."""
     ours, theirs = trained_a_little(), trained_a_little()
     matrices = theirs.matrices()
     others = [parameter for parameter in theirs.parameters() if parameter not in set(matrices)]
@@ -127,6 +128,10 @@ def test_blocks_are_trained_by_muon_and_all_else_by_adamw() -> None:
                 optimizer.step()
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+def test_blocks_are_trained_by_muon_and_all_else_by_adamw(pools: Pools) -> None:
+    pools.run(1, train_by_both)
 
 
 # -- training on several ranks -----------------------------------------------------------------------------------------

@@ -413,6 +413,10 @@ REFUSED = {
     "lazy": (["zoo:lazy"], "'0.weight' belongs to a lazy layer"),
     "buffers alone": (["zoo:Buffers"], "no parameter that requires a gradient"),
     "other folder": (["other"], "'other' is not a model"),
+    "offline": (
+        ["org/name"],
+        "the configuration of org/name is not on this machine, and HF_HUB_OFFLINE is set; to run without",
+    ),
 }
 
 
@@ -493,12 +497,3 @@ def test_a_name_on_the_hub_gives_the_table_of_the_page(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert not [request for request in hub.requests if "safetensors" in request]
     assert [line.rstrip() for line in done.stdout.splitlines() if line.strip()] == shown
-
-
-def test_without_network_one_line_says_what_to_give_instead(tmp_path: Path) -> None:
-    environment = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    done = command(tmp_path, "estimate-memory", "org/name", **environment)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "the configuration of org/name is not on this machine" in done.stderr
-    assert "http://127.0.0.1:9 cannot be reached" in done.stderr
-    assert "config.json" in done.stderr

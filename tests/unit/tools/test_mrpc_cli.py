@@ -14,6 +14,7 @@ import pytest
 
 from forked import call
 from hub_server import Hub
+from paceline.errors import UsageError
 from paceline.tools.recipes.configs import DEFAULT_MODEL, MrpcConfig
 from paceline.tools.recipes.pairs import COLUMNS
 from processes import paceline
@@ -90,33 +91,33 @@ def test_a_hub_that_does_not_answer_is_waited_for_seconds_not_minutes(monkeypatc
 # -- the hub -----------------------------------------------------------------------------------------------------------
 
 
-def check_with_hub(options: dict[str, Any], environment: dict[str, str], again: bool = False) -> Any:
-    """Check in a process of its own, as the command does; with `again`, read as ranks do afterwards."""
+def check_with_hub(environment: dict[str, str], options: list[dict[str, Any]], again: bool = False) -> Any:
+    """Check in a process of its own, as the command does; the refusals. With `again`, read as ranks do afterwards."""
     os.environ.update({**environment, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"})
+    refusals = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries while they are imported
-        config = MrpcConfig(**options)
-        config.check()
-        return (config.folder(), config.pairs()) if again else None
+        for config in [MrpcConfig(**each) for each in options]:
+            try:
+                config.check()
+            except UsageError as error:
+                refusals.append(str(error))
+        return (config.folder(), config.pairs()) if again else refusals
 
 
 def test_a_model_of_the_hub_is_fetched_once_and_then_found_without_network(
     tmp_path: Path, data: Path, model: Path
 ) -> None:
-    options = {"data": str(data), "model": "org/name"}
+    options, unknown = ({"data": str(data), "model": name} for name in ("org/name", "org/unknown"))
     environment = {"HF_HOME": str(tmp_path / "home")}
     with Hub({"models/org/name": model}) as hub:
-        call(check_with_hub, options, environment | {"HF_ENDPOINT": hub.url})
+        environment["HF_ENDPOINT"] = hub.url
+        [refusal] = call(check_with_hub, environment, [options, unknown])
+        assert "cannot download the model org/unknown" in refusal
+        assert "\n" not in refusal
         assert any("resolve" in request and request.endswith("model.safetensors") for request in hub.requests)
-    weights, _ = call(check_with_hub, options, environment | {"HF_ENDPOINT": hub.url}, True)  # which has ended
+    weights, _ = call(check_with_hub, environment, [options], True)  # by a hub that has ended
     assert (weights / "model.safetensors").read_text() == "{}"
-
-
-def test_a_name_that_the_hub_does_not_know_is_one_line(tmp_path: Path, data: Path) -> None:
-    with Hub({}) as hub:
-        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
-        said = refused_command(tmp_path, "--data", str(data), "--model", "org/name", **environment)
-    assert "cannot download the model org/name" in said
 
 
 @pytest.mark.slow
@@ -131,9 +132,9 @@ def test_the_data_of_the_hub_are_fetched_once_and_then_found_without_network(tmp
     options = {"model": str(model), "data": "glue/mrpc"}
     environment = {"HF_HOME": str(tmp_path / "home")}
     with Hub({"datasets/nyu-mll/glue": glue}) as hub:
-        call(check_with_hub, options, environment | {"HF_ENDPOINT": hub.url})
+        assert call(check_with_hub, environment | {"HF_ENDPOINT": hub.url}, [options]) == []
     environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "1"}  # as in the ranks
-    _, (train, dev) = call(check_with_hub, options, environment, True)
+    _, (train, dev) = call(check_with_hub, environment, [options], True)
     assert [(pair.first, pair.second, pair.label) for pair in (*train, *dev)] == [
         ('A "train"', "B", 1),
         ('A "validation"', "B", 0),

@@ -67,6 +67,7 @@ REFUSED: list[tuple[DigitsConfig | LmConfig | MrpcConfig, str]] = [
     (digits(decay="step"), "--decay must be none, linear, cosine or wsd, not 'step'"),
     (digits(warmup_steps=-1), "--warmup-steps must be at least 0, not -1"),
     (digits(resume=True), "--resume needs --checkpoint-dir"),
+    (digits(resume=True, checkpoint_dir="runs/7"), "the folder runs/7 to resume from does not exist; check it"),
     (digits(allow_changed_data=True), "--allow-changed-data needs --resume"),
     (digits(epochs=2, max_steps=9), "--epochs 2 and --max-steps 9 both set the length; give one"),
     (digits(evaluate_every=0), "--evaluate-every must be at least 1, not 0"),
@@ -114,17 +115,23 @@ def test_what_is_right_is_taken() -> None:
         config.check()
 
 
-@pytest.mark.parametrize("package", ["transformers", "tensorboard", "datasets"])
+NEEDS = {
+    "sklearn": (digits(), "digits"),
+    "transformers": (mrpc(), "recipes"),
+    "tensorboard": (mrpc(tensorboard="board"), "tensorboard"),
+    "datasets": (mrpc(data="glue/mrpc"), "recipes"),
+}
+
+
+@pytest.mark.parametrize("package", NEEDS)
 def test_without_a_package_the_pip_command_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     present = lambda name: None if name == package else find_spec(name)  # noqa: E731
     monkeypatch.setattr("paceline.tools.recipes.options.find_spec", present)
-    options = {"tensorboard": {"tensorboard": "board"}, "datasets": {"data": "glue/mrpc"}}.get(package, {})
-    extra = "tensorboard" if package == "tensorboard" else "recipes"
+    config, extra = NEEDS[package]
     with pytest.raises(MissingExtra, match=rf"'{package}'.*{re.escape(installing(extra))}"):
-        mrpc(**options).check()
+        config.check()
 
 
-@pytest.mark.parametrize("command", ["train", "profile"])
-def test_a_command_that_cannot_work_is_one_line(command: str, refusal: Any) -> None:
-    message = "3 ranks do not divide virtual_ranks=8; start 1 or 2"
-    assert message in refusal(command, "digits", "--nproc", "3", "--virtual-ranks", "8")
+def test_a_number_of_ranks_that_does_not_divide_virtual_ranks_is_refused() -> None:
+    with pytest.raises(UsageError, match="3 ranks do not divide virtual_ranks=8; start 1 or 2"):
+        digits(virtual_ranks=8).environment(3)
