@@ -13,7 +13,9 @@ from paceline.errors import UsageError
 from paceline.launch import host_limits
 from paceline.tools.notebook.cell_parser import Start, parsed_start, pulled, ranks_in, routed
 from paceline.tools.notebook.kernel import processes as kernel_processes
+from paceline.tools.notebook.kernel.errors import Shown
 from paceline.tools.notebook.kernel.processes import Process, Processes
+from paceline.tools.notebook.magics import RankMagics
 
 
 def run_all(text: str) -> str:
@@ -57,6 +59,24 @@ def test_commands_are_the_kernels_as_long_as_there_are_no_ranks(cell: str) -> No
     lines = cell.splitlines(keepends=True)
     assert routed(lines, has_ranks=False) == lines
     assert "run_cell_magic" in "".join(routed(lines, has_ranks=True))
+
+
+@pytest.mark.parametrize("has_ranks", [False, True])
+@pytest.mark.parametrize(
+    ("line", "name", "remedy"),
+    [
+        ("%load_ext nbdistributed", "load_ext nbdistributed", "use %load_ext paceline"),
+        ("%dist_mode -d", "dist_mode", "use %%local"),
+        ("%dist_reset", "dist_reset", "use %dist_shutdown and %dist_init"),
+    ],
+)
+def test_a_magic_of_nbdistributed_is_refused_with_the_one_to_use(
+    line: str, name: str, remedy: str, has_ranks: bool
+) -> None:
+    assert "".join(routed([line], has_ranks)) == line_magic("dist_instead", name)
+    magics: Any = RankMagics(None)
+    with pytest.raises(Shown, match=rf"^UsageError: %{name} belongs to .*{remedy}"):
+        magics.dist_instead(name)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from paceline.core.option_rules import whole_number
+from paceline.core.output.charts import check_chart, write_chart
 from paceline.core.output.files import check_file, write_file
 from paceline.core.output.messages import say
 from paceline.core.output.wording import counted
@@ -38,6 +39,7 @@ class Comparison:
     """Arguments of a script."""
     steps: int
     json: str | None
+    plot: str | None
 
     def check(self, ways: Sequence[Way]) -> None:
         """Reject invalid settings before anything runs."""
@@ -50,6 +52,7 @@ class Comparison:
                 "--batch-size"
             )
         check_file("--json", self.json)
+        check_chart("--plot", self.plot)
 
 
 def compare(comparison: Comparison, ways: Sequence[Way]) -> int:
@@ -68,6 +71,8 @@ def compare(comparison: Comparison, ways: Sequence[Way]) -> int:
     title = Path(comparison.target).name
     report.show(rows, title, threads, comparison.steps)
     write_file("--json", comparison.json, json.dumps(report.document(rows, title, threads), indent=2) + "\n")
+    if comparison.plot is not None:
+        write_chart("--plot", comparison.plot, report.draw(rows, title))
     return 0
 
 

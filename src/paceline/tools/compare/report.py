@@ -1,18 +1,23 @@
-"""Presentation of a comparison: a table with notes and values for JSON."""
+"""Presentation of a comparison: a table with notes, values for JSON, and a chart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from paceline.core.output.charts import new_figure
 from paceline.core.output.tables import new_table, print_table
 from paceline.core.output.wording import counted, digits
 from paceline.tools.compare.comparison import Row
 from paceline.tools.compare.measured_run import SAMPLED, WARM_UP
 from paceline.tools.compare.turn_taking import TURN
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def _weights(row: Row) -> str:
@@ -89,3 +94,23 @@ def document(rows: Sequence[Row], target: str, threads: int) -> dict[str, object
     """Return the values for JSON, in seconds and bytes."""
     values = [asdict(row) for row in rows]
     return {"target": target, "threads": threads, "times": statistic(rows), "rows": values}
+
+
+def draw(rows: Sequence[Row], target: str) -> Figure:
+    """Draw a bar for each variant; shorter is faster."""
+    figure = new_figure(6.5, 1.8 + 0.55 * len(rows))
+    title = f"{target}: time per step, median of {counted(len(rows[0].turns), 'turn')}"
+    axes = figure.add_subplot(title=title, xlabel="ms; shorter is faster")
+    names = [f"{row.mode}, {counted(row.devices, 'device')}" for row in rows]
+    times = [1e3 * row.seconds_per_step for row in rows]
+    bars = axes.barh(names, times)
+    labels = [
+        f"{digits(time)} ms\n{row.speedup:.2f} × {_base(rows)}, efficiency {row.efficiency:.2f}"
+        for time, row in zip(times, rows, strict=True)
+    ]
+    axes.bar_label(bars, labels, padding=4, fontsize="small")
+    # barh() draws the first bar at the bottom.
+    axes.invert_yaxis()
+    # Leave room for the label of the longest bar.
+    axes.set_xlim(0, 1.8 * max(times))
+    return figure
