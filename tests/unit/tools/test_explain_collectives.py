@@ -49,7 +49,7 @@ def test_the_picture_shows_what_torchs_call_does() -> None:
             assert torch.equal(result, numbers(end, letters(collective, end))), collective.schedule.name
 
 
-@pytest.mark.parametrize("size", [3, MOST_RANKS])
+@pytest.mark.parametrize("size", [1, MOST_RANKS])
 def test_the_all_to_all_ends_transposed_and_each_pair_swaps_once(size: int) -> None:
     schedule = collectives(size)[-1].schedule
     start, *_, end = states(schedule) * 2

@@ -101,7 +101,7 @@ def test_bytes_of_both_ways_are_those_by_hand(ranks: int) -> None:
         assert moved == pytest.approx([2 * others / ranks * weights] * ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, MOST_RANKS])
+@pytest.mark.parametrize("ranks", [1, 4, MOST_RANKS])
 def test_frames_of_both_ways_show_who_holds_what_and_the_bytes_until_then(ranks: int) -> None:
     for way, scene in zip(
         (ways.data_parallel(ranks), ways.distributed(ranks)), scenes("data-parallel", ranks), strict=True

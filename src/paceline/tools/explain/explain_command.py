@@ -27,10 +27,12 @@ EXAMPLES = "\n\n".join(
     (
         "Examples:",
         "paceline explain ring  (a table in the terminal)",
+        "paceline explain broadcast  (one to all: one by one, as a tree, and as scatter and all-gather)",
         "paceline explain ring --ranks 6 --out ring.html  (an animated page)",
         "paceline explain collectives --out collectives.svg  (all steps in one picture)",
         "paceline explain workflow  (one training step, and where its ranks synchronize)",
         "paceline explain bubble --out bubble.html  (why ranks wait for each other)",
+        "paceline explain data-parallel  (DataParallel versus DistributedDataParallel, in bytes)",
         "paceline explain same-bits --out bits.html  (virtual ranks: one tree of sums on 1, 2 and 4 ranks)",
     )
 )
@@ -38,7 +40,7 @@ EXAMPLES = "\n\n".join(
 
 def explain(
     subject: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(KNOWN)}.", show_default=False)],
-    ranks: Annotated[int, typer.Option(metavar="N", min=2, max=MOST_RANKS, help="Ranks in the picture, 2 to 16.")] = 4,
+    ranks: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_RANKS, help="Ranks in the picture, 1 to 16.")] = 4,
     out: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a picture (.svg) or an animated page (.html).")
     ] = None,

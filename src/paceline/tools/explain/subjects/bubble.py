@@ -31,6 +31,7 @@ MICRO_BATCHES = 4
 """Number of micro-batches in the second scene. In each, another rank is late."""
 EXACT = 9
 """Decimal places to which times in seconds are rounded, that is, nanoseconds."""
+ALONE = "A single rank never waits."
 WORK = f"a forward of {1000 * buckets.FORWARD:g} ms and a backward of {1000 * buckets.BACKWARD:g}"
 ASSUMPTION = f"Normal work is {WORK}; {buckets.NETWORK}."
 READING = (
@@ -112,7 +113,9 @@ def run_case(title: str, work: Sequence[Sequence[float]], every: int = 1, bandwi
 
 
 def late_rank(ranks: int) -> list[Case]:
-    """Return a step with one late rank, with a faster network, and with equal work."""
+    """Return a step with one late rank, with a faster network, and with equal work; for one rank, a plain step."""
+    if ranks == 1:
+        return [run_case("one rank", [[1.0]])]
     uneven = [LATE_WORK if rank == LATE else 1.0 for rank in range(ranks)]
     equal = [sum(uneven) / ranks] * ranks
     return [
@@ -152,6 +155,8 @@ def accumulation_outcome(each: Case, once: Case) -> str:
 def scenes(ranks: int) -> list[Scene]:
     """Draw both scenes."""
     late, even = late_rank(ranks), accumulation(ranks)
+    if ranks == 1:
+        return [_scene("a late rank", late, ALONE, ALONE), _scene("bubbles and accumulation", even, ALONE, ALONE)]
     hint = f"rank {LATE}: all others wait for it (red), however fast the network is; gray: waiting for the network."
     evens = "the red parts: above, the late rank of each micro-batch makes the others wait; below, delays cancel out."
     return [
@@ -169,9 +174,10 @@ def _scene(subject: str, cases: Sequence[Case], outcome: str, hint: str) -> Scen
 
 
 def _panel(letter: str, case: Case) -> Panel:
-    names = [*(f"rank {rank}" for rank in range(len(case.bubbles))), "network"]
-    shares = [f"bubbles {case.share:.1%}", f"network {case.communication / case.length:.1%}"]
-    results = [f"{ms(case.length)} in total", *shares]
+    names, results = [f"rank {rank}" for rank in range(len(case.bubbles))], [f"{ms(case.length)} in total"]
+    if len(names) > 1:
+        names.append("network")
+        results += [f"bubbles {case.share:.1%}", f"network {case.communication / case.length:.1%}"]
     return Panel(f"{letter}: {case.title}", names, list(_bars(case)), results)
 
 
@@ -181,7 +187,7 @@ def _bars(case: Case) -> Iterator[Bar]:
         for rank in range(ranks):
             yield Bar(rank, micro.start[rank], micro.forward[rank], "k0", "1")
             yield Bar(rank, micro.forward[rank], micro.came[rank], "k1", "2")
-    for meeting in case.meetings:
+    for meeting in case.meetings if ranks > 1 else ():
         for rank, came in enumerate(meeting.came):
             if meeting.last > came:
                 yield Bar(rank, came, meeting.last, BUBBLE)
@@ -197,7 +203,8 @@ def _events(case: Case) -> Iterator[tuple[float, str]]:
     for meeting in case.meetings:
         for came, ranks in ranks_by_value(enumerate(meeting.came)).items():
             yield round(came, EXACT), f"{named_ranks(ranks)} finished backward"
-        yield round(meeting.end, EXACT), "all ranks have the averaged gradients"
+        if meeting.end > meeting.last:
+            yield round(meeting.end, EXACT), "all ranks have the averaged gradients"
     yield round(case.length, EXACT), "the step is over"
 
 

@@ -47,7 +47,7 @@ def scenes(ranks: int) -> list[Scene]:
     """Draw a frame whenever a bucket is full or has been reduced."""
     serial, eager = example(ranks)
     ways = {"after backward": serial, "as buckets fill": eager}
-    chart = Chart([_panel(name, way) for name, way in ways.items()], "time since backward began (ms)")
+    chart = Chart([_panel(name, way, ranks) for name, way in ways.items()], "time since backward began (ms)")
     events = [(0.0, "backward begins"), *((full, f"bucket {bucket} is full") for bucket, full in enumerate(eager.full))]
     for name, way in ways.items():
         events += [(end, f"bucket {bucket} is reduced ({name})") for bucket, end in enumerate(way.end)]
@@ -56,7 +56,7 @@ def scenes(ranks: int) -> list[Scene]:
         f"As buckets fill: {ms(eager.end[-1])}, {figure(eager.exposed)} waiting."
     )
     reading = f"{ASSUMPTION} A number in a bar is a bucket; the narrow bars are bucket 0."
-    title = f"buckets and overlap, {counted(ranks, 'rank')}"
+    title, hint = f"buckets and overlap, {counted(ranks, 'rank')}", HINT if ranks > 1 else "Nothing to reduce."
     table = new_table(["bucket", "MiB", "full at", *ways], title=title, caption=f"{summary} {ASSUMPTION}")
     for bucket, size in enumerate(SIZES):
         spans = [f"{ms(way.begin[bucket])} – {ms(way.end[bucket])}" for way in ways.values()]
@@ -64,14 +64,14 @@ def scenes(ranks: int) -> list[Scene]:
     table.add_section()
     table.add_row("waiting", "", "", ms(serial.exposed), ms(eager.exposed))
     frames = chart.frames(events)
-    return [Scene(title, ABOUT, summary, reading, HINT, frames, chart.still(), table, legend=[LATER])]
+    return [Scene(title, ABOUT, summary, reading, hint, frames, chart.still(), table, legend=[LATER])]
 
 
-def _panel(name: str, way: Overlap) -> Panel:
+def _panel(name: str, way: Overlap, ranks: int) -> Panel:
     rows = [(0, zip((0.0, *way.full), way.full, strict=False)), (1, zip(way.begin, way.end, strict=True))]
     bars = [
         Bar(row, begin, end, f"k{bucket}", str(bucket))
-        for row, spans in rows
+        for row, spans in (rows if ranks > 1 else rows[:1])
         for bucket, (begin, end) in enumerate(spans)
     ]
     results = (f"{ms(way.end[-1])} in total", f"{figure(way.exposed)} of it waiting")

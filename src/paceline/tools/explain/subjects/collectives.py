@@ -62,9 +62,9 @@ def _scene(collective: Collective) -> Scene:
         schedules.ABOUT[schedule.result],
         result,
         f"{schedules.reading(grid)} A rank's tensor has {CAPACITY // MIB} MiB; {LINKS}.",
-        schedules.HINTS[schedule.name],
+        schedules.hint(schedule),
         frames,
-        shown=[frames[step] for step in (0, middle)] + frames[-1:],
+        shown=[frames[step] for step in sorted({0, middle})] + frames[-1:],
         table=schedules.table(schedule, title, caption, sorted({0, middle, last})),
         symbols=grid.symbols,
     )
@@ -75,6 +75,8 @@ def outcome(collective: Collective) -> str:
     call, schedule = f"torch.distributed.{collective.call}", collective.schedule
     if (name := collective.call.partition("(")[0]) in BEFORE_2_13:
         call += f" ({BEFORE_2_13[name]} before torch 2.13)"
+    if schedule.size == 1:
+        return f"{call}. One rank has nothing to send."
     # In an all-to-all, the chunks of all ranks' tensors together count as one tensor.
     tensor = CAPACITY * (schedule.size if schedule.result == "all-to-all" else 1)
     seconds, moved = ms(LINK.seconds(schedule, tensor)), schedules.traffic_of(schedule, tensor / MIB)

@@ -58,14 +58,16 @@ def scene(schedule: Schedule) -> Scene:
     grid = grid_of(schedule)
     algorithm = schedule.name.removesuffix("_" + schedule.result.replace("-", "_")).replace("_", "-")
     title = f"{algorithm} {schedule.result}, {counted(schedule.size, 'rank')}"
-    seconds = ms(LINK.seconds(schedule, CAPACITY))
-    cost = f"{traffic_of(schedule, 1)} times the tensor. {CAPACITY // MIB} MiB take {seconds} over {LINKS}."
+    cost = "One rank has nothing to send."
+    if schedule.steps:
+        seconds = ms(LINK.seconds(schedule, CAPACITY))
+        cost = f"{traffic_of(schedule, 1)} times the tensor. {CAPACITY // MIB} MiB take {seconds} over {LINKS}."
     return Scene(
         title,
         ABOUT[schedule.result],
         cost,
         reading(grid),
-        HINTS[schedule.name],
+        hint(schedule),
         frames(schedule, grid),
         table=table(schedule, title, cost, range(len(schedule.steps) + 1)),
         symbols=grid.symbols,
@@ -77,6 +79,11 @@ def grid_of(schedule: Schedule) -> Grid:
     if schedule.result == "all-to-all":
         return Grid(schedule.size, [f"with {rank}" for rank in range(schedule.size)], is_bowed=True)
     return Grid(schedule.size, [chunk_name(schedule, chunk) for chunk in range(schedule.chunks)])
+
+
+def hint(schedule: Schedule) -> str:
+    """Return what to watch while `schedule` is animated."""
+    return HINTS.get(schedule.name, "") if schedule.steps else ""
 
 
 def reading(grid: Grid) -> str:

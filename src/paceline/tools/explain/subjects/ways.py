@@ -126,7 +126,7 @@ def distributed(size: int) -> Way:
         for later, full in list(enumerate(times.full))[bucket + 1 :]:
             new |= _each(BUCKETS[later], size) if full <= end else {}
         sent = nbytes * per_tensor
-        moves = [Move(row, rank, (rank + 1) % size, Cell((rank,)), sent) for rank in range(size)]
+        moves = [Move(row, rank, (rank + 1) % size, Cell((rank,)), sent) for rank in range(size) if size > 1]
         going = "backward continues" if end < times.full[-1] else "backward has ended"
         told = f"averaged after {ms(end)}: {mib(nbytes)}, for which each rank sends {mib(sent)}; {going}"
         stages.append(Stage(f"3 backward: bucket {bucket}", told, new, moves))
@@ -146,6 +146,8 @@ def mib(nbytes: float) -> str:
 
 def outcome(way: Way) -> str:
     """Describe the traffic of a step."""
+    if way.size == 1:
+        return f"One {way.device} has nothing to send."
     sent, received = way.moved(way.stages)
     if way.device == "rank":
         return f"Each rank sends and receives {mib(sent[0])}: less than twice the gradients, on any number of ranks."
@@ -166,8 +168,10 @@ def _scene(way: Way, largest: float) -> Scene:
     title = f"{way.name}, {counted(way.size, way.device)}"
     frames = [_frame(grid, way, number) for number in range(len(way.stages))]
     about = f"{ABOUT[way.device]} {READING}"
-    still = Chart([_panel(way)], "MiB in one step", largest, unit=1).still()
-    return Scene(title, about, result, ASSUMPTION, HINTS[way.device], frames, still, _table(way, title), grid.symbols)
+    hint, still = result, list[Frame]()
+    if way.size > 1:
+        hint, still = HINTS[way.device], Chart([_panel(way)], "MiB in one step", largest, unit=1).still()
+    return Scene(title, about, result, ASSUMPTION, hint, frames, still, _table(way, title), grid.symbols)
 
 
 def _frame(grid: Grid, way: Way, number: int) -> Frame:
@@ -210,7 +214,7 @@ def _panel(way: Way) -> Panel:
 
 def _table(way: Way, title: str) -> Table:
     """Show the bytes of device 0 and of any other device in each stage."""
-    devices = [f"{way.device} 0", f"each other {way.device}"]
+    devices = [f"{way.device} 0", f"each other {way.device}"][: way.size]
     columns = [f"{device} {verb}" for device in devices for verb in ("sends", "receives")]
     caption = f"{outcome(way)} {ASSUMPTION} All in MiB."
     table = new_table(["stage", *columns], title=title, caption=caption, words=["stage"], wraps=columns)

@@ -116,6 +116,8 @@ def training_step(ranks: int) -> TrainingStep:
 
 def outcome(step: TrainingStep) -> str:
     """Describe how long the step takes, and where ranks wait."""
+    if len(step.data) == 1:
+        return f"The step takes {ms(step.end)}. A single rank never waits."
     waits = step.meetings[-1].end - step.backward
     return (
         f"The step takes {ms(step.end)}. Its ranks synchronize at A, D, F and G: at A, the first rank waits "
@@ -126,17 +128,19 @@ def outcome(step: TrainingStep) -> str:
 def scenes(ranks: int) -> list[Scene]:
     """Draw a frame at the end of every stage and of every exchange."""
     step = training_step(ranks)
-    names = [*(f"rank {rank}" for rank in range(ranks)), "D: network"]
-    letters = ((item, "way" if item.nbytes else "elsewhere") for item in step.meetings if item.letter != "D")
-    marks = [(item.end, item.letter, kind) for item, kind in letters]
-    stages = ", ".join(f"{stage}: {name}" for stage, name in enumerate(STAGES, start=1))
-    reading = f"{stages}. {'; '.join(f'{item.letter}: {item.name}' for item in step.meetings)}."
+    names, marks = [f"rank {rank}" for rank in range(ranks)], list[tuple[float, str, str]]()
+    reading = ", ".join(f"{stage}: {name}" for stage, name in enumerate(STAGES, start=1)) + "."
+    if ranks > 1:
+        names.append("D: network")
+        letters = ((item, "way" if item.nbytes else "elsewhere") for item in step.meetings if item.letter != "D")
+        marks = [(item.end, item.letter, kind) for item, kind in letters]
+        reading += f" {'; '.join(f'{item.letter}: {item.name}' for item in step.meetings)}."
     panel = Panel("stages and exchanges", names, list(_bars(step)), [f"{ms(step.end)} in total"], marks)
     chart = Chart([panel], "time since the step began (ms)")
     title, summary = f"one training step, {counted(ranks, 'rank')}", f"{outcome(step)} {ASSUMPTION}"
     legend = [*((f"k{stage}", f"{stage + 1} {name}") for stage, name in enumerate(STAGES)), *WAITING]
-    frames = chart.frames(_events(step))
-    return [Scene(title, ABOUT, summary, reading, HINT, frames, chart.still(), _table(step, title), legend=legend)]
+    frames, hint = chart.frames(_events(step)), HINT if ranks > 1 else "A single rank never waits."
+    return [Scene(title, ABOUT, summary, reading, hint, frames, chart.still(), _table(step, title), legend=legend)]
 
 
 def _bars(step: TrainingStep) -> Iterator[Bar]:
@@ -150,10 +154,12 @@ def _bars(step: TrainingStep) -> Iterator[Bar]:
         yield Bar(rank, first.end, step.forward, "k1", "2")
         yield Bar(rank, step.forward, norm.begin, "k2", "3")
         yield Bar(rank, norm.end, step.backward, "k2", "3")
-        yield Bar(rank, step.backward, step.meetings[-1].end, COMMUNICATION)
+        if ranks > 1:
+            yield Bar(rank, step.backward, step.meetings[-1].end, COMMUNICATION)
         yield Bar(rank, step.end - OPTIMIZER, step.end, "k3", "4")
-    for bucket, (begin, end) in enumerate(zip(step.buckets.begin, step.buckets.end, strict=True)):
-        yield Bar(ranks, begin, end, NETWORK, str(bucket) if bucket < len(SIZES) else "")
+    if ranks > 1:
+        for bucket, (begin, end) in enumerate(zip(step.buckets.begin, step.buckets.end, strict=True)):
+            yield Bar(ranks, begin, end, NETWORK, str(bucket) if bucket < len(SIZES) else "")
 
 
 def _events(step: TrainingStep) -> Iterator[tuple[float, str]]:
@@ -161,8 +167,10 @@ def _events(step: TrainingStep) -> Iterator[tuple[float, str]]:
     yield from ((0.0, "the step begins"), (step.end, "the optimizer has stepped"))
     yield from ((step.forward, "forward ends"), (step.backward, "backward ends"))
     # Only the first and the last rank; the other ranks get their batches in between.
-    for rank in (0, ranks - 1):
+    for rank in sorted({0, ranks - 1}):
         yield step.data[rank], f"rank {rank} has its batch"
+    if ranks == 1:
+        return
     yield step.came[0], "rank 0 reaches A and waits"
     for bucket in range(len(SIZES)):
         yield step.buckets.full[bucket], f"bucket {bucket} is full"
@@ -184,7 +192,7 @@ def _table(step: TrainingStep, title: str) -> Table:
     ends = (0.0, max(step.data), step.forward, step.end - OPTIMIZER, step.end)
     for number, stage in enumerate(STAGES):
         table.add_row(str(number + 1), stage, figure(ends[number]), figure(ends[number + 1]))
-        for one in step.meetings:
+        for one in step.meetings if len(step.data) > 1 else ():
             if one.stage == stage:
                 sent = f"{one.nbytes:,} bytes" if one.nbytes else "not in this model"
                 table.add_row(one.letter, one.name, figure(one.begin), figure(one.end), f"{one.collective}, {sent}")
