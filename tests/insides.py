@@ -43,11 +43,6 @@ def backward_of(model: DistributedDataParallel) -> Any:
     return engine_of(model).backward
 
 
-def engine_of_group(group: Any) -> Any:
-    """Return the engine of a process group whose ranks share memory."""
-    return group._collectives.engine
-
-
 def pieces_in_use(group: Any) -> int:
     """Return how many pieces of a rank's shared memory are tensors, not copies that collectives show."""
     return len(group._collectives.engine.arena._used) - len(group._collectives._places._used)

@@ -166,31 +166,13 @@ def test_all_reductions_and_dtypes_that_torch_has() -> None:
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def in_processes(world: World, backend: str, dtype: torch.dtype, counts: list[int]) -> list[Tensor]:
-    group = dist.group.WORLD if backend == "paceline" else dist.new_group(backend=backend)
-    return every_algorithm(group, dtype, counts)
+def in_processes(world: World, dtype: torch.dtype, counts: list[int]) -> list[Tensor]:
+    return every_algorithm(dist.group.WORLD, dtype, counts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["gloo", "paceline"])
-def test_processes_give_the_bits_that_threads_give(backend: str, pools: Pools) -> None:
-    alone = ThreadRanks(4).run(every_algorithm, torch.float32, [0, 3, 1000])
-    together = pools.run(4, in_processes, backend, torch.float32, [0, 3, 1000])
+def test_processes_give_the_bits_that_threads_give(pools: Pools) -> None:
+    alone = ThreadRanks(3).run(every_algorithm, torch.float32, [0, 3, 1000])
+    together = pools.run(3, in_processes, torch.float32, [0, 3, 1000])
     for threads, ranks in zip(alone, together, strict=True):
         assert all(map(torch.equal, threads, ranks))
-
-
-def in_a_part(world: World) -> list[Tensor]:
-    ranks = [3, 1, 2]  # torch sorts them
-    group = dist.new_group(ranks)
-    if world.rank not in ranks:
-        return []
-    return [call(name, operand(world.rank - 1, 11, torch.float64).clone(), group, 2) for name in NAMES]
-
-
-@pytest.mark.slow
-def test_a_sub_group_takes_roots_by_their_rank_in_the_world(pools: Pools) -> None:
-    results = pools.run(4, in_a_part)
-    assert results[0] == []
-    for index, name in enumerate(NAMES):
-        expect(name, [one[index] for one in results[1:]], 11, torch.float64, 1)

@@ -9,17 +9,14 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
-from paceline.core.processes.world import World
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.data.split.balance import split_by_cost, split_by_padded_cost
-from paceline.ddp import DistributedDataParallel, accumulate
-from paceline.errors import DesyncError, UsageError
+from paceline.errors import UsageError
 from real_data import real_data
-from twins import Pools
 
 costs_of_a_batch = st.lists(st.one_of(st.integers(0, 50), st.floats(0, 50)), max_size=24)
+speeds = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8).map(tuple)
 
 
 def padded_cost(costs: list[float], share: list[int]) -> float:
@@ -35,13 +32,16 @@ splits = pytest.mark.parametrize(("split", "cost_of"), SPLITS.values(), ids=SPLI
 
 
 @splits
-@given(costs_of_a_batch, st.integers(1, 6), st.integers(0, 3))
-@example([0, 1.9e-73], 1, 1)
+@given(costs_of_a_batch, st.integers(1, 6), st.integers(0, 3), st.none() | speeds)
+@example([0, 1.9e-73], 1, 1, None)
+# A load over the limit, by such a cost, was -inf samples.
+@example([1.0, 1.0, 1.0, 5e-324], 4, 2, (1.0, 28.0, 55.0, 14.0))
 def test_every_sample_is_in_one_share_and_none_is_empty_while_there_are_enough(
-    split: Any, cost_of: Any, costs: list[float], ranks: int, seed: int
+    split: Any, cost_of: Any, costs: list[float], ranks: int, seed: int, by: tuple[float, ...] | None
 ) -> None:
+    ranks = ranks if by is None else len(by)
     before = torch.rand(ranks, generator=torch.Generator().manual_seed(seed)).mul(100).tolist() if seed else None
-    shares, loads = split(costs, ranks, before)
+    shares, loads = split(costs, ranks, before, by)
     assert sorted(place for share in shares for place in share) == list(range(len(costs)))
     assert all(share == sorted(share) for share in shares)
     assert all(shares) or len(costs) < ranks
@@ -129,60 +129,6 @@ def test_most_of_the_waiting_for_uneven_sentences_goes(ranks: int, batch: int, w
         for options in ({}, {"cost": lengths, "accumulate": window})
     )
     assert balanced <= 0.3 * even, f"{1 - balanced / even:.0%} is gone"
-
-
-def samples(count: int = 37) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randn(1 + 5 * index % 9, 4, dtype=torch.float64, generator=generator) for index in range(count)]
-
-
-def sum_of_losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    return torch.stack([model(sample).square().mean() for sample in batch]).sum()
-
-
-def train(world: World, window: int, padded: bool) -> tuple[list[Tensor], list[int]]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    loader = DataLoader(samples(), 8, shuffle=True, cost=len, padded=padded, accumulate=window, collate_fn=list)
-    counts = []
-    for batch in accumulate(model, loader, window):
-        count = 0 if batch is None else len(batch)
-        counts.append(count)
-        with model.weight(count):
-            if batch is None:
-                model.sync_gradients()
-            else:
-                sum_of_losses(model, batch).backward()
-        if model.require_backward_grad_sync:
-            optimizer.step()
-            optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()], counts
-
-
-@pytest.mark.parametrize(("ranks", "window", "padded"), [(2, 1, True), (3, 2, False)])
-def test_training_equals_one_process(pools: Pools, ranks: int, window: int, padded: bool) -> None:
-    expected, _ = pools.run(1, train, window, padded)[0]
-    results = pools.run(ranks, train, window, padded)
-    assert len({tuple(counts) for _, counts in results}) > 1, "slices differ in length"
-    for parameters, _ in results:
-        torch.testing.assert_close(parameters, expected, rtol=1e-12, atol=1e-14)
-
-
-def other_costs(world: World) -> str:
-    model = DistributedDataParallel(nn.Linear(4, 1).double())
-    loader = DataLoader(samples(), 8, cost=[1 + (index + world.rank) % 3 for index in range(37)], collate_fn=list)
-    try:
-        for batch in loader:
-            with model.weight(len(batch)):
-                sum_of_losses(model, batch).backward()
-    except DesyncError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_with_other_costs_are_told_before_a_step_is_taken(pools: Pools) -> None:
-    assert all("order" in message for message in pools.run(2, other_costs))
 
 
 @pytest.mark.parametrize(

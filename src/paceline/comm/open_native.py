@@ -23,7 +23,8 @@ def agree_to_share(store: Store, rank: int, size: int, timeout: timedelta, names
     If they cannot, rank 0 warns and says why.
     """
     # Publish before any rank connects, because Gloo's error does not mention file descriptors.
-    _publish_descriptors(store, rank)
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store.set(f"descriptors/{rank}", f"{limit} {limit - _open_now()} {hard_limit}")
     refused, local = "", size
     try:
         hosts = len(set(agree_on_hosts(store, rank, size, timeout)))
@@ -54,28 +55,16 @@ def open_engine(store: Store, rank: int, size: int, timeout: timedelta, names: S
     return Engine(arena, peers, rank, timeout)
 
 
-def _needed(size: int, local: int) -> int:
-    """Return how many descriptors are needed to create a group of `size` ranks, `local` of them on this host."""
-    # Gloo: a connection to every rank, and a few more. For each peer on this host: a pidfd, two eventfds, its memory
-    # (duplicated by Python before 3.13), and a socket for the handshake.
-    gloo, own_memory, handshake, spare = size + 4, 2, 2, 6
-    return gloo + own_memory + 5 * (local - 1) + handshake + spare
-
-
-def _publish_descriptors(store: Store, rank: int) -> None:
-    """Publish how many descriptors this rank may open, how many of those are free, and the hard limit."""
-    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    store.set(f"descriptors/{rank}", f"{limit} {limit - _open_now()} {hard_limit}")
-
-
 def _check_descriptors(store: Store, rank: int, local: int, names: Sequence[int]) -> None:
     """Raise on every rank if any rank has too few descriptors for a group with `local` ranks that share memory."""
     size = len(names)
-    keys = [f"descriptors/{peer}" for peer in range(size)]
-    entries = [store.get(key) for key in keys]
+    # Gloo: a connection to every rank, and a few more. For each peer on this host: a pidfd, two eventfds, its memory
+    # (duplicated by Python before 3.13), and a socket for the handshake.
+    gloo, own_memory, handshake, spare = size + 4, 2, 2, 6
+    count = gloo + own_memory + 5 * (local - 1) + handshake + spare
+    entries = [store.get(f"descriptors/{peer}") for peer in range(size)]
     for peer, text in enumerate(entries):
         limit, free, hard_limit = map(int, text.split())
-        count = _needed(size, local)
         if free < count:
             # Suggest twice as many, because each wrapper will create a group, and each DataLoader worker needs some.
             advice = max(1024, 2 * (limit - free + count))

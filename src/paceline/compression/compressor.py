@@ -117,7 +117,7 @@ class Compressor(ABC):
     def _all_gather(self, message: Tensor) -> tuple[Any, Tensor]:
         """Launch the all-gather of the flat `message`; returns the work, and the (ranks, elements) tensor to fill."""
         gathered = message.new_empty(self.size, message.numel())
-        self.bytes_on_wire += all_gather_bytes(message.numel() * message.element_size(), self.size)
+        self.bytes_on_wire += (self.size - 1) * message.numel() * message.element_size()
         # Since torch 2.13 the old name gives a deprecation warning.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return all_gather(gathered.view(-1), message, group=self.group, async_op=True), gathered
@@ -184,13 +184,3 @@ def hook(state: Compressor, bucket: GradBucket) -> torch.futures.Future[torch.Te
 def all_reduce_bytes(nbytes: int, size: int) -> int:
     """Return the bytes that each of `size` ranks sends for the sum of `nbytes`: a reduce-scatter and an all-gather."""
     return 2 * (size - 1) * nbytes // size
-
-
-def all_gather_bytes(nbytes: int, size: int) -> int:
-    """Return the bytes that each of `size` ranks sends to gather `nbytes` from each."""
-    return (size - 1) * nbytes
-
-
-def all_to_all_bytes(nbytes: int, size: int) -> int:
-    """Return the bytes that each of `size` ranks sends to distribute `nbytes`."""
-    return (size - 1) * nbytes // size

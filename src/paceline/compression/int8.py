@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.compression.compressor import Compressor, all_to_all_bytes
+from paceline.compression.compressor import Compressor
 from paceline.compression.gradients import Gradients
 from paceline.compression.pipeline import Stages
 
@@ -44,7 +44,7 @@ class Int8(Compressor):
             parts += [part.view(self.size, -1) for part in codes]
         message = torch.cat(parts, dim=1)  # scales and codes in one message, to pay one latency instead of two
         received = torch.empty_like(message)
-        self.bytes_on_wire += all_to_all_bytes(message.numel(), self.size)
+        self.bytes_on_wire += (self.size - 1) * message.numel() // self.size  # all but this rank's own shard
         yield dist.all_to_all_single(received, message, group=self.group, async_op=True)
         work, gathered = self._all_gather(self._rounded_means(gradients, received, shapes))
         yield work

@@ -67,20 +67,11 @@ class Report:
         """Step of the newest reported checkpoint."""
 
     def on_evaluation(self, run: Run) -> None:
-        """Report the results."""
-        self._report(run)
-
-    def on_save(self, run: Run) -> None:
-        """Report the newest complete checkpoint. A checkpoint that is still being written is reported next time."""
-        self._report(run)
-
-    def on_end(self, run: Run) -> None:
-        """Report the last metrics."""
-        self._report(run)
-
-    def _report(self, run: Run) -> None:
+        """Report the metrics and the newest complete checkpoint; one that is still being written is reported later."""
         folder, is_main = self._folder, train.get_context().get_world_rank() == 0
         newest, checkpoint = newest_step(folder) if is_main else None, None
         if folder is not None and newest is not None and newest > self._reported:
             self._reported, checkpoint = newest, train.Checkpoint.from_directory(folder / step_name(newest))
         train.report({"step": run.step, **run.metrics}, checkpoint=checkpoint)
+
+    on_save = on_end = on_evaluation

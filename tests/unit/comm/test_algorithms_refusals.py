@@ -98,6 +98,9 @@ def outside(world: World) -> str:
         return str(caught.value)
     with pytest.raises(UsageError, match=r"src=0 is not a rank of the group, which has ranks 1, 2"):
         algorithms.tree_broadcast(ones(3), group=group)
+    tensor = ones(3) * world.rank
+    algorithms.tree_broadcast(tensor, src=2, group=group)  # its rank in the world
+    assert torch.equal(tensor, ones(3) * 2)
     with pytest.raises(DesyncError, match=r"4 on rank 1, 5 on rank 2"):
         algorithms.ring_all_reduce(ones(3 + world.rank), group=group)
     return ""

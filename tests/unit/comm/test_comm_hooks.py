@@ -165,9 +165,8 @@ def near_the_mean(world: World) -> None:
             same_tensor(mine, other, rtol, name)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_every_way_to_register_a_hook_gives_the_mean(pools: Pools, size: int) -> None:
-    pools.run(size, near_the_mean)
+def test_every_way_to_register_a_hook_gives_the_mean(pools: Pools) -> None:
+    pools.run(2, near_the_mean)
 
 
 # -- what a hook sees --------------------------------------------------------------------------------------------------
@@ -434,11 +433,10 @@ def raises_somewhere(world: World) -> str:
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 def test_where_one_ranks_hook_fails_every_rank_raises_in_that_step(backend: str) -> None:
     """The others used to wait for the collective that it had not begun, until that rank ended or the time was up."""
-    with Ranks(3, backend=backend) as ranks:
-        first, second, third = ranks.run(raises_somewhere)
+    with Ranks(2, backend=backend) as ranks:
+        first, second = ranks.run(raises_somewhere)
     assert second.startswith("HookError: rank 1: communication hook 'raises_somewhere.<locals>.hook', called for buck")
-    for rank, text in ((0, first), (2, third)):
-        assert text.startswith(f"DesyncError: rank {rank}: the communication hook failed on rank 1, so the gradients")
+    assert first.startswith("DesyncError: rank 0: the communication hook failed on rank 1, so the gradients")
 
 
 def exception_between(world: World) -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,36 +19,21 @@ from torch import Tensor, nn
 import paceline
 from forked import Forked
 from namespaces import CABLE, Host, enter, two_hosts
-from paceline.comm.topology import SPLIT
+from paceline.comm.topology import SPLIT, Refused, memory_identity
 from paceline.core.processes.world import World
-from ranks import Ranks, run_ranks
+from ranks import Pools
 
 ROOT = Path(__file__).parents[3]
 
 
-# -- one machine, split by force ------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def split(parts: int) -> Iterator[dist.ProcessGroup]:
-    """A group of all ranks that takes this host for `parts` hosts."""
-    os.environ[SPLIT] = str(parts)
-    try:
-        group = dist.new_group(backend="paceline")
-        yield group
-        dist.destroy_process_group(group)
-    finally:
-        del os.environ[SPLIT]
+# -- one machine, split by force, or without shared memory ------------------------------------------------------------
 
 
 def trained(world: World, hosts: int) -> Tensor:
     """Parameters after three steps of our DDP, whose channels take the split."""
-    os.environ[SPLIT] = str(hosts)
-    try:
+    with patch.dict(os.environ, {SPLIT: str(hosts)}):
         torch.manual_seed(0)
         model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)))
-    finally:
-        del os.environ[SPLIT]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
         optimizer.zero_grad()
@@ -54,32 +42,51 @@ def trained(world: World, hosts: int) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_ddp_trains_over_hosts_as_on_one() -> None:
-    with Ranks(4, backend="paceline") as ranks:
-        one, two = ranks.run(trained, 1), ranks.run(trained, 2)
+def test_ddp_trains_over_hosts_as_on_one(pools: Pools) -> None:
+    one, two = pools.run(2, trained, 1), pools.run(2, trained, 2)
     assert all(torch.equal(result, two[0]) for result in two)
     # Sums in another order; a weight may be close to zero, and its gradients are not.
     torch.testing.assert_close(two[0], one[0], rtol=1e-5, atol=1e-5)
 
 
-def alone(world: World, hosts: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
+def refused(*_: Any) -> Any:
+    raise PermissionError(1, "memfd_create is forbidden here")
+
+
+def over_gloo(world: World, hosts: int) -> list[str]:
+    """Make a group of `hosts` hosts; on one, the system refuses memory to rank 1. Returns the warnings."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, {SPLIT: str(hosts)}))
+        if hosts == 1 and world.rank == 1:
+            stack.enter_context(patch.object(os, "memfd_create", refused))
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
-        with split(hosts) as group:
-            assert not group.native  # type: ignore[attr-defined]
-            tensor = torch.ones(3)
-            dist.all_reduce(tensor, group=group)
-            assert tensor.tolist() == [world.size] * 3
-            with pytest.raises(paceline.UsageError, match="does not use shared memory"):
-                group.allocate(3, torch.float32)  # type: ignore[attr-defined]
+        group: Any = dist.new_group(backend="paceline")
+    assert (group.native, group.getBackendName()) == (False, "paceline")
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [world.size] * 3
+    with pytest.raises(paceline.UsageError, match="does not use shared memory"):
+        group.allocate(3, torch.float32)
     return [str(one.message) for one in caught]
 
 
-def test_on_several_hosts_gloo_is_used_and_it_is_said_once() -> None:
-    said = run_ranks(3, alone, 2, backend="gloo")
-    assert len(said[0]) == 1
-    assert "the 3 ranks are on 2 hosts" in said[0][0]
-    assert said[1:] == [[], []]
+@pytest.mark.parametrize(
+    ("hosts", "why"),
+    [
+        (2, "the 2 ranks are on 2 hosts"),
+        (1, "rank 1: the system refuses it: [Errno 1] memfd_create is forbidden here"),
+    ],
+)
+def test_where_memory_cannot_be_shared_gloo_is_used_and_rank_0_says_why(pools: Pools, hosts: int, why: str) -> None:
+    said = pools.run(2, over_gloo, hosts)
+    assert said == [[f"the process group uses Gloo, not shared memory: {why}"], []]
+
+
+def test_shared_memory_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(Refused, match="shared memory between ranks needs Linux, this is darwin"):
+        memory_identity(0, 2)
 
 
 # -- two hosts as network namespaces --------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_two_workers_give_the_same_tensors_as_none(persistent: bool) -> None:
         assert equal(list(plain), list(worked))
 
 
-@pytest.mark.parametrize(("workers", "consumed"), [(0, 3), (2, 1), (2, 6)])
+@pytest.mark.parametrize(("workers", "consumed"), [(2, 1), (0, 6)])
 def test_a_resumed_pass_gives_the_very_same_tensors(workers: int, consumed: int) -> None:
     whole = loader_of()
     expected = [*whole, *whole]
@@ -102,12 +102,11 @@ def step() -> None:
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
 
 
-@pytest.mark.parametrize(("workers", "looks"), [(0, 1), (2, 5)])
-def test_looking_at_batches_uses_none_up(workers: int, looks: int) -> None:
+def test_looking_at_batches_uses_none_up() -> None:
     """``next(iter(loader))`` before training cost the first batch, so that a Trainer took 5 of 6 steps."""
-    loader, expected = loader_of(num_workers=workers), list(loader_of())
+    loader, expected = loader_of(num_workers=2), list(loader_of())
     for _ in range(2):
-        assert equal(list(itertools.islice(loader, looks)), expected[:looks])
+        assert equal(list(itertools.islice(loader, 5)), expected[:5])
     seen = []
     for batch in loader:
         seen.append(batch)
@@ -228,12 +227,11 @@ def test_augmentation_differs_by_batch_epoch_and_rank() -> None:
     assert all(len(noise[:, source].unique()) == len(noise) for source in range(3))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_empty_slice_is_none_and_nothing_of_the_users_runs(workers: int) -> None:
+def test_an_empty_slice_is_none_and_nothing_of_the_users_runs() -> None:
     def refuse(samples: list[Any]) -> Any:
         raise AssertionError("collate of an empty slice")
 
-    loader = loader_of(TensorDataset(torch.arange(2)), rank=3, world_size=4, collate_fn=refuse, num_workers=workers)
+    loader = loader_of(TensorDataset(torch.arange(2)), rank=3, world_size=4, collate_fn=refuse, num_workers=2)
     assert list(loader) == [None]
 
 

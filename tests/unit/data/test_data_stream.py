@@ -45,9 +45,8 @@ def loader_of(
     return DataLoader(stream, **options)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_two_workers_give_the_same_batches_as_none_in_every_epoch(persistent: bool) -> None:
-    plain, worked = loader_of(), loader_of(num_workers=2, prefetch_factor=3, persistent_workers=persistent)
+def test_two_workers_give_the_same_batches_as_none_in_every_epoch() -> None:
+    plain, worked = loader_of(), loader_of(num_workers=2, prefetch_factor=3, persistent_workers=True)
     epochs = []
     for _ in range(3):
         ours = list(worked)
@@ -84,10 +83,9 @@ class SharedEpoch(Shuffled):
         return super().__iter__()
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_that_set_a_shared_epoch_at_the_same_moment_read_the_same_stream(persistent: bool) -> None:
+def test_workers_that_set_a_shared_epoch_at_the_same_moment_read_the_same_stream() -> None:
     """Each added the difference to the epoch, and they shuffled by different ones: samples came twice, or never."""
-    loader = loader_of(SharedEpoch(), num_workers=2, prefetch_factor=1, persistent_workers=persistent)
+    loader = loader_of(SharedEpoch(), num_workers=2, prefetch_factor=1)
     for _ in range(4):
         assert sorted(torch.cat(list(loader))[:, 0].tolist()) == list(range(11))
 
@@ -107,7 +105,7 @@ def test_workers_that_read_different_streams_are_refused_on_a_rank_alone() -> No
     assert sum(map(len, loader_of(data, num_workers=2))) == 40
 
 
-@pytest.mark.parametrize(("workers", "consumed"), [(0, 3), (2, 1), (2, 4)])
+@pytest.mark.parametrize(("workers", "consumed"), [(2, 1), (0, 4)])
 def test_a_resumed_stream_gives_the_very_same_batches(workers: int, consumed: int) -> None:
     whole = loader_of()
     expected = [*whole, *whole]

@@ -7,12 +7,12 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drawn import draws
-from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
-from paceline.data.split.balance import split_by_cost, split_by_padded_cost
+from paceline.data import DataLoader, GlobalBatchSampler
+from paceline.data.split.balance import split_by_cost
 from paceline.data.split.partition import slice_bounds
 from paceline.data.split.speeds import shares_by_speed
 from paceline.errors import UsageError
@@ -64,22 +64,6 @@ def test_shares(count: int, by: tuple[float, ...], shares: tuple[int, ...]) -> N
     assert shares_by_speed(count, by) == shares
 
 
-costs_of_a_batch = st.lists(st.floats(0, 50), max_size=24)
-
-
-@pytest.mark.parametrize("split", [split_by_cost, split_by_padded_cost])
-@draws(40)
-@given(costs_of_a_batch, speeds, st.integers(0, 3))
-@example([1.0, 1.0, 1.0, 5e-324], (1.0, 28.0, 55.0, 14.0), 2)  # a load over the limit, by such a cost, was -inf samples
-def test_every_sample_is_in_one_share_by_cost_and_speed(
-    split: Any, costs: list[float], by: tuple[float, ...], seed: int
-) -> None:
-    before = [7.0 * ((seed * rank) % 5) for rank in range(len(by))] if seed else None
-    shares, _ = split(costs, len(by), before, by)
-    assert sorted(place for share in shares for place in share) == list(range(len(costs)))
-    assert all(shares) or len(costs) < len(by)
-
-
 @draws(40)
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=7), st.lists(st.integers(1, 5), min_size=2, max_size=3))
 def test_a_split_by_cost_and_speed_ends_in_less_than_twice_the_best_time(costs: list[float], by: list[float]) -> None:
@@ -104,10 +88,7 @@ def test_a_split_by_cost_and_speed_ends_in_less_than_twice_the_best_time(costs: 
 @pytest.mark.parametrize(
     ("speed", "message"),
     [
-        (
-            [2, 1],
-            r"speed=\[2.0, 1.0\] has 2 speeds for 3 ranks; give a number > 0 for each rank",
-        ),
+        ([2, 1], r"speed=\[2.0, 1.0\] has 2 speeds for 3 ranks; give a number > 0 for each rank"),
         ([2, 0, 1], r"the speed of rank 1 is 0; give a number > 0"),
         ([2, 1, -1], r"the speed of rank 2 is -1"),
         ([float("nan"), 1, 1], r"the speed of rank 0 is nan"),
@@ -117,10 +98,9 @@ def test_a_split_by_cost_and_speed_ends_in_less_than_twice_the_best_time(costs: 
         (["fast", 1, 1], r"speed=\['fast', 1, 1\] is not a list of numbers"),
     ],
 )
-@pytest.mark.parametrize("make", [GlobalBatchSampler, GlobalBatchStream])
-def test_speeds_that_are_none_are_refused_in_one_line(make: Any, speed: Any, message: str) -> None:
+def test_speeds_that_are_none_are_refused_in_one_line(speed: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        make(range(30) if make is GlobalBatchStream else 30, 6, speed=speed, rank=0, world_size=3)
+        GlobalBatchSampler(30, 6, speed=speed, rank=0, world_size=3)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, ValueError)
 

@@ -26,7 +26,7 @@ def batch(rows: int = 7) -> Tensor:
     return torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize("replicas", [1, 3, 8])
 def test_outputs_gradients_and_steps_equal_the_module_alone(replicas: int) -> None:
     alone = net()
     model = DataParallel(copy.deepcopy(alone), replicas=replicas)

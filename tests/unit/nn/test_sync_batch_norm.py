@@ -22,7 +22,6 @@ from paceline import SyncBatchNorm
 from paceline.core.processes.world import World
 from paceline.errors import ReplicaMismatch, UsageError
 from paceline.nn import moments
-from ranks import Ranks
 from twins import Pools, no_warning_about_cycles, same_tensor
 
 KINDS: dict[int, Callable[..., nn.Module]] = {
@@ -98,19 +97,16 @@ def beside_twin(
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "1d, features": ((3, 3), (4,)),
-    "2d": ((2, 2, 2), (3, 4, 2)),
     "3d": ((1, 2), (2, 3, 2, 2)),
     "one sample in all, with space": ((1, 0), (2, 3, 3)),
     "uneven": ((1, 5, 2), (3, 2, 2)),
     "empty first": ((0, 3, 2), (3, 2, 2)),
-    "all but one empty": ((0, 4, 0), (3, 2)),
     "all empty": ((0, 0), (3, 2)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "no affine": {"affine": False},
     "no running statistics": {"track_running_stats": False},
-    "neither": {"affine": False, "track_running_stats": False},
     "cumulative": {"momentum": None},
     "no momentum": {"momentum": 0.0},
     "large eps": {"eps": 0.5, "momentum": 0.9},
@@ -144,11 +140,6 @@ def test_equals_batch_norm_with_every_option(pools: Pools) -> None:
 )
 def test_types_follow_batch_norm(pools: Pools, dtype: torch.dtype, options: dict[str, Any], rtol: float) -> None:
     pools.run(2, beside_twin, (4, 5), (3, 4, 4), options, dtype, rtol)
-
-
-@pytest.mark.parametrize("rest", [(3, 4, 2), (3, 2, 2, 2)])
-def test_channels_last_stays_channels_last(pools: Pools, rest: tuple[int, ...]) -> None:
-    pools.run(3, beside_twin, (2, 1, 3), rest, {}, torch.float64, EXACT, True)
 
 
 def test_a_mean_far_from_zero_costs_no_precision(pools: Pools) -> None:
@@ -190,12 +181,11 @@ def test_moments_combine_like_those_of_all_values() -> None:
     torch.testing.assert_close(whole.variance, values.var(0, correction=0), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("count", [1, 2**20 - 1, 2**20, 2**24 + 1, 2**40 + 12345])
-def test_counts_travel_whole_in_float32(count: int) -> None:
-    x = torch.empty(1, 1).expand(count, 1)  # takes no memory
-    message = torch.zeros(moments.HEAD + 2)
-    message[:2] = torch.tensor([count // moments.PART, count % moments.PART])
-    assert moments.reports(message.unsqueeze(0))[0].count == x.shape[0]
+def test_counts_travel_whole_in_float32() -> None:
+    for count in (1, 2**20 - 1, 2**20, 2**24 + 1, 2**40 + 12345):
+        message = torch.zeros(1, moments.HEAD + 2)
+        message[0, :2] = torch.tensor([count // moments.PART, count % moments.PART])
+        assert moments.reports(message)[0].count == count
 
 
 # -- gradients of gradients, checkpoints, and where nothing is sent ----------------------------------------------------
@@ -299,6 +289,7 @@ def compiled(world: World) -> None:
     expect_summed_gradients(net, twin)
 
 
+@pytest.mark.slow
 def test_inside_a_compiled_model_it_equals_one_process(pools: Pools) -> None:
     pools.run(2, compiled)
 
@@ -350,14 +341,13 @@ def other_layer(world: World, layers: list[int], dtypes: list[torch.dtype]) -> s
     return str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["paceline", "gloo"])
-def test_different_layers_are_named_before_the_first_forward(backend: str) -> None:
+def test_different_layers_are_named_before_the_first_forward(pools: Pools, gloo: Pools) -> None:
     """Gloo ends the process where sizes differ."""
     single, double = torch.float32, torch.float64
-    with Ranks(3, backend=backend) as ranks:
-        for message in ranks.run(other_layer, [3, 3, 4], [single] * 3):
-            assert message.startswith("a SyncBatchNorm has 3 channels on rank 0 but 4 on rank 2")
-        for message in ranks.run(other_layer, [3, 3, 3], [single, double, single]):
+    for world in (pools, gloo):
+        for message in world.run(2, other_layer, [3, 4], [single] * 2):
+            assert message.startswith("a SyncBatchNorm has 3 channels on rank 0 but 4 on rank 1")
+        for message in world.run(2, other_layer, [3, 3], [single, double]):
             assert message.startswith(
                 "a SyncBatchNorm's statistics are torch.float32 on rank 0 but torch.float64 on rank 1"
             )

@@ -39,7 +39,6 @@ _FIELDS: dict[str, Callable[[int], str]] = {
     "dtype": lambda code: str(DTYPES[code]).removeprefix("torch."),
     "op": name_of,
 }
-_EQUAL = ("algorithm", "numel", "dtype", "op", "root")
 _WORDS = {"algorithm": "algorithms", "numel": "numbers of elements", "dtype": "dtypes", "op": "ops", "root": "roots"}
 
 
@@ -112,7 +111,7 @@ class Members:
             raise DesyncError(
                 f"{named_ranks(refusing)} refused its tensor or argument; see the error there"
             ).because_of(refusing)
-        for field in _EQUAL:
+        for field in _WORDS:
             values = [getattr(peer_call, field) for peer_call in calls]
             if len(set(values)) > 1:
                 raise DesyncError(self._difference(field, values))
