@@ -88,7 +88,7 @@ trees = st.recursive(
 )
 
 
-@draws(150)
+@draws(80)
 @given(trees)
 def test_a_nested_value_comes_back_the_same(value: Any) -> None:
     assert same(through_json(value), value)

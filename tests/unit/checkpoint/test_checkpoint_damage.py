@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights
-from paceline.checkpoint.format import metadata, safetensors_file, state_codec, verify
+from paceline.checkpoint.format import safetensors_file, state_codec, verify
 from paceline.core import strict_json
 from paceline.errors import CheckpointError, NoCheckpoint
 
@@ -212,16 +211,6 @@ def test_a_forged_state_is_refused(folder: Path, change: Callable[[dict[str, Any
         restored(folder)
 
 
-def test_damaged_notes_are_named_by_their_own_file(folder: Path) -> None:
-    # The message named the manifest.
-    path = folder / "step-00000002" / "metadata.json"
-    path.write_bytes(b"{}")
-    about = {"path": path.name, "size": 2, "sha256": hashlib.sha256(b"{}").hexdigest(), "role": path.name}
-    forge(path.parent, lambda body: body["files"].append({**about, "rank": None, "tensors": {}}))
-    with pytest.raises(verify.Damaged, match=r"^metadata.json: it has unexpected entries"):
-        metadata.read_verified(path.parent, 2)
-
-
 def test_a_pickle_in_the_place_of_a_file_is_never_loaded(folder: Path) -> None:
     path = folder / "step-00000002" / "model.safetensors"
     torch.save({"weight": torch.ones(1)}, path)
@@ -233,19 +222,6 @@ def test_a_pickle_in_the_place_of_a_file_is_never_loaded(folder: Path) -> None:
 
 
 # -- what a stranger may have written ----------------------------------------------------------------------------------
-
-
-def seconds(function: Any, *arguments: Any) -> float:
-    start = time.process_time()
-    with pytest.raises(ValueError):
-        function(*arguments)
-    return time.process_time() - start
-
-
-def test_a_key_that_occurs_twice_among_many_is_found_in_linear_time() -> None:
-    keys = ",".join(f'"key{index}":0' for index in range(20_000))
-    last = f'{{{keys},"key19999":0}}'.encode()
-    assert seconds(strict_json.parse, last) < 20 * seconds(strict_json.parse, f"{{{keys}}}x".encode()) + 0.1
 
 
 AMPLIFIED = {
@@ -279,13 +255,9 @@ def entry(begin: Any, end: Any, shape: Any = (1,), dtype: str = "F32") -> dict[s
 
 HEADERS: dict[str, tuple[Any, int]] = {
     "overlap": ({"a": entry(0, 4), "b": entry(0, 4)}, 8),
-    "hole": ({"a": entry(4, 8)}, 8),
     "more than the file": ({"a": entry(0, 4)}, 3),
-    "less than the file": ({"a": entry(0, 4)}, 5),
-    "other size": ({"a": entry(0, 4, (2,))}, 4),
     "huge": ({"a": entry(0, 2**62, (2**60,))}, 4),
     "negative": ({"a": entry(0, 4, (-1, -1))}, 4),
-    "true": ({"a": entry(0, 4, (True,))}, 4),
     "dtype": ({"a": entry(0, 4, dtype="F4")}, 4),
     "dtype that torch does not have": ({"a": entry(0, 1, dtype="F8_E8M0")}, 1),
     "dimension that torch cannot count": ({"a": entry(0, 0, (0, 2**63))}, 0),

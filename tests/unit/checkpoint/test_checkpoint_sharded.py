@@ -57,13 +57,15 @@ if world.is_main:
 """
 
 
-def opened(folder: str, kind: str, background: bool = False) -> tuple[nn.Module, Any, Any, paceline.Checkpointer]:
+def opened(
+    folder: str, kind: str, background: bool = False, kind_of_optimizer: Any = AdamW
+) -> tuple[nn.Module, Any, Any, paceline.Checkpointer]:
     torch.manual_seed(4)
     model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(7, 99), nn.Tanh(), nn.Linear(99, 4)))
     options = {"by": "tensor"} if kind == "tensor" else {}
     optimizer: Any = AdamW(model.parameters(), lr=0.01)
     if kind != "plain":
-        optimizer = ShardedOptimizer(model, AdamW, lr=0.01, **options)
+        optimizer = ShardedOptimizer(model, kind_of_optimizer, lr=0.01, **options)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     checkpointer = paceline.Checkpointer(folder, async_save=background)
     for name, each in (("optimizer", optimizer), ("model", model), ("scheduler", scheduler)):
@@ -123,29 +125,20 @@ def moments(file: Path) -> int:
     return sum(math.prod(spec.shape) for name, spec in read_specs(file).items() if "exp_avg" in name)
 
 
-def test_every_rank_writes_its_share_alone(pools: Pools, tmp_path: Path) -> None:
+def of_another_class(world: World, folder: str) -> str:
+    *_, checkpointer = opened(folder, "sharded", kind_of_optimizer=torch.optim.SGD)
+    with checkpointer, pytest.raises(CheckpointMismatch) as caught:
+        checkpointer.restore()
+    return str(caught.value)
+
+
+def test_every_rank_writes_its_share_alone_and_the_sharded_class_is_compared(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, saved, str(tmp_path), ["plain", "sharded"])
     folder = tmp_path / "sharded2" / "step-00000003"
     shares = [moments(folder / f"rank-0000{rank}.safetensors") for rank in range(2)]
     assert not (folder / "optimizer.safetensors").exists()
     assert sum(shares) == moments(tmp_path / "plain2" / "step-00000003" / "optimizer.safetensors")
     assert max(shares) - min(shares) <= 2 * 2 * 128
-
-
-def of_another_class(world: World, folder: str) -> str:
-    model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(7, 99), nn.Tanh(), nn.Linear(99, 4)))
-    optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.01)
-    with paceline.Checkpointer(folder) as checkpointer:
-        checkpointer.register("optimizer", optimizer)
-        checkpointer.register("model", model)
-        checkpointer.register("scheduler", torch.optim.lr_scheduler.LinearLR(optimizer))
-        with pytest.raises(CheckpointMismatch) as caught:
-            checkpointer.restore()
-    return str(caught.value)
-
-
-def test_the_shared_out_class_is_compared(pools: Pools, tmp_path: Path) -> None:
-    pools.run(2, saved, str(tmp_path), ["sharded"])
     for message in pools.run(2, of_another_class, str(tmp_path / "sharded2")):
         assert "'optimizer' is of class SGD in this run but of class AdamW in the checkpoint" in message
 

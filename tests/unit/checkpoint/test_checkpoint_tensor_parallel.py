@@ -61,15 +61,14 @@ def run(world: World, folder: str, async_save: bool) -> tuple[dict[str, torch.Te
         return whole_state(module, optimizer), kinds
 
 
-@pytest.mark.parametrize(("async_save", "sizes"), [(False, (3,)), (True, (2, 1))])
-def test_the_number_of_ranks_may_change(pools: Pools, tmp_path: Path, async_save: bool, sizes: tuple[int, ...]) -> None:
-    saved = pools.run(2, run, str(tmp_path), async_save)[0][0]
-    for size in sizes:
-        for restored, are_sharded in pools.run(size, run, str(tmp_path), async_save):
-            assert are_sharded
-            assert restored.keys() == saved.keys()
-            for name, value in saved.items():
-                assert torch.equal(restored[name], value), (size, name)
+@pytest.mark.parametrize(("async_save", "before", "now"), [(False, 1, 2), (True, 2, 1)])
+def test_the_number_of_ranks_may_change(pools: Pools, tmp_path: Path, async_save: bool, before: int, now: int) -> None:
+    saved = pools.run(before, run, str(tmp_path), async_save)[0][0]
+    for restored, are_sharded in pools.run(now, run, str(tmp_path), async_save):
+        assert are_sharded
+        assert restored.keys() == saved.keys()
+        for name, value in saved.items():
+            assert torch.equal(restored[name], value), name
     weights = load_weights(tmp_path)
     assert torch.equal(weights["0.weight"], saved["0.weight"])
 

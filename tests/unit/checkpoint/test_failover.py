@@ -32,8 +32,6 @@ from paceline.checkpoint.steps.rank_states import OwnStates
 from paceline.checkpoint.steps.step_barrier import StepBarrier
 from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.core.processes.world import World
-from paceline.core.telemetry import failpoints
-from paceline.core.telemetry.failpoints import Order
 from paceline.core.telemetry.flight_record import FOLDER
 from paceline.core.telemetry.step_progress import (
     BEFORE,
@@ -90,23 +88,6 @@ def test_a_struck_run_ends_with_the_bits_of_an_undisturbed_one(
     }
 
 
-# -- failpoints ----------------------------------------------------------------------------------------------------
-
-
-def test_a_failpoint_strikes_one_rank_in_one_start_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank, start, struck in (("0", "1", False), ("1", "0", False), ("1", "1", True)):
-        striker = failpoints.Striker([Order.of("gate rank=1 at=2 start=1 do=raise")])
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
-        striker.strike("gate")
-        striker.strike("forward")
-        if struck:
-            with pytest.raises(failpoints.Struck, match="rank 1 at 'gate'"):
-                striker.strike("gate")
-        else:
-            striker.strike("gate")
-
-
 # -- several optimizers in a turn ----------------------------------------------------------------------------------
 
 
@@ -144,20 +125,6 @@ def test_a_turn_goes_back_over_an_optimizer_that_stepped_before_another_backward
     turn.go_back()
     assert torch.equal(parameters[0], value)
     assert torch.equal(optimizers[0].state_dict()["state"][0]["exp_avg"], average)
-
-
-def test_optimizers_that_step_one_after_the_other_are_not_copied() -> None:
-    turn = OptimizerRollback()
-    parameters, optimizers = two()
-    for _ in range(3):
-        sum(parameter.square().sum() for parameter in parameters).backward()  # type: ignore[union-attr]
-        assert turn.has_new_gradients(optimizers[0])
-        for optimizer in optimizers:
-            turn.step(optimizer, optimizers)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert not turn.copies
-        turn.end()
 
 
 # -- ranks that are gone -------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from paceline.optim import ShardedOptimizer
 from schedule_free import ScheduleFree
 from twins import Pools
 
-STEPS = 6
+STEPS = 5
 torch.sparse.check_sparse_tensor_invariants.disable()
 
 
@@ -154,9 +154,9 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("size", "case"), [*((2, case) for case in CASES), (1, "added"), (3, "fused"), (4, "sparse")])
-def test_the_bits_are_those_of_the_unsharded_optimizer(pools: Pools, size: int, case: str) -> None:
-    assert all(pools.run(size, is_exact, trained, *CASES[case]))
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_those_of_the_unsharded_optimizer(pools: Pools, case: str) -> None:
+    assert all(pools.run(3 if case == "fused" else 2, is_exact, trained, *CASES[case]))
 
 
 def through_gloo(world: World, is_sharded: bool, wrapper: Any) -> list[Tensor]:
@@ -172,7 +172,7 @@ def through_gloo(world: World, is_sharded: bool, wrapper: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("wrapper", [nn.parallel.DistributedDataParallel, paceline.DistributedDataParallel])
 def test_it_works_over_gloo_and_with_torch_ddp(pools: Pools, wrapper: Any) -> None:
-    assert all(pools.run(3, is_exact, through_gloo, wrapper))
+    assert all(pools.run(2, is_exact, through_gloo, wrapper))
 
 
 def refused(function: Any, *arguments: Any, **options: Any) -> str:
@@ -277,13 +277,12 @@ def gone_on(world: World, shards: Any, state: dict[str, Tensor]) -> list[Tensor]
     return weights(model)
 
 
-@pytest.mark.parametrize("before", [1, 4])
-def test_shards_of_any_number_of_ranks_are_loaded(pools: Pools, before: int) -> None:
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (3, 2)])
+def test_shards_of_any_number_of_ranks_are_loaded(pools: Pools, before: int, now: int) -> None:
     shards, states = zip(*pools.run(before, trained_to_shards), strict=True)
     [expected] = pools.run(1, gone_on, list(shards), states[0])
-    for size in (2, 4):
-        for result in pools.run(size, gone_on, list(shards), states[0]):
-            assert all(map(torch.equal, result, expected))
+    for result in pools.run(now, gone_on, list(shards), states[0]):
+        assert all(map(torch.equal, result, expected))
 
 
 def with_masters(world: World) -> list[float]:
@@ -421,9 +420,8 @@ def of_another_memory_format(world: World) -> tuple[bool, str]:
     return all(map(torch.equal, *results)), message
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_state_is_loaded_in_another_memory_format(pools: Pools, size: int) -> None:
-    for is_equal, message in pools.run(size, of_another_memory_format):
+def test_a_state_is_loaded_in_another_memory_format(pools: Pools) -> None:
+    for is_equal, message in pools.run(2, of_another_memory_format):
         assert is_equal
         assert "parameter '0.weight' has shape (16, 3, 3, 3) and strides (27, 1, 9, 3)" in message
 
@@ -537,33 +535,6 @@ def of_groups(world: World) -> dict[str, float]:
 def test_the_ranks_are_those_of_the_wrapper_also_of_a_copy_and_of_one_alone(pools: Pools) -> None:
     for found in pools.run(4, of_groups):
         assert {case: apart for case, apart in found.items() if apart > 1e-12} == {}
-
-
-def with_muon(world: World) -> float:
-    """How far weights are from those of the unsharded optimizer, which takes matrices alone."""
-    results = []
-    for make in (
-        lambda parameters: torch.optim.Muon(parameters, lr=0.02),
-        lambda parameters: ShardedOptimizer(parameters, torch.optim.Muon, lr=0.02, by="tensor"),
-    ):
-        torch.manual_seed(0)
-        net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
-        model = paceline.DistributedDataParallel(net)
-        optimizer = make(list(model.parameters()))
-        for step in range(3):
-            torch.manual_seed(10 * step + world.rank)
-            model(torch.randn(4, 16)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(weights(model))
-    # Also on ranks that own only matrices.
-    with pytest.raises(ValueError, match=r"Muon only supports 2D parameters .*\[16\]"):
-        ShardedOptimizer(nn.Linear(16, 16), torch.optim.Muon, lr=0.02, by="tensor")
-    return max(float((plain - sharded).abs().max()) for plain, sharded in zip(*results, strict=True))
-
-
-def test_muon_trains_whole_matrices(pools: Pools) -> None:
-    assert max(pools.run(2, with_muon)) < 1e-3  # it multiplies in bf16
 
 
 def assign(net: nn.Module) -> None:

@@ -169,6 +169,8 @@ def test_a_trial_uses_the_numbers_of_dimensions_of_the_parameters() -> None:
     for kind in (ByVectors, torch.optim.Muon):
         assert ShardedOptimizer(matrix, kind, by="tensor").optimizer_class is kind
     assert "gives different results" in refused(lambda: ShardedOptimizer(nn.Linear(4, 4), ByVectors, by="tensor"))
+    with pytest.raises(ValueError, match=r"Muon only supports 2D parameters .*\[4\]"):
+        ShardedOptimizer(nn.Linear(4, 4), torch.optim.Muon, by="tensor")
 
 
 def test_marks_of_parameters_reach_the_optimizer() -> None:

@@ -47,31 +47,16 @@ def edited(values: torch.Tensor, row: int) -> torch.Tensor:
 
 
 NAMES = [f"{number}.jpg" for number in range(100)]
-BACKWARDS = torch.arange(99, -1, -1)
 EDITED = "samples were edited or reordered, in "
 CHANGES: dict[str, tuple[Any, Any, str]] = {
     "one bit": (TensorDataset(X, Y), TensorDataset(edited(X, 7), Y), EDITED + "tensors[0]"),
     "appended": (TensorDataset(X[:90], Y[:90]), TensorDataset(X, Y), "10 samples were appended to 90"),
     "cut": (TensorDataset(X), TensorDataset(X[:90]), "there are 90 samples, but there were 100"),
-    "appended and edited": (
-        TensorDataset(X[:90]),
-        TensorDataset(edited(X, 3)),
-        "there are 100 samples, but there were 90",
-    ),
-    "reordered": (
-        TensorDataset(X, Y),
-        TensorDataset(X[BACKWARDS], Y[BACKWARDS]),
-        EDITED + "tensors[0], tensors[1]",
-    ),
+    "reordered": (TensorDataset(X, Y), TensorDataset(X.flip(0), Y.flip(0)), EDITED + "tensors[0], tensors[1]"),
     "other dtype": (TensorDataset(X), TensorDataset(X.double()), EDITED + "tensors[0]"),
     "other shape": (TensorDataset(X), TensorDataset(X[:, :, None]), EDITED + "tensors[0]"),
-    "a file's name": (
-        Files(NAMES, [0] * 100),
-        Files([*NAMES[:50], "x.jpg", *NAMES[51:]], [0] * 100),
-        EDITED + "names",
-    ),
+    "names": (Files(NAMES, [0] * 100), Files(NAMES[::-1], [0] * 100), EDITED + "names"),
     "a target": (Files(NAMES, [0] * 100), Files(NAMES, [*[0] * 99, 1]), EDITED + "targets"),
-    "files in another order": (Files(NAMES, [0] * 100), Files(NAMES[::-1], [0] * 100), EDITED + "names"),
     "a version": (Versioned("1"), Versioned("2"), EDITED + "fingerprint"),
     "other class": (Files(NAMES, [0] * 100), TensorDataset(X), "the data set is a TensorDataset but was a Files"),
     "a subset": (Subset(TensorDataset(X), [1, 2, 3]), Subset(TensorDataset(X), [1, 3, 2]), EDITED + "indices"),
@@ -106,17 +91,6 @@ SMALL = torch.arange(12.0).view(4, 3)
 def of_data(dataset: Any) -> tuple[str, int]:
     """What a checkpoint keeps of the data, and what ranks compare."""
     return json.dumps(fingerprint(dataset)), outline_digest(dataset)
-
-
-def test_every_element_of_a_tensor_data_set_counts() -> None:
-    others = [[SMALL, SMALL], [SMALL.t()], [SMALL.double()], [SMALL.flip(0)]]
-    digests = {of_data(TensorDataset(*tensors)) for tensors in ([SMALL], *others)}
-    for index in range(SMALL.numel()):
-        changed = SMALL.clone()
-        changed.view(-1)[index] += 1e-6
-        digests.add(of_data(TensorDataset(changed)))
-    assert len(digests) == 5 + SMALL.numel()
-    assert of_data(TensorDataset(SMALL.clone())) in digests
 
 
 def test_another_data_set_is_known_by_class_and_length_and_no_sample_is_read() -> None:

@@ -18,7 +18,7 @@ from trainings import digest, refusal
 from twins import Pools
 
 # Samples and batch sizes: even, uneven last batch, batches smaller than the number of ranks, one sample alone.
-CASES = [(24, 6), (25, 6), (7, 16), (5, 2), (3, 1), (1, 1), (13, 5)]
+CASES = [(24, 6), (25, 6), (5, 2), (1, 1)]
 
 
 def model_of(world: World) -> DistributedDataParallel:

@@ -80,7 +80,7 @@ def train(world: World, case: Case) -> tuple[dict[str, Any], list[Any]]:
     return weights_of(module), [result.steps, scalers[0].get_scale() if scalers else None, dtypes, result.samples]
 
 
-@pytest.mark.parametrize(("precision", "size"), [("bf16", 1), ("fp16", 1), ("fp16", 3)])
+@pytest.mark.parametrize(("precision", "size"), [("bf16", 1), ("fp16", 2)])
 def test_a_precision_trains_as_a_plain_loop_under_autocast(pools: Pools, precision: str, size: int) -> None:
     case = Case(precision)
     plain, scale = plain_loop(case)
@@ -93,14 +93,14 @@ def test_a_precision_trains_as_a_plain_loop_under_autocast(pools: Pools, precisi
         assert relative_difference(weights, reference) <= max(bound, 1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_step_that_the_scaler_skips_is_skipped_on_every_rank_and_counts_for_nothing(pools: Pools, size: int) -> None:
+def test_a_step_that_the_scaler_skips_is_skipped_on_every_rank_and_counts_for_nothing(pools: Pools) -> None:
     case = Case(bad=(0, 1, 5, 9, 11))  # also the last window of an epoch, and of the training
     plain, scale = plain_loop(case)
     reference = weights_of(plain)
-    for weights, facts in pools.run(size, train, case):
-        assert facts[:2] == [WINDOWS - 5, scale]
-        assert relative_difference(weights, reference) < (1e-6 if size == 1 else 1e-2)
+    for size, bound in ((1, 1e-6), (2, 1e-2)):
+        for weights, facts in pools.run(size, train, case):
+            assert facts[:2] == [WINDOWS - 5, scale]
+            assert relative_difference(weights, reference) < bound
 
 
 def overflows_forever(world: World) -> str:

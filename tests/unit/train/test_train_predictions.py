@@ -79,12 +79,10 @@ def reference(samples: int) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "samples", "batch_size", "size"),
     [
-        ("in order", 23, 5, 1),
         ("in order", 2, 8, 3),
-        ("shuffled", 23, 5, 3),
+        ("shuffled", 23, 5, 2),
         ("stream", 23, 5, 3),
-        ("stream", 2, 8, 3),
-        ("by cost", 23, 5, 3),
+        ("by cost", 23, 5, 2),
     ],
 )
 def test_rows_are_those_of_one_process_in_the_data_sets_order(
@@ -119,7 +117,7 @@ def of_slices(world: World, kind: str, samples: int, batch_size: int, count: int
 
 @pytest.mark.parametrize(
     ("kind", "samples", "batch_size"),  # slices, or all of a rank's, are empty
-    [("in order", 2, 8), ("shuffled", 23, 6), ("stream", 23, 6), ("stream", 2, 8), ("repeated", 23, 6)],
+    [("in order", 2, 8), ("stream", 23, 6), ("repeated", 23, 6)],
 )
 def test_with_virtual_ranks_rows_have_the_same_bits_on_1_2_and_4_ranks(
     pools: Pools, kind: str, samples: int, batch_size: int

@@ -23,11 +23,9 @@ def test_the_learning_rate_follows_the_global_batch(lr, rule, batch, base, expec
 
 FACTORS = [
     # warm-up, decay, decay_steps, decay_to, total -> the factor of each step
-    (2, "none", None, 0.0, 4, [1 / 2, 1, 1, 1]),
     (6, "linear", None, 0.0, 4, [1 / 6, 2 / 6, 3 / 6, 4 / 6]),
     (2, "linear", None, 0.0, 6, [1 / 2, 1, 1, 3 / 4, 2 / 4, 1 / 4]),
     (2, "cosine", None, 0.0, 4, [1 / 2, 1, 1, 1 / 2]),
-    (1, "cosine", None, 0.2, 3, [1, 1, 0.6]),
     (0, "linear", None, 0.5, 4, [1, 7 / 8, 6 / 8, 5 / 8]),
     (2, "wsd", 2, 0.0, 6, [1 / 2, 1, 1, 1, 1, 1 / 2]),
     (1, "wsd", 4, 0.5, 6, [1, 1, 1, 7 / 8, 6 / 8, 5 / 8]),
@@ -41,7 +39,7 @@ FACTORS = [
 def test_the_factor_follows_the_decay_to_where_it_ends(warmup, decay, decay_steps, decay_to, total, expected) -> None:
     factors = [lr_factor(step, warmup, decay, total, decay_steps, decay_to) for step in range(total)]
     assert factors == pytest.approx(expected, rel=1e-12)
-    if decay != "none" and warmup < total:
+    if warmup < total:
         assert lr_factor(total, warmup, decay, total, decay_steps, decay_to) == pytest.approx(decay_to)
 
 
