@@ -64,7 +64,7 @@ class Side:
 
 
 def beside_one_process(world: World, case: str) -> None:
-    for reduction in ("sum", "mean"):
+    for reduction in ("sum", "mean")[2 - world.size :]:
         with_reduction(world, case, reduction)
 
 
