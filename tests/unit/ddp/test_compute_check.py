@@ -50,9 +50,8 @@ def test_a_check_raises_no_false_alarm_and_changes_no_bit(
 
 @pytest.mark.slow
 def test_hundreds_of_steps_raise_no_false_alarm(pools: Pools) -> None:
-    pools.run(
-        2, trained, "cnn", {"every": 1, "copies": 40, "bf16": True, "workers": 1}, 300
-    )  # workers start once an epoch
+    options = {"every": 1, "copies": 40, "bf16": True, "workers": 1}  # workers start once an epoch
+    pools.run(2, trained, "cnn", options, 200)
 
 
 @pytest.mark.slow
