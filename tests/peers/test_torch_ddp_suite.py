@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 NAMES = [name for name in ddp_tests() if name not in LEFT_OUT]
-ON_GLOO = [name for name in NAMES if any(word in name for word in ("uneven", "join", "hook_parity", "Diff_Input"))]
+ON_GLOO = [name for name in NAMES if any(word in name for word in ("uneven", "join", "hook_parity"))]
 
 
 @pytest.mark.parametrize("name", NAMES)

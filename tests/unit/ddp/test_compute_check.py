@@ -29,17 +29,16 @@ def trained(world: World, kind: str, options: dict[str, Any], steps: int) -> tup
 @pytest.mark.parametrize(
     ("size", "kind", "options"),
     [
-        (1, "cnn", {}),
+        (1, "spectral", {}),
         (2, "mlp", {"bf16": True, "workers": 1}),
         (4, "cnn", {"count": 8, "weighted": False}),
-        (4, "spectral", {}),
     ],
     ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else str(value),
 )
 def test_a_check_raises_no_false_alarm_and_changes_no_bit(
     pools: Pools, size: int, kind: str, options: dict[str, Any]
 ) -> None:
-    steps = 9  # two epochs and a step
+    steps = 5  # an epoch and a step
     plain = pools.run(size, trained, kind, options, steps)
     checked = pools.run(size, trained, kind, options | {"every": 1}, steps)
     assert [weights for weights, _, _ in checked] == [weights for weights, _, _ in plain]
@@ -51,14 +50,13 @@ def test_a_check_raises_no_false_alarm_and_changes_no_bit(
 
 @pytest.mark.slow
 def test_hundreds_of_steps_raise_no_false_alarm(pools: Pools) -> None:
-    pools.run(
-        2, trained, "cnn", {"every": 1, "copies": 40, "bf16": True, "workers": 1}, 300
-    )  # workers start once an epoch
+    options = {"every": 1, "copies": 40, "bf16": True, "workers": 1}  # workers start once an epoch
+    pools.run(2, trained, "cnn", options, 200)
 
 
 @pytest.mark.slow
 def test_over_gloo_a_check_changes_no_bit_and_names_a_flip() -> None:
-    plain, checked = (run_ranks(4, trained, "cnn", {"every": n}, 9, backend="gloo") for n in (None, 1))
+    plain, checked = (run_ranks(4, trained, "cnn", {"every": n}, 5, backend="gloo") for n in (None, 1))
     assert [weights for weights, _, _ in checked] == [weights for weights, _, _ in plain]
     for _, ranks in run_ranks(2, with_flip, 1, "gradient", 3, 22, 5, backend="gloo"):
         assert ranks == (1,)
@@ -232,7 +230,7 @@ def test_a_model_that_does_not_repeat_itself_is_refused_in_the_first_step(pools:
 
 
 def with_exception(world: World, kind: str, every: int | None, fails_at: int | None) -> tuple[bytes, int]:
-    """Leave a step on rank 1 alone in its so-maniest forward, and begin it again."""
+    """Leave one of three steps on rank 1 alone in its so-maniest forward, and begin it again."""
     training = Steps(kind, {"every": every})
     forwards = 0
 
@@ -244,21 +242,21 @@ def with_exception(world: World, kind: str, every: int | None, fails_at: int | N
 
     training.module.register_forward_pre_hook(count)
     try:
-        weights = training.run(6)
+        weights = training.run(3)
     except ArithmeticError:
         training.optimizer.zero_grad()
-        weights = training.run(6)
+        weights = training.run(3)
     return weights, forwards
 
 
 def test_a_rank_that_leaves_a_check_by_an_exception_keeps_no_rank_waiting(pools: Pools) -> None:
     whole = {weights for weights, _ in pools.run(2, with_exception, "mlp", 1, None)}
-    for fails_at in (1, 3, 4, 5, 8, 11):  # repeats, the rank's own slices, and the last one
+    for fails_at in (1, 3, 4, 5, 8):  # repeats, the rank's own slices, and a later step's
         assert {weights for weights, _ in pools.run(2, with_exception, "mlp", 1, fails_at)} == whole, fails_at
 
 
 @pytest.mark.parametrize("kind", ["spectral", "cnn"])
 def test_a_rank_that_leaves_a_step_by_an_exception_has_the_buffers_from_before(pools: Pools, kind: str) -> None:
     whole = {weights for weights, _ in pools.run(2, with_exception, kind, None, None)}
-    for every, fails_at in ((None, 4), (1, 2), (1, 5)):  # 4 and 5: in a rank's last slice of a step
+    for every, fails_at in ((None, 4), (1, 5)):  # 4 and 5: in a rank's last slice of a step
         assert {weights for weights, _ in pools.run(2, with_exception, kind, every, fails_at)} == whole, fails_at

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -14,9 +15,18 @@ from paceline.comm.topology import SPLIT
 from paceline.core.processes.world import World
 from paceline.ddp.transport.opening import TEST_HOST_CHANNEL, open_channel, open_host_group
 from paceline.errors import CommunicationError
-from ranks import run_ranks
+from ranks import Pools
 
 LENGTH = 24  # a multiple of every number of ranks here
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Set variables in a rank that other tests use afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield
 
 
 def values(rank: int) -> torch.Tensor:
@@ -39,11 +49,11 @@ def collectives(world: World) -> tuple[list[float], list[float], list[list[int]]
     return shard, flat.tolist(), table.tolist(), str(channel.all_gather_object("x" * world.rank))
 
 
-@pytest.mark.parametrize(("ranks", "backend"), [(4, "paceline"), (2, "gloo")])
-def test_shards_and_rows_are_those_of_one_process(ranks: int, backend: str) -> None:
+@pytest.mark.parametrize(("ranks", "backend"), [(4, "pools"), (2, "gloo")])
+def test_shards_and_rows_are_those_of_one_process(request: pytest.FixtureRequest, ranks: int, backend: str) -> None:
     total = sum((values(rank) for rank in range(ranks)), torch.zeros(LENGTH)).tolist()
     length = LENGTH // ranks
-    for rank, (shard, gathered, rows, objects) in enumerate(run_ranks(ranks, collectives, backend=backend)):
+    for rank, (shard, gathered, rows, objects) in enumerate(request.getfixturevalue(backend).run(ranks, collectives)):
         assert shard == total[rank * length : (rank + 1) * length]
         assert gathered == total
         assert rows == [[other, 2**53 + other] for other in range(ranks)]
@@ -52,8 +62,7 @@ def test_shards_and_rows_are_those_of_one_process(ranks: int, backend: str) -> N
 
 def host_channel(world: World, hosts: int) -> tuple[str, list[list[int]], list[list[float]], list[str]]:
     """What the channel beside gradients on a device makes of rows, and of sums that are under way together."""
-    os.environ.update({TEST_HOST_CHANNEL: "1", SPLIT: str(hosts)})
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, environment(**{TEST_HOST_CHANNEL: "1", SPLIT: str(hosts)}):
         warnings.simplefilter("always")
         channel = open_channel(dist.group.WORLD, torch.device("cpu"))
     table, launched = channel.gather_rows(torch.tensor([world.rank, 2**53 + world.rank]))
@@ -67,25 +76,24 @@ def host_channel(world: World, hosts: int) -> tuple[str, list[list[int]], list[l
     return made, table.tolist(), [vector.tolist() for vector in sums], [str(one.message) for one in caught]
 
 
-@pytest.mark.parametrize("backend", ["paceline", "gloo"])
-@pytest.mark.parametrize(("ranks", "hosts", "kind"), [(2, 1, "HostChannel"), (4, 2, "Channel"), (3, 2, "Channel")])
+@pytest.mark.parametrize(
+    ("backend", "ranks", "hosts", "kind"),
+    [("pools", 2, 1, "HostChannel"), ("pools", 4, 2, "Channel"), ("gloo", 3, 2, "Channel")],
+)
 def test_host_data_beside_gradients_on_a_device_has_a_channel_of_its_own(
-    ranks: int, hosts: int, kind: str, backend: str
+    request: pytest.FixtureRequest, backend: str, ranks: int, hosts: int, kind: str
 ) -> None:
     """Through shared memory on one host, shared memory and Gloo on several, and Gloo alone where these differ."""
     total = sum((values(rank).double() for rank in range(ranks)), torch.zeros(LENGTH, dtype=torch.float64))
-    for made, rows, sums, warned in run_ranks(ranks, host_channel, hosts, backend=backend):
+    for made, rows, sums, warned in request.getfixturevalue(backend).run(ranks, host_channel, hosts):
         assert made == kind
         assert rows == [[other, 2**53 + other] for other in range(ranks)]
         assert sums == [(total * turn).tolist() for turn in range(5)]
         assert not [text for text in warned if "uses Gloo" in text and backend == "gloo"]  # it is no news
 
 
-@pytest.mark.ranks(2)
-def test_gloo_s_threads_let_go_of_tensors_while_collectives_are_launched() -> None:
-    """They need the interpreter's lock, which a collective that ``super()`` launched held: both waited for good."""
-    os.environ[SPLIT] = "2"
-    with warnings.catch_warnings():
+def many_collectives(world: World) -> None:
+    with warnings.catch_warnings(), environment(**{SPLIT: "2"}):
         warnings.simplefilter("ignore")
         group = dist.new_group(backend="paceline")
     for _ in range(400):
@@ -93,6 +101,11 @@ def test_gloo_s_threads_let_go_of_tensors_while_collectives_are_launched() -> No
     last = torch.ones(1)
     dist.all_reduce(last, group=group)
     assert last == 2
+
+
+def test_gloo_s_threads_let_go_of_tensors_while_collectives_are_launched(pools: Pools) -> None:
+    """They need the interpreter's lock, which a collective that ``super()`` launched held: both waited for good."""
+    pools.run(2, many_collectives)
 
 
 def beside_a_gpu(world: World) -> tuple[str, list[float], list[float], int]:
@@ -110,17 +123,15 @@ def beside_a_gpu(world: World) -> tuple[str, list[float], list[float], int]:
     return made, vector.tolist(), buffers[0].tolist(), int(buffers[1])
 
 
-@pytest.mark.parametrize("backend", ["paceline", "gloo"])
-def test_what_a_model_on_a_gpu_has_on_the_cpu_goes_through_the_host_channel(backend: str) -> None:
+def test_what_a_model_on_a_gpu_has_on_the_cpu_goes_through_the_host_channel(pools: Pools, gloo: Pools) -> None:
     total = (values(0) + values(1)).tolist()
-    assert run_ranks(2, beside_a_gpu, backend=backend) == [("DeviceChannel", total, values(1).tolist(), 1)] * 2
+    for ranks in (pools, gloo):
+        assert ranks.run(2, beside_a_gpu) == [("DeviceChannel", total, values(1).tolist(), 1)] * 2
 
 
-@pytest.mark.ranks(2)
-def test_a_control_block_is_read_though_the_others_have_only_launched_theirs(world: World) -> None:
-    """Between backward and the optimizer a rank may wait in a collective of the user's, and then helps nobody."""
-    os.environ[TEST_HOST_CHANNEL] = "1"
-    channel = open_channel(dist.group.WORLD, torch.device("cpu"))
+def read_alone(world: World) -> None:
+    with environment(**{TEST_HOST_CHANNEL: "1"}):
+        channel = open_channel(dist.group.WORLD, torch.device("cpu"))
     vector = values(world.rank).double()
     launched = channel.host.all_reduce(vector)
     if world.rank == 0:
@@ -132,14 +143,22 @@ def test_a_control_block_is_read_though_the_others_have_only_launched_theirs(wor
     assert vector.tolist() == (values(0).double() + values(1).double()).tolist()
 
 
-@pytest.mark.ranks(2)
-def test_hosts_that_cannot_reach_each_other_beside_nccl_are_said_at_once_and_by_name() -> None:
-    """A world that was initialized with NCCL alone has made no connection between CPUs; the wrapper is the first to."""
-    os.environ.update({TEST_HOST_CHANNEL: "1", "GLOO_SOCKET_IFNAME": "nowhere0", SPLIT: "2"})
+def test_a_control_block_is_read_though_the_others_have_only_launched_theirs(pools: Pools) -> None:
+    """Between backward and the optimizer a rank may wait in a collective of the user's, and then helps nobody."""
+    pools.run(2, read_alone)
+
+
+def unreachable(world: World) -> str:
     group = dist.group.WORLD
-    with pytest.raises(CommunicationError) as caught:
+    variables = {TEST_HOST_CHANNEL: "1", "GLOO_SOCKET_IFNAME": "nowhere0", SPLIT: "2"}
+    with environment(**variables), pytest.raises(CommunicationError) as caught:
         open_host_group(group, timedelta(seconds=5))
-    message = str(caught.value)
-    assert "ranks exchange control blocks between their CPUs" in message
-    assert "initialized with NCCL alone" in message
-    assert "GLOO_SOCKET_IFNAME" in message
+    return str(caught.value)
+
+
+def test_hosts_that_cannot_reach_each_other_beside_nccl_are_said_at_once_and_by_name(pools: Pools) -> None:
+    """A world that was initialized with NCCL alone has made no connection between CPUs; the wrapper is the first to."""
+    for message in pools.run(2, unreachable):
+        assert "ranks exchange control blocks between their CPUs" in message
+        assert "initialized with NCCL alone" in message
+        assert "GLOO_SOCKET_IFNAME" in message

@@ -150,13 +150,15 @@ def expected(surprise: str) -> list[tuple[bool, bool]]:
     return [(True, step in exchanges) for step in range(2 * USUAL_STEPS + 8)]
 
 
-@pytest.mark.parametrize("surprise", ["", "absent", "late", *ALIKE])
-@pytest.mark.parametrize(("backend", "size", "cap"), [("paceline", 3, 25.0), ("gloo", 2, 3e-4)])
+ROWS = [("pools", 3, 25.0, surprise) for surprise in ("", "absent", "late")]
+ROWS += [("gloo", 2, 3e-4, surprise) for surprise in ("late", *ALIKE)]
+
+
+@pytest.mark.parametrize(("backend", "size", "cap", "surprise"), ROWS)
 def test_control_blocks_are_exchanged_where_a_rank_has_something_to_report(
-    pools: Pools, gloo: Pools, backend: str, size: int, surprise: str, cap: float
+    request: pytest.FixtureRequest, backend: str, size: int, cap: float, surprise: str
 ) -> None:
-    ranks = gloo if backend == "gloo" else pools
-    for rank, found in enumerate(ranks.run(size, surprising_steps, surprise, cap)):
+    for rank, found in enumerate(request.getfixturevalue(backend).run(size, surprising_steps, surprise, cap)):
         if surprise == "late" and cap == 25.0:
             # Nothing comes late into the last bucket, which is filled when backward has ended. But checkpoints ran
             # backwards of their own in steps 4 and 21 on the last rank, which asks for a comparison in the second step
@@ -166,11 +168,9 @@ def test_control_blocks_are_exchanged_where_a_rank_has_something_to_report(
             assert found == expected("" if surprise in ALIKE else surprise), f"rank {rank}"
 
 
-@pytest.mark.parametrize("backend", ["paceline", "gloo"])
-def test_weights_of_float16_buckets_need_no_exchange_either(pools: Pools, gloo: Pools, backend: str) -> None:
+def test_weights_of_float16_buckets_need_no_exchange_either(pools: Pools) -> None:
     """These are scaled with the weights after the sum, which the digest tells like all others."""
-    ranks = gloo if backend == "gloo" else pools
-    for rank, found in enumerate(ranks.run(3, surprising_steps, "weight", 25.0, torch.float16)):
+    for rank, found in enumerate(pools.run(3, surprising_steps, "weight", 25.0, torch.float16)):
         assert found == expected(""), f"rank {rank}"
 
 

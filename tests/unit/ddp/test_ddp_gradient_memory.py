@@ -115,7 +115,7 @@ def test_a_gradient_that_was_replaced_or_pointed_elsewhere_is_averaged_in_the_ne
     pools: Pools, to_none: bool, options: dict[str, Any]
 ) -> None:
     """After ``p.grad.data = …`` the reducer took the user's memory for its bucket, and never averaged again."""
-    for edit in EDITS:
+    for edit in EDITS[:2] if to_none else EDITS:
         pools.run(2, edited, edit, to_none, options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,14 +21,6 @@ from paceline.ddp import DistributedDataParallel
 from paceline.errors import CommunicationError
 from ranks import run_ranks
 from twins import Pools
-
-BACKENDS = ["paceline", "gloo"]
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def either(request: pytest.FixtureRequest) -> Iterator[Pools]:
-    with Pools(request.param) as pools:
-        yield pools
 
 
 def net() -> nn.Module:
@@ -58,17 +50,17 @@ def on_mine(world: World, lists: Sequence[list[int]]) -> None:
         step(group, model)
 
 
-SHAPES = {
-    "pairs and leaders": [[0, 1], [2, 3], [0, 2]],
-    "overlapping": [[0, 3], [0, 1, 2], [1, 2, 3], [0, 1, 2, 3]],
-}
-
-
-@pytest.mark.parametrize("shape", list(SHAPES))
-def test_members_of_different_numbers_of_groups_find_each_other(either: Pools, shape: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "lists"),
+    [("gloo", [[0, 1], [2, 3], [0, 2]]), ("pools", [[0, 3], [0, 1, 2], [1, 2, 3], [0, 1, 2, 3]])],
+    ids=["pairs and leaders", "overlapping"],
+)
+def test_members_of_different_numbers_of_groups_find_each_other(
+    request: pytest.FixtureRequest, ranks: str, lists: list[list[int]]
+) -> None:
     # torch names a group that a part of the world makes after the number of groups that the process knows: the ranks
     # of a pair of which one leads, too, waited for each other under different names.
-    either.run(4, on_mine, SHAPES[shape])
+    request.getfixturevalue(ranks).run(4, on_mine, lists)
 
 
 def unsorted_mesh(world: World) -> None:
@@ -77,8 +69,8 @@ def unsorted_mesh(world: World) -> None:
         step(mesh[name].get_group())
 
 
-def test_a_mesh_in_another_order_than_that_of_ranks_keeps_its_own(either: Pools) -> None:
-    either.run(4, unsorted_mesh)
+def test_a_mesh_in_another_order_than_that_of_ranks_keeps_its_own(pools: Pools) -> None:
+    pools.run(4, unsorted_mesh)
 
 
 def local_groups_beside_wrappers(world: World) -> None:
@@ -91,8 +83,7 @@ def local_groups_beside_wrappers(world: World) -> None:
 
 
 def test_a_wrapper_does_not_change_the_names_of_the_users_groups() -> None:
-    for backend in BACKENDS:
-        run_ranks(4, local_groups_beside_wrappers, backend=backend)
+    run_ranks(4, local_groups_beside_wrappers)
 
 
 def missed_once(world: World) -> str:
@@ -111,8 +102,8 @@ def missed_once(world: World) -> str:
     return message
 
 
-def test_ranks_that_missed_each_other_once_meet_the_next_time(either: Pools) -> None:
-    assert "rank 1 did not arrive" in either.run(2, missed_once)[0]
+def test_ranks_that_missed_each_other_once_meet_the_next_time(pools: Pools) -> None:
+    assert "rank 1 did not arrive" in pools.run(2, missed_once)[0]
 
 
 def uses(model: DistributedDataParallel) -> dict[str, Callable[[], Any]]:
@@ -132,7 +123,7 @@ def outlive(world: World) -> None:
 
 
 def test_a_wrapper_that_outlives_its_group_says_so() -> None:
-    for backend in BACKENDS:
+    for backend in ("paceline", "gloo"):
         run_ranks(2, outlive, backend=backend)
 
 

@@ -155,12 +155,9 @@ def test_gradients_and_errors_are_those_of_ranks_that_read_at_the_end_of_backwar
             assert late[2][1] == "UNREAD", "the order of arrival is known after the first backward"
 
 
-def test_through_gloo_too(pools: Pools) -> None:
-    with Pools("gloo") as gloo:
-        for scenario in ("plain", "late on one"):
-            assert [one[:2] for one in gloo.run(2, train, scenario, "")] == [
-                one[:2] for one in gloo.run(2, train, scenario, "always")
-            ]
+def test_through_gloo_too(gloo: Pools) -> None:
+    early, late = (gloo.run(2, train, "late on one", how) for how in ("", "always"))
+    assert [one[:2] for one in early] == [one[:2] for one in late]
 
 
 # -- who looks, and when ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from insides import storage_of
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
+from twins import Pools
 
 
 class Seen(nn.Module):
@@ -31,17 +32,7 @@ class Seen(nn.Module):
         return self.second(self.first(x).tanh() + self.shift)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "policy",
-    [
-        _MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
-        _MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16),
-        _MixedPrecision(reduce_dtype=torch.bfloat16),
-    ],
-    ids=["bf16 summed in fp32", "bf16", "summed in bf16"],
-)
-def test_low_precision_inside_full_precision_outside(world: World, policy: _MixedPrecision) -> None:
+def low_precision_inside(world: World, policy: _MixedPrecision) -> None:
     torch.manual_seed(0)
     module = Seen()
     twin = copy.deepcopy(module)
@@ -76,11 +67,27 @@ def test_low_precision_inside_full_precision_outside(world: World, policy: _Mixe
     assert {value.dtype for name, value in model.state_dict().items() if "shift" not in name} == {torch.float32}
 
 
-@pytest.mark.ranks(2)
-def test_another_policy_is_refused(world: World) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [
+        _MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+        _MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16),
+        _MixedPrecision(reduce_dtype=torch.bfloat16),
+    ],
+    ids=["bf16 summed in fp32", "bf16", "summed in bf16"],
+)
+def test_low_precision_inside_full_precision_outside(pools: Pools, policy: _MixedPrecision) -> None:
+    pools.run(2, low_precision_inside, policy)
+
+
+def other_policies(world: World) -> None:
     with pytest.raises(UsageError, match="_MixedPrecision; for autocast"):
         DistributedDataParallel(Seen(), mixed_precision=object())
     with pytest.raises(UsageError, match="not to both"):
         DistributedDataParallel(
             Seen(), mixed_precision=_MixedPrecision(reduce_dtype=torch.bfloat16), reduce_dtype=torch.float32
         )
+
+
+def test_another_policy_is_refused(pools: Pools) -> None:
+    pools.run(2, other_policies)

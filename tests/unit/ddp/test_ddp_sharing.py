@@ -159,24 +159,6 @@ def wrapped_again(side: Side) -> Iterator[nn.Module]:
         optimizer.step()
 
 
-def head_then_everything(side: Side) -> Iterator[nn.Module]:
-    side.body.requires_grad_(False)
-    old = side.wrap(side.actor)
-    optimizer = torch.optim.SGD(side.actor.parameters(), 0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        square(old(side.batch(step))).backward()
-        optimizer.step()
-        yield side.actor
-    side.body.requires_grad_(True)
-    new = side.wrap(side.actor)
-    for step in range(4):
-        optimizer.zero_grad()
-        square(new(side.batch(step))).backward()
-        optimizer.step()
-        yield side.actor
-
-
 class Outer(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -246,7 +228,6 @@ PROGRAMS = [
     weighted_in_one_backward,
     weighted_in_a_backward_each,
     wrapped_again,
-    head_then_everything,
     a_wrapper_inside_a_wrapped_module,
     averages_kept_in_another_order_on_each_rank,
     old_wrapper_gone_on_one_rank,

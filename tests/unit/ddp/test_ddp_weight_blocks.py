@@ -64,7 +64,7 @@ class Side:
 
 
 def beside_one_process(world: World, case: str) -> None:
-    for reduction in ("sum", "mean"):
+    for reduction in ("sum", "mean")[2 - world.size :]:
         with_reduction(world, case, reduction)
 
 
@@ -113,11 +113,6 @@ def evaluate_on_rank_0(side: Side, x: Tensor) -> None:
         with side.weight(50):  # with gradients enabled
             side.loss(x)
         side.model.train()
-
-
-def skip_after_forward(side: Side, x: Tensor) -> Tensor:
-    with side.weight(100):
-        return side.loss(x)
 
 
 def differentiate(side: Side, x: Tensor) -> None:
@@ -203,14 +198,6 @@ def used_by_the_loss_alone(side: Side, batch: Tensor, number: int) -> None:
     side.optimizer.zero_grad(set_to_none=number < 2)
 
 
-def two_losses_in_one_block(side: Side, batch: Tensor, number: int) -> None:
-    x = side.part(batch)
-    with side.weight(len(x)):
-        side.loss(x).backward()
-        side.loss(x / 2).backward()
-    side.step()
-
-
 def plain_then_weighted(side: Side, batch: Tensor, number: int) -> None:
     side.plain(batch)
     side.backward(batch / 2)
@@ -268,7 +255,6 @@ def kept_while_accumulating(side: Side, batch: Tensor, number: int) -> None:
 
 UNUSED: dict[str, Callable[[Side, Tensor, int], None]] = {
     "evaluation on rank 0": after(evaluate_on_rank_0),
-    "skip after forward": after(skip_after_forward),
     "autograd.grad": after(differentiate),
     "evaluation beside plain training": unweighted_after_evaluation,
     "skipped micro-batch": skipped_micro_batch,
@@ -278,7 +264,6 @@ UNUSED: dict[str, Callable[[Side, Tensor, int], None]] = {
 KEPT: dict[str, Callable[[Side, Tensor, int], None]] = {
     "two losses whose forwards come first": two_losses_whose_forwards_come_first,
     "used by the loss alone": used_by_the_loss_alone,
-    "two losses in one block": two_losses_in_one_block,
     "plain, then weighted": plain_then_weighted,
     "weight decay first": weight_decay_first,
     "decay in place": decay_in_place,

@@ -30,15 +30,14 @@ COUNT = 4
 
 
 def train(world: World, kind: str, options: dict[str, Any]) -> bytes:
-    """Train two epochs; weights and buffers."""
-    return Steps(kind, options).run(8)
+    """Train an epoch and a step; weights and buffers."""
+    return Steps(kind, options).run(5)
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("mlp", {"sharded": True}),
-        ("mlp", {"bf16": True, "workers": 2}),
+        ("mlp", {"sharded": True, "bf16": True, "workers": 2}),
         ("cnn", {"weighted": False, "count": 8}),
         ("branches", {"count": 8}),
     ],
@@ -91,10 +90,9 @@ def sampler(rank: int) -> Any:
     return paceline.data.GlobalBatchSampler(SAMPLES, BATCH, shuffle=False, rank=rank, world_size=COUNT)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn"])
-def test_a_step_is_that_of_a_plain_loop_over_all_slices(pools: Pools, kind: str) -> None:
+def test_a_step_is_that_of_a_plain_loop_over_all_slices(pools: Pools) -> None:
     for size in (1, 2):
-        assert max(pools.run(size, beside_plain_loop, kind)) < 1e-5
+        assert max(pools.run(size, beside_plain_loop, "cnn")) < 1e-5
 
 
 # -- interruptions --------------------------------------------------------------------------------------------------
@@ -115,13 +113,11 @@ def some_steps(world: World, folder: str, steps: int, kind: str, options: dict[s
     return training.loader.progress.samples_consumed, weights
 
 
-@pytest.mark.parametrize(("kind", "options"), [("cnn", {"workers": 2}), ("mlp", {"sharded": True})])
-def test_resumes_in_mid_epoch_on_another_number_of_ranks(
-    pools: Pools, tmp_path: Path, kind: str, options: dict[str, Any]
-) -> None:
-    whole = pools.run(2, some_steps, str(tmp_path / "whole"), 6, kind, options)[0]
+def test_resumes_in_mid_epoch_on_another_number_of_ranks(pools: Pools, tmp_path: Path) -> None:
+    options = {"workers": 1, "sharded": True}
+    whole = pools.run(2, some_steps, str(tmp_path / "whole"), 6, "cnn", options)[0]
     for size in (4, 1, 2):
-        parts = pools.run(size, some_steps, str(tmp_path / "parts"), 2, kind, options)[0]
+        parts = pools.run(size, some_steps, str(tmp_path / "parts"), 2, "cnn", options)[0]
     assert parts == whole
 
 
