@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import util
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import IO, Any
 
 import torch
@@ -141,7 +141,9 @@ def _command(
     if ranks:
         os.environ["PACELINE_PRELOAD"] = "0"  # they are forked already, from the launcher
         from paceline.core.torch_internals.distributed.elastic import starting_ranks_with
+        from paceline.launch import restart_policy
 
+        vars(restart_policy)["subprocess"] = SimpleNamespace(run=_run_copy)
         with starting_ranks_with(_rank):
             _run(command)
     _run(command)
@@ -181,6 +183,15 @@ def _rank(
     except BaseException:
         traceback.print_exc()
     os._exit(70)
+
+
+def _run_copy(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """In the launcher: do what ``subprocess.run`` does, in a copy of this process."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        code = _rank((command[0], "-u", *command[1:]), {"OMP_NUM_THREADS": "1", **os.environ}, out, err).wait()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
 class _Child(subprocess.Popen[bytes]):

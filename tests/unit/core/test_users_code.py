@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline.core.telemetry.users_code import place_in
+from paceline.errors import UsageError
 from processes import paceline as run
 from processes import script
 
@@ -34,16 +36,16 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# here"))
 
 
-@pytest.mark.parametrize(
-    ("code", "launcher"), list(zip(MISTAKES.values(), ["run", "", "run", ""], strict=True)), ids=MISTAKES
-)
-def test_a_mistake_names_the_users_line(tmp_path: Path, code: str, launcher: str) -> None:
+@pytest.mark.ranks(1)
+def test_a_mistake_names_the_users_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Methods that all ranks call named contextlib.py, line 81.
-    text = BEGIN + code
-    name = script(tmp_path, text)
-    done = run(tmp_path, *([launcher, name] if launcher else []), program=() if launcher else (name,), fork="all")
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].endswith(f"{name}, line {line_of(text)})")
+    for name, code in MISTAKES.items():
+        (folder := tmp_path / name).mkdir()
+        monkeypatch.chdir(folder)
+        text = BEGIN + code
+        with pytest.raises(UsageError) as mistake:
+            exec(compile(text, "/home/me/script.py", "exec"), {})
+        assert place_in(mistake.tb) == f" (/home/me/script.py, line {line_of(text)})"
 
 
 def test_code_without_a_file_is_named_too(tmp_path: Path) -> None:

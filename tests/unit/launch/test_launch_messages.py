@@ -1,44 +1,15 @@
-"""A job does not depend on its launcher's messages: on a full disk, in a closed pipe, or much too long."""
+"""Messages that are much too long, or that an exception cannot tell."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from loops import loop
 from paceline.launch.failures.root_cause import End, identity
 from paceline.launch.rank import failure_record
-from processes import Running, paceline, script
-
-TRAIN = loop(
-    4,
-    'paceline.Checkpointer("saved", every=100)',
-    after="""
-if step == 2:
-    open(f"ready-{world.rank}", "w").close()
-    while not checkpointer._recovery.boundary.wish: time.sleep(0.01)
-""",
-)
-
-
-def dead_reader() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    os.dup2(writer, 2)
-
-
-def test_a_signal_saves_the_step_though_the_launcher_cannot_write_to_stderr(tmp_path: Path) -> None:
-    # With three ranks, a host of two cores also prints a note before the start.
-    with Running(tmp_path, "run", "--nproc", "3", script(tmp_path, TRAIN), fork="all", first=dead_reader) as job:
-        job.wait_for("ready-0", "ready-1", "ready-2")
-        os.kill(job.process.pid, signal.SIGTERM)
-        assert job.wait() == 128 + signal.SIGTERM
-    assert [path.name for path in (tmp_path / "saved").glob("step-*")]
-
+from processes import paceline, script
 
 LONG = 'try: raise KeyError("ACGT" * 250_000)\nexcept KeyError as error: raise ValueError("文" * 100_000) from error'
 
@@ -82,9 +53,12 @@ WITHOUT_A_MESSAGE = {
 
 
 @pytest.mark.parametrize("body", WITHOUT_A_MESSAGE.values(), ids=WITHOUT_A_MESSAGE)
-def test_an_exception_that_cannot_tell_its_message_is_named_with_its_traceback(tmp_path: Path, body: str) -> None:
+def test_an_exception_that_cannot_tell_its_message_is_named_with_its_traceback(body: str) -> None:
     # It was "exit code 1", without the exception.
-    done = paceline(tmp_path, "run", script(tmp_path, f"class Odd(Exception):\n    {body}\nraise Odd()\n"), fork="all")
-    assert done.returncode in (1, 2)
-    assert "rank 0 failed first (exit code 1: Odd" in done.stderr
-    assert "raise Odd()" in done.stderr
+    kinds: dict[str, type[Exception]] = {}
+    exec(f"class Odd(Exception):\n    {body}\n", kinds)
+    with pytest.raises(kinds["Odd"]) as raised:
+        raise kinds["Odd"]
+    record = failure_record.of(raised.value)
+    assert End(0, 1, 0.0, record=record).detail.startswith("exit code 1: Odd")
+    assert 'raise kinds["Odd"]' in record.trace

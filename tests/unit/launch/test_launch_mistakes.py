@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import resource
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from loops import loop
+from paceline.errors import UsageError
+from paceline.launch import job
 from processes import paceline, script
 
 LOOP = loop(
@@ -16,24 +18,18 @@ LOOP = loop(
     begin="""
 from paceline.errors import UsageError
 how = sys.argv[1]
-if how == "killed" and world.rank == 1 and start == 0:
+if how == "early" and world.rank == 1 and start == 0:
     os.kill(os.getpid(), 9)
 """,
     before="""
-if step == 3 and how == "usage":
+if how == "early" and world.rank == 1 and start == 1:
+    raise OSError("the address is in use")
+if step == 3 and how == "early":
     raise UsageError("lr=7 is not a thing; give another")
 if step == 3 and how == "error" and world.rank == 1:
     raise ValueError(f"the labels are wrong, says {os.getpid()} of {object()}")
-if step == 0 and how == "first" and world.rank == 1:
-    raise ValueError("the labels are wrong")
-if step == 0 and how == "busy" and world.rank == 1 and start == 0:
-    raise OSError("the address is in use")
 """,
 )
-
-
-def lower(limit: int, value: int) -> None:
-    resource.setrlimit(limit, (value, value))
 
 
 @pytest.mark.parametrize(
@@ -48,36 +44,33 @@ def lower(limit: int, value: int) -> None:
          "ulimit -f unlimited"),
     ],
 )  # fmt: skip
-def test_too_low_a_limit_is_one_line(tmp_path: Path, limit: int, value: int, told: str) -> None:
-    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, "print(1)"), first=partial(lower, limit, value))
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"error: {told}"]
+def test_too_low_a_limit_is_one_line(monkeypatch: pytest.MonkeyPatch, limit: int, value: int, told: str) -> None:
+    limits = {each: resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)}
+    monkeypatch.setattr(resource, "getrlimit", (limits | {limit: (value, value)}).__getitem__)
+    monkeypatch.setattr(job, "run", lambda *_: pytest.fail("started"))
+    with pytest.raises(UsageError, match=f"^{re.escape(told)}$"):
+        job.launch(job.Job(["true"], 2))
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "starts", "last"),
-    [
-        ("usage", 2, 1, "error: lr=7 is not a thing; give another ("),
-        ("error", 1, 2, "error: rank 1 failed first (exit code 1: ValueError: the labels are wrong, says "),
-        ("first", 2, 1, "error: rank 1 failed first (exit code 1: ValueError: the labels are wrong)"),
-        ("busy", 0, 2, "rank 1 failed first (exit code 1: OSError: the address is in use)"),
-        ("killed", 0, 2, "rank 1 failed first (signal SIGKILL"),
-    ],
-)
-def test_mistakes_end_the_job_and_early_kills_do_not(
-    tmp_path: Path, how: str, code: int, starts: int, last: str
-) -> None:
-    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOOP), how, fork="all")
-    assert done.returncode == code, done.stderr
-    assert done.stderr.count("starting all ranks again") == starts - 1
+def test_mistakes_end_the_job_and_early_kills_do_not(tmp_path: Path) -> None:
+    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOOP), "early", fork="all")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("starting all ranks again") == 2
+    assert "rank 1 failed first (signal SIGKILL" in done.stderr
+    assert "rank 1 failed first (exit code 1: OSError: the address is in use)" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: lr=7 is not a thing; give another (")
+    assert "script.py, line " in last
+
+
+def test_an_error_that_comes_again_in_the_same_place_ends_the_job(tmp_path: Path) -> None:
+    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOOP), "error", fork="all")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("starting all ranks again") == 1
+    assert "the previous start failed with the same error in the same place" in done.stderr
+    last = "error: rank 1 failed first (exit code 1: ValueError: the labels are wrong, says "
     assert done.stderr.splitlines()[-1].startswith(last), done.stderr
-    assert ("Traceback" in done.stderr) is (how in ("error", "first", "busy"))
-    if how == "usage":
-        assert "script.py, line " in done.stderr
-    if how == "error":
-        assert "the previous start failed with the same error in the same place" in done.stderr
-    if how == "first":
-        assert "before the first step is the script's fault: the ranks are not started again" in done.stderr
 
 
 TORCH_LOOP = """
@@ -105,4 +98,5 @@ def test_a_script_whose_steps_nobody_counts_is_started_again_once_it_has_an_opti
     )
     assert done.returncode == code, done.stderr
     assert done.stderr.count("starting all ranks again") == starts - 1
-    assert ("the ranks are not started again" in done.stderr) is (starts == 1)
+    mistake = "before the first step is the script's fault: the ranks are not started again"
+    assert (mistake in done.stderr) is (starts == 1)

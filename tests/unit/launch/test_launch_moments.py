@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.errors import UsageError
+from paceline.launch import job
+from paceline.launch.failures.job_report import JobReport
 from processes import Running, paceline, script
 
 TRAIN = """
@@ -154,8 +157,8 @@ def test_a_sample_that_cannot_be_loaded_fails_while_data_is_waited_for(tmp_path:
 
 def test_a_running_job_and_one_that_was_told_to_end_are_not_ok(tmp_path: Path) -> None:
     name = script(tmp_path, "import time; open('ready', 'w').close(); time.sleep(60)")
-    with Running(tmp_path, "run", "--report", "report.json", name) as job:
-        job.wait_for("ready")
+    with Running(tmp_path, "run", "--report", "report.json", name, fork="all") as running_job:
+        running_job.wait_for("ready")
         running = {
             "ok": None,
             "exit_code": None,
@@ -166,36 +169,33 @@ def test_a_running_job_and_one_that_was_told_to_end_are_not_ok(tmp_path: Path) -
             "failures": [],
         }
         assert json.loads((tmp_path / "report.json").read_text()) == running
-        job.process.send_signal(signal.SIGTERM)
-        assert job.wait() == 143
+        running_job.process.send_signal(signal.SIGTERM)
+        assert running_job.wait() == 143
     assert json.loads((tmp_path / "report.json").read_text()) == running | {"ok": False, "exit_code": 143}
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("file", "error"),
     [
-        (("--report", "no/report.json"), "error: --report no/report.json: the folder "),
-        (("--report", "."), "error: --report . cannot be written: it is a folder"),
-        (("--report", "/dev/full"), "error: --report /dev/full cannot be written: No space left"),
-        (("--report", "r.json", "--nnodes", "2"), "error: --report works on one host only"),
+        ("no/report.json", "--report no/report.json: the folder "),
+        (".", "--report . cannot be written: it is a folder"),
+        ("/dev/full", "--report /dev/full cannot be written: No space left"),
     ],
 )
 def test_a_report_that_cannot_be_written_is_refused_before_the_job(
-    tmp_path: Path, options: tuple[str, ...], error: str
+    monkeypatch: pytest.MonkeyPatch, file: str, error: str
 ) -> None:
-    name = script(tmp_path, "open('started', 'w').close()")
-    done = paceline(tmp_path, "run", *options, name)
-    assert done.returncode == 2
-    assert done.stderr.startswith(error)
-    assert len(done.stderr.splitlines()) == 1
-    assert not os.path.exists(tmp_path / "started")
+    monkeypatch.setattr(job, "run", lambda *_: pytest.fail("started"))
+    with pytest.raises(UsageError, match=f"^{error}"):
+        job.launch(job.Job(["true"], 1, report=file))
 
 
 def test_a_report_that_cannot_be_written_any_more_is_said_and_not_ok(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    name = script(tmp_path, "import shutil; shutil.rmtree('folder')")
-    done = paceline(tmp_path, "run", "--report", "folder/report.json", name)
-    assert (done.returncode, done.stderr.splitlines()) == (
-        2,
-        ["error: --report folder/report.json cannot be written: No such file or directory; choose another file"],
-    )
+    said: list[str] = []
+    report = JobReport(str(tmp_path / "folder" / "report.json"), said.append)
+    shutil.rmtree(tmp_path / "folder")
+    assert report.end(0) == 2
+    assert report.end(7) == 7
+    why = "cannot be written: No such file or directory; choose another file"
+    assert said == [f"error: --report {tmp_path}/folder/report.json {why}"] * 2

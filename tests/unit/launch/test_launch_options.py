@@ -67,6 +67,7 @@ REFUSED = {
     "no least number of ranks": (["--nproc", "4", "--min-nproc", "0", "script.py"], "--min-nproc=0 is out of range"),
     "a least number above all": (["--nproc", "4", "--min-nproc", "5", "script.py"], "--min-nproc=5 is out of range"),
     "a least number of ranks on hosts": (["--nnodes", "1:2", "--min-nproc", "1", "script.py"], "works on one host"),
+    "a report on hosts": ([*TWO_HOSTS, "--report", "r.json", "script.py"], "--report works on one host only"),
     "interval": (["--monitor-interval", "0", "script.py"], "monitor_interval=0.0 is not positive"),
 }
 

@@ -115,24 +115,14 @@ def farewell(number: signal.Signals, step: int) -> str:
     return f"{first}, after step {step} was saved"
 
 
-@pytest.mark.parametrize(
-    ("number", "target", "has_server"),
-    [
-        (signal.SIGINT, "launcher", False),
-        (signal.SIGHUP, "rank", False),
-        (signal.SIGTERM, "all", False),
-        # With a fork server, which a signal to all processes ended, and all ranks with it.
-        pytest.param(signal.SIGINT, "all", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("number", "target"), [(signal.SIGHUP, "rank"), (signal.SIGINT, "all")])
 def test_each_signal_to_all_processes_to_the_launcher_or_to_one_rank_saves_the_last_step(
-    tmp_path: Path, number: signal.Signals, target: str, has_server: bool
+    tmp_path: Path, number: signal.Signals, target: str
 ) -> None:
     name = script(tmp_path, TRAIN)
-    how = "launcher" if has_server else "all"
-    with Running(tmp_path, "run", "--nproc", "2", name, "slow=loop", fork=how, OMP_NUM_THREADS="1") as job:
+    with Running(tmp_path, "run", "--nproc", "2", name, "slow=loop", fork="all") as job:
         job.wait_for(*READY)
-        assert len(job.family()) == (4 if has_server else 3)
+        assert len(job.family()) == 3
         stop(job, number, target)
         assert job.wait() == 128 + number, job.stderr
         assert job.stderr.splitlines()[-1] == farewell(number, 4)
@@ -237,10 +227,17 @@ def test_a_script_that_handles_the_signal_itself_is_left_to_do_so(tmp_path: Path
     assert saved_steps(tmp_path) in ([], [3])
 
 
-def test_one_process_without_a_launcher_saves_its_step_too(tmp_path: Path) -> None:
-    program = (script(tmp_path, TRAIN.replace("ready-{world.rank}", "ready-0")), "slow=loop")
+def test_one_process_without_a_launcher_saves_its_step_and_a_handler_in_c_is_left_alone(tmp_path: Path) -> None:
+    registered = TRAIN.replace(
+        "world = paceline.init()",
+        "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\nworld = paceline.init()",
+    )
+    program = (script(tmp_path, registered.replace("ready-{world.rank}", "ready-0")), "slow=loop")
     with Running(tmp_path, program=program, fork="all") as job:
         job.wait_for("ready-0")
+        job.process.send_signal(signal.SIGUSR1)
+        job.wait_for_error("most recent call first")
+        assert not (tmp_path / "asked").exists()
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 143
         assert "Traceback" not in job.stderr
@@ -309,21 +306,6 @@ def test_ranks_without_a_gate_ask_each_other_and_save_the_same_step(tmp_path: Pa
         assert "Traceback" not in job.stderr
     (step,) = saved_steps(tmp_path)
     assert 3 < step < 1000
-
-
-def test_a_handler_in_c_such_as_faulthandlers_is_left_alone(tmp_path: Path) -> None:
-    registered = TRAIN.replace(
-        "world = paceline.init()",
-        "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\nworld = paceline.init()",
-    )
-    program = (script(tmp_path, registered.replace("ready-{world.rank}", "ready-0")), "slow=loop")
-    with Running(tmp_path, program=program, fork="all") as job:
-        job.wait_for("ready-0")
-        job.process.send_signal(signal.SIGUSR1)
-        job.wait_for_error("most recent call first")
-        (tmp_path / "asked").touch()
-        assert job.wait() == 0
-    assert (tmp_path / "digest-0").exists()
 
 
 WORKER_DIES = TRAIN.replace("step == 3 and options", "step == 3 and world.rank == 1 and options").replace(

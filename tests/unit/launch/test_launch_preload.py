@@ -24,7 +24,8 @@ from paceline.errors import UsageError
 from paceline.launch.fork_server import policy
 from paceline.launch.fork_server import server as fork_server
 from paceline.launch.fork_server.client import ForkServer
-from processes import Running, alive, descendants, gone_after, paceline, script
+from paceline.launch.watching.signals import HELD_BACK
+from processes import Running, alive, descendants, gone_after, paceline, script, until
 
 SELF = """
 import json, os, random, resource, signal, sys, threading, uuid, multiprocessing
@@ -135,18 +136,24 @@ def test_ranks_end_with_the_fork_server_and_the_report_says_so(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_nobody_outlives_the_launcher(tmp_path: Path) -> None:
+def test_nobody_outlives_the_launcher_and_signals_to_the_whole_job_do_not_end_the_fork_server(tmp_path: Path) -> None:
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, WAITING)) as job:
         job.wait_for("ready-0", "ready-1")
         family = job.family()
         assert len(family) == 4
+        for number in HELD_BACK:
+            os.kill(family[1], number)
+        pending = sum(1 << (number - 1) for number in HELD_BACK)
+        status = Path(f"/proc/{family[1]}/status")
+        until(lambda: int(re.findall(r"ShdPnd:\s*(\w+)", status.read_text())[0], 16) & pending == pending)
+        assert len(job.family()) == 4
         job.process.kill()
         gone_after(family, 5)
 
 
 def test_ctrl_c_ends_the_launcher_while_torch_is_imported(tmp_path: Path) -> None:
-    # The file is imported by torch in place of the real module, and keeps it waiting.
-    script(tmp_path, "import time\nopen('importing', 'w')\ntime.sleep(60)", "pickletools.py")
+    (tmp_path / "torch").mkdir()
+    script(tmp_path, "import time\nopen('importing', 'w')\ntime.sleep(60)", "torch/__init__.py")
     with Running(tmp_path, "run", script(tmp_path, "import torch")) as job:
         job.wait_for("importing")
         family = job.family()

@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from textwrap import dedent
 
-import pytest
-
 from processes import Running, paceline, script
 
 ALL_REDUCE = """
@@ -64,19 +62,6 @@ def test_ranks_get_torchruns_environment_and_the_arguments_verbatim(tmp_path: Pa
         assert (module, os.path.basename(file)) == ("__main__", name)
 
 
-@pytest.mark.parametrize("launcher", ["paceline", "torchrun"])
-def test_a_plain_script_runs_under_paceline_and_torchrun_alike(tmp_path: Path, launcher: str) -> None:
-    name = script(tmp_path, ALL_REDUCE)
-    if launcher == "paceline":
-        done = paceline(tmp_path, "run", "--nproc_per_node=2", name, fork="all")
-    else:
-        program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-        own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}  # where it leaves a folder
-        done = paceline(tmp_path, name, program=program, fork="all", **own)
-    assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["[3.0, 3.0, 3.0, 3.0]"] * 2
-
-
 def test_the_cause_is_named_with_its_traceback_not_the_peer_that_lost_its_connection(tmp_path: Path) -> None:
     name = script(tmp_path, ALL_REDUCE)
     done = paceline(tmp_path, "run", "--nproc", "2", name, "fail", fork="all")
@@ -87,6 +72,7 @@ def test_the_cause_is_named_with_its_traceback_not_the_peer_that_lost_its_connec
     assert '  rank 1 |     raise ValueError("the data is wrong")' in shown.splitlines()
     assert "rank 0 also failed" not in shown
     assert "rank 0 |" not in shown
+    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["[3.0, 3.0, 3.0, 3.0]"] * 2
 
 
 FAIL_TOGETHER = """
@@ -103,7 +89,7 @@ raise RuntimeError(f"wrong on {rank}")
 
 def test_ranks_that_fail_together_are_both_reported(tmp_path: Path) -> None:
     name = script(tmp_path, FAIL_TOGETHER)
-    done = paceline(tmp_path, "run", "--nproc", "2", name)
+    done = paceline(tmp_path, "run", "--nproc", "2", name, fork="all")
     assert done.returncode == 2
     # Without an exit code if a rank was still on its way out when the launcher ended it, on a busy machine.
     told = done.stderr.replace("exit code 1: ", "")
@@ -119,7 +105,7 @@ def test_a_signal_is_named(tmp_path: Path) -> None:
         tmp_path,
         "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)\n",
     )
-    done = paceline(tmp_path, "run", "--nproc", "2", name)
+    done = paceline(tmp_path, "run", "--nproc", "2", name, fork="all")
     assert done.returncode == 1
     assert done.stderr == "rank 0 was stopped because of rank 1\nerror: rank 1 failed first (signal SIGSEGV)\n"
 
@@ -161,34 +147,31 @@ def test_two_jobs_at_once_do_not_meet_though_they_are_given_one_name_and_one_por
         assert (one.wait(), other.wait()) == (0, 0)
 
 
-def test_a_module_and_another_program_can_be_run_with_the_users_own_settings(tmp_path: Path) -> None:
-    script(tmp_path, "import os, sys; print('module', sys.argv[1:])", "hello_ranks.py")
-    done = paceline(tmp_path, "run", "-m", "hello_ranks", "--now")
-    assert (done.returncode, done.stdout) == (0, "module ['--now']\n"), done.stderr
+def test_a_module_runs_with_the_users_own_sitecustomize_and_another_program_with_the_users_own_settings(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "site").mkdir()
+    script(tmp_path / "site", "import sys; sys.flavour = 'mine'", "sitecustomize.py")
+    text = "import os, sys; print('module', sys.flavour, sys.argv[1:]); raise OSError('still recorded')"
+    script(tmp_path, text, "hello_ranks.py")
+    done = paceline(tmp_path, "run", "-m", "hello_ranks", "--now", PYTHONPATH=str(tmp_path / "site"))
+    assert done.stdout == "module mine ['--now']\n", done.stderr
+    assert "rank 0 | OSError: still recorded" in done.stderr
     own = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth7"}  # win
     command = "echo shell $RANK $OMP_NUM_THREADS $GLOO_SOCKET_IFNAME"
     done = paceline(tmp_path, "run", "--no-python", "sh", "-c", command, **own)
     assert (done.returncode, done.stdout) == (0, "shell 0 3 eth7\n"), done.stderr
 
 
-def test_a_users_own_sitecustomize_still_runs(tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
-    script(tmp_path / "site", "import sys; sys.flavour = 'mine'", "sitecustomize.py")
-    name = script(tmp_path, "import sys; print(sys.flavour); raise OSError('still recorded')")
-    done = paceline(tmp_path, "run", name, PYTHONPATH=str(tmp_path / "site"))
-    assert done.stdout == "mine\n"
-    assert "rank 0 | OSError: still recorded" in done.stderr
-
-
 def test_tee_shows_and_keeps_the_output_by_rank(tmp_path: Path) -> None:
     name = script(
         tmp_path, "import os, sys\nfor file in sys.stdout, sys.stderr: print('of', os.environ['RANK'], file=file)"
     )
-    done = paceline(tmp_path, "run", "--nproc", "2", "--tee", "3", "--role", "rider", name)
+    done = paceline(tmp_path, "run", "--nproc", "2", "--tee", "3", "--role", "rider", name, fork="all")
     assert sorted(done.stdout.splitlines()) == ["[rider0]:of 0", "[rider1]:of 1"]
     template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${rank}> "}  # torch 2.15 has an option for it, too
     options = ("--redirects", "1", "--tee", "2", "--log-dir", "logs")
-    done = paceline(tmp_path, "run", "--nproc", "2", *options, name, **template)
+    done = paceline(tmp_path, "run", "--nproc", "2", *options, name, fork="all", **template)
     assert (done.stdout, sorted(done.stderr.splitlines())) == ("", ["<0> of 0", "<1> of 1"])
     kept = sorted(path.read_text() for path in (tmp_path / "logs").rglob("stdout.log"))
     assert kept == ["of 0\n", "of 1\n"]
