@@ -97,7 +97,8 @@ class Columns:
 
 
 def _spread(ranks: Tensor) -> Tensor:
-    return torch.special.ndtri((ranks - 0.375) / (ranks + 0.25))
+    spread: Tensor = torch.special.ndtri((ranks - 0.375) / (ranks + 0.25))
+    return spread
 
 
 def _buckets(row: Row) -> list[tuple[float, float]]:
