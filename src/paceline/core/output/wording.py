@@ -13,11 +13,6 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
 
 
-def printable(text: str) -> str:
-    """Return `text` with control characters escaped. A terminal would execute those in an untrusted file."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-
-
 def nbytes(size: float) -> str:
     """Format a number of bytes: ``512 B``, ``1.5 MiB``, ``117 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.core.output.wording import printable
 from paceline.core.untrusted_files import LARGEST
 from paceline.errors import UsageError
 from paceline.planner.calibration import PUBLISHED, Calibration
@@ -72,6 +71,11 @@ def read(path: str) -> tuple[Sequence[Row], int]:
     if not kept:
         raise UsageError(f"{path} has no usable row: every row lacks an efficiency or is flagged as suspect")
     return kept, len(rows) - len(kept)
+
+
+def printable(text: str) -> str:
+    """Return `text` without characters that could control a terminal."""
+    return "".join(filter(str.isprintable, text))
 
 
 class _Text:

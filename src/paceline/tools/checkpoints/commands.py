@@ -19,7 +19,7 @@ import typer
 from rich.text import Text
 
 from paceline.core.output.commands import Commands
-from paceline.core.output.wording import counted, nbytes, printable
+from paceline.core.output.wording import counted, nbytes
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 if TYPE_CHECKING:
@@ -293,6 +293,12 @@ def make_table(*columns: str) -> Table:
 def add_row(table: Table, *cells: Any) -> None:
     """Add a row of values as text without control characters."""
     table.add_row(*(Text(printable(str(cell))) for cell in cells))
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters escaped."""
+    # Names and metadata come from untrusted files, and a terminal would execute escape sequences in them.
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def print_json(value: Any) -> None:
