@@ -65,7 +65,7 @@ def main() -> None:
     settings = json.loads(parser.parse_args().settings)
     world = paceline.init(backend=settings["backend"], timeout=300)
     torch.set_num_threads(1)
-    # A batch that is learned by heart leaves gradients of denormal numbers, with which a step took five times as long.
+    # The model memorizes its batch. Its gradients then become denormal, which made a step up to five times as long.
     torch.set_flush_denormal(True)
     common = settings["workload"], settings["rows"]
     if folder := settings.get("profile"):

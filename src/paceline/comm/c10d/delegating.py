@@ -31,8 +31,8 @@ class Delegating(dist.ProcessGroup):
     A delegated collective first waits for this rank's earlier native ones, to keep the order of operations. Sends and
     receives do not wait, because the other rank may not have called those collectives yet.
 
-    A group may leave connecting to its first delegated operation, which calls :meth:`connect`; then all ranks have to
-    take part in that operation.
+    If the group is not connected yet, its first delegated operation calls :meth:`connect`, and all ranks must take part
+    in that operation.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> None:
@@ -61,7 +61,7 @@ class Delegating(dist.ProcessGroup):
             self._connect(store, names)
 
     def _connect(self, store: Store, names: Sequence[int]) -> None:
-        """Connect the backends, in a block of :func:`connecting`."""
+        """Connect the backends; the caller holds :func:`connecting` open."""
         gloo = connect_gloo(PrefixStore("gloo/", store), self.rank(), self.size(), self.timeout, names)
         self._unconnected = None
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)

@@ -21,5 +21,5 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     from paceline.comm.c10d.process_group import create
 
     names = options.global_ranks_in_group or range(options.group_size)
-    # The first delegated operation may be a send, in which not all ranks take part.
+    # Connect now: the first delegated operation may be a send, and connecting needs all ranks.
     return create(options.store, options.group_rank, options.group_size, options.timeout, names, delegates=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.planner.calibration import CROWD, FLOOR, Calibration
+from paceline.planner.predictions import spread
 from paceline.planner.published.rows import Row
 from paceline.planner.simulation import backward_timeline
 
@@ -45,6 +46,8 @@ class Columns:
 
         self.efficiency = column(lambda row: row.efficiency)
         self.ranks = column(lambda row: row.devices)
+        self.spread = column(lambda row: spread(row.devices))
+        self.spread_in_crowd = column(lambda row: spread(min(row.devices, CROWD)))
         self.step_s = column(lambda row: row.job.workload.compute_s)
         self.is_host_bound = column(lambda row: row.job.workload.is_host_bound)
         self.local = column(lambda row: row.job.cluster.devices_per_host)
@@ -81,7 +84,7 @@ class Columns:
         exposed = (from_here - self.before_end_s).max(1).values.clamp(min=0)
         hidden = reduce_s.sum(1) - exposed
         relative = c.contention + c.host_bound * self.is_host_bound
-        jitter = relative * self.step_s * _spread(self.ranks.clamp(max=CROWD)) + c.jitter_s * _spread(self.ranks)
+        jitter = relative * self.step_s * self.spread_in_crowd + c.jitter_s * self.spread
         return self.step_s + exposed + c.interference * hidden + jitter
 
     def _reduce_s(self, c: Calibration) -> Tensor:
@@ -94,11 +97,6 @@ class Columns:
         ring = 2 * (hosts - 1) * (latency_s + self.nbytes / hosts * between_s)
         tree = 2 * torch.ceil(torch.log2(hosts)) * latency_s + 2 * self.nbytes * between_s
         return torch.where(self.nbytes > 0, inside + torch.minimum(ring, tree), 0)
-
-
-def _spread(ranks: Tensor) -> Tensor:
-    spread: Tensor = torch.special.ndtri((ranks - 0.375) / (ranks + 0.25))
-    return spread
 
 
 def _buckets(row: Row) -> list[tuple[float, float]]:
