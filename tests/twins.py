@@ -250,6 +250,19 @@ def train_beside_twin(
     return model.bucket_layout()
 
 
+def averaging_by(all_reduce: Callable[..., None]) -> Callable[..., Any]:
+    """The communication hook of docs/collectives.md, which averages buckets with a function over send and receive."""
+
+    def hook(group: Any, bucket: Any) -> Any:
+        gradients = bucket.buffer()
+        all_reduce(gradients, group=group)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(gradients.div_(dist.get_world_size(group)))
+        return future
+
+    return hook
+
+
 def train_slices(model: DistributedDataParallel, case: Case, mine: list[Any], uses: Callable[[int], Any]) -> None:
     """One step on this rank's micro-batches, synchronized in the last one."""
     batches: Iterator[Any] = iter(mine)

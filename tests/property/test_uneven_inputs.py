@@ -21,11 +21,20 @@ from torch.utils.checkpoint import checkpoint
 
 from drawn import draws
 from paceline import SyncBatchNorm, compression
+from paceline.comm.algorithms import ring_all_reduce
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import DesyncError, UsageError
 from ranks import run_ranks
-from twins import Pools, make_optimizer, no_warning_about_cycles, same_gradients, same_tensor, same_weights
+from twins import (
+    Pools,
+    averaging_by,
+    make_optimizer,
+    no_warning_about_cycles,
+    same_gradients,
+    same_tensor,
+    same_weights,
+)
 
 RTOL = 1e-8
 
@@ -98,11 +107,12 @@ COMPRESSORS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def wrapped(module: nn.Module, sums: str, **options: Any) -> DistributedDataParallel:
-    """`module`, whose buckets are averaged by the backend, by an algorithm or by a communication hook."""
-    algorithm: Any = sums if sums in ("ring", "tree", "halving-doubling", "hierarchical") else None
-    model = DistributedDataParallel(module, algorithm=algorithm, bucket_cap_mb=1e-4, **options)
+    """`module`, whose buckets are averaged by the backend or by a communication hook."""
+    model = DistributedDataParallel(module, bucket_cap_mb=1e-4, **options)
     if sums == "hook":
         model.register_comm_hook(None, default_hooks.allreduce_hook)
+    elif sums == "ring":
+        model.register_comm_hook(model.process_group, averaging_by(ring_all_reduce))
     elif sums in COMPRESSORS:
         model.register_comm_hook(COMPRESSORS[sums](model), compression.hook)
     return model
@@ -221,10 +231,10 @@ def test_uneven_inputs_equal_one_process_on_gloo() -> None:
     run_ranks(2, beside_twin, CASES["leaving in the middle of a window"], backend="gloo")
 
 
-# A rank without data does not know in which order the others' buckets fill and their layers run, and layers, algorithms
-# and hooks have collectives that have to come in one order.
+# A rank without data does not know in which order the others' buckets fill and their layers run, and layers and hooks
+# have collectives that have to come in one order.
 @pytest.mark.parametrize(("sums", "window"), [("ring", 1), ("hook", 2), ("PowerSGD", 1)])
-def test_layers_and_what_averages_in_place_of_the_backend_keep_one_order(pools: Pools, sums: str, window: int) -> None:
+def test_layers_and_hooks_keep_one_order(pools: Pools, sums: str, window: int) -> None:
     weighted = sums != "hook"  # ranks that are not counted are left out of its mean
     pools.run(3, beside_twin, Uneven((2, 0, 5), sums=sums, window=window, weighted=weighted, by_initial=weighted))
 

@@ -24,12 +24,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.futures import Future
 
 from deep import TINY, Deep, data
+from paceline.comm import algorithms
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.transport import comm_hook
 from paceline.errors import DesyncError, HookError, PacelineError, UsageError
 from ranks import RankFailed, Ranks
-from twins import Case, Parts, Pools, Tied, same_tensor, train_beside_twin
+from twins import Case, Parts, Pools, Tied, averaging_by, same_tensor, train_beside_twin
 
 Gradients = list[list[torch.Tensor]]
 
@@ -246,6 +247,21 @@ def mean_hook(world: World) -> None:
 
 def test_with_the_allreduce_hook_and_weights_ranks_equal_one_process(pools: Pools) -> None:
     pools.run(2, mean_hook)
+
+
+def averaged_by_algorithms(world: World) -> None:
+    for all_reduce in (algorithms.ring_all_reduce, algorithms.tree_all_reduce, algorithms.hierarchical_all_reduce):
+        hook = averaging_by(all_reduce)
+        for case in (
+            Case(Parts, "a part twice", (12, 7, 2), options={"bucket_cap_mb": TINY}),
+            Case(partial(Parts, checkpointing="reentrant"), "other parts on other ranks", (12, 7)),
+        ):
+            train_beside_twin(world, case, hook, lambda model: model.process_group)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_documented_hook_averages_with_any_algorithm(pools: Pools, size: int) -> None:
+    pools.run(size, averaged_by_algorithms)
 
 
 def summed_in_half(world: World) -> None:

@@ -140,7 +140,6 @@ def capture(world: World, case: str) -> str:
     options: dict[str, Any] = {
         "check_finite": {"check_finite": True},
         "replicas": {"check_replicas_every": 2},
-        "algorithm": {"algorithm": "ring"},
     }.get(case, {})
     module = nn.Sequential(nn.Embedding(4, 3, sparse=case == "sparse"), nn.Linear(3, 2))
     patches = ExitStack()
@@ -175,7 +174,6 @@ def capture(world: World, case: str) -> str:
         ("weight", "model.weight()"),
         ("sparse", "sparse gradients"),
         ("compressor", "a communication hook or compressor"),
-        ("algorithm", "a communication hook or compressor"),
         ("first steps", "the wrapper's first steps"),
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from insides import step_in_backward
@@ -119,9 +118,6 @@ def test_late_gradients_in_half_precision_do_not_overflow_in_the_sum(pools: Pool
 
 
 def refused_together(world: World) -> None:
-    model = DistributedDataParallel(nn.Linear(2, 2), algorithm="ring")
-    with pytest.raises(UsageError, match="would replace algorithm='ring'"):
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(UsageError, match="_register_fused_optim drives torch's own reducer"):
         DistributedDataParallel(nn.Linear(2, 2))._register_fused_optim(torch.optim.SGD, lr=0.1)
     net = nn.Linear(2, 2)

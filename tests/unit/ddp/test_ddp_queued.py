@@ -34,7 +34,6 @@ COMPRESSORS: dict[str, Callable[[nn.Module], Compressor]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "reduce_dtype": {"reduce_dtype": torch.float64},
-    "algorithm": {"algorithm": "ring"},
 }
 
 

@@ -16,8 +16,6 @@ from paceline.core.torch_internals.distributed.c10d import get_default_group
 from paceline.ddp.options.buckets import CAPACITY, FIRST_CAPACITY, MIB
 from paceline.errors import UsageError, WorldError, WrapError
 
-Algorithm = Literal["ring", "tree", "halving-doubling", "hierarchical"]
-ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "halving-doubling", "hierarchical")
 UnusedParameters = Literal["allow", "warn", "error"]
 InitSync = Literal[True, False, "verify"]
 
@@ -34,8 +32,6 @@ class Options:
     """The dtype for summing gradients; None for each parameter's own dtype."""
     unused: UnusedParameters = "allow"
     """What to do about a parameter that has no gradient on some rank."""
-    algorithm: Algorithm | None = None
-    """The algorithm that sums the buckets; None for the backend's own all-reduce."""
     init_sync: InitSync = True
     """Whether the replicas are made equal at the start (``True``), compared (``"verify"``) or neither (``False``)."""
     syncs_buffers: bool = True
@@ -59,7 +55,7 @@ class Options:
         buffer_sync: tuple[bool | None, bool | None],
         unused: tuple[object, bool],
         checks: tuple[bool, int | None, int | None],
-        sums: tuple[torch.dtype | None, Algorithm | None, int | None],
+        sums: tuple[torch.dtype | None, int | None],
         lazy_buckets: bool,
     ) -> Options:
         """Check the wrapper's arguments.
@@ -69,12 +65,12 @@ class Options:
             buffer_sync: ``broadcast_buffers`` and ``forward_sync_buffers``, torch's old and new names for one setting.
             unused: ``unused_parameters``, and whether one of torch's arguments says that some are expected.
             lazy_buckets: ``lazy_bucket_allocation``.
-            sums: ``reduce_dtype``, ``algorithm`` and ``virtual_ranks``, which determine the bits of the sums.
+            sums: ``reduce_dtype`` and ``virtual_ranks``, which determine the bits of the sums.
             checks: ``check_finite``, ``check_replicas_every`` and ``check_compute_every``.
         """
         check_lazy(lazy_buckets)
         old, new = buffer_sync
-        reduce_dtype, algorithm, virtual_ranks = sums
+        reduce_dtype, virtual_ranks = sums
         syncs = (old if new is None else new) is not False
         return cls(
             init_sync=check_init_sync(init_sync),
@@ -82,10 +78,9 @@ class Options:
             unused=check_unused_parameters(unused[0], expected=unused[1]),
             check_finite=checks[0],
             reduce_dtype=check_reduce_dtype(reduce_dtype),
-            algorithm=check_algorithm(algorithm),
             check_replicas_every=check_interval("check_replicas_every", checks[1]),
             check_compute_every=check_computed(checks[2], virtual_ranks),
-            virtual_ranks=check_summable(virtual_ranks, algorithm, reduce_dtype),
+            virtual_ranks=check_summable(virtual_ranks, reduce_dtype),
             syncs_buffers=syncs,
             # As in torch, broadcast_buffers=False also leaves buffers alone at the start; forward_sync_buffers does
             # not.
@@ -151,12 +146,6 @@ def check_delayed(named: Any, hooked: Any, module: nn.Module) -> None:
             )
 
 
-def check_algorithm(algorithm: Algorithm | None) -> Algorithm | None:
-    if algorithm is not None and algorithm not in ALGORITHMS:
-        raise UsageError(f"algorithm={algorithm!r}: give one of {', '.join(ALGORITHMS)}, or None for the backend's own")
-    return algorithm
-
-
 def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameters:
     """Check ``unused_parameters``; if unused parameters are `expected`, ``"warn"`` becomes ``"allow"``."""
     if value == "warn":
@@ -192,13 +181,11 @@ def check_computed(every: int | None, virtual_ranks: int | None) -> int:
     return interval
 
 
-def check_summable(count: int | None, algorithm: object, reduce_dtype: torch.dtype | None) -> int:
+def check_summable(count: int | None, reduce_dtype: torch.dtype | None) -> int:
     """Check the number of virtual ranks, and return it; 0 if it is None."""
     if count is None:
         return 0
     count = check_virtual_ranks("virtual_ranks", count)
-    if algorithm is not None:
-        raise UsageError(f"algorithm={algorithm!r} sums in another order; leave it out with virtual_ranks={count}")
     if reduce_dtype is torch.float16:
         raise UsageError(
             "reduce_dtype=torch.float16 divides by the number of ranks before it sums; give torch.float32 or bfloat16 "

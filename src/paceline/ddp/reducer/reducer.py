@@ -33,7 +33,7 @@ from paceline.ddp.reducer.gradients import check_equal_gradients
 from paceline.ddp.reducer.step import Step
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.exposed_time import ExposedTime
-from paceline.ddp.transport.finisher import Algorithms, AllReduce, Finisher, TreeSums
+from paceline.ddp.transport.finisher import AllReduce, Finisher, TreeSums
 from paceline.errors import CommunicationError, UsageError
 
 
@@ -79,8 +79,7 @@ class Reducer(Step):
         self.buckets = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype, tail)
         self.digest = StatusDigest(channel.rank, channel.size)
         self.late_reading = LateReading(is_wanted=channel.host is not channel, patience=patience())
-        sums = Algorithms(channel, options.algorithm) if options.algorithm else None
-        self.finisher: Finisher = AllReduce(channel, recorder, ledger, sums)
+        self.finisher: Finisher = AllReduce(channel, recorder, ledger)
         self.exposed_time = ExposedTime(parameters[0].device if parameters else torch.device("cpu"))
         self.forwards = PendingForwards(ledger, self.backward_reached)
         self.extensions = Extensions([])

@@ -117,7 +117,6 @@ GRACE_S = 5.0
 class HookFinisher(Finisher):
     """Finishes buckets by calling `hook`."""
 
-    owner = "a communication hook"
     is_capturable = False
     """False, because a hook may run arbitrary code on the host."""
     reads_late = False

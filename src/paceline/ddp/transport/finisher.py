@@ -1,7 +1,7 @@
 """The finisher: makes a bucket's gradients the same on every rank.
 
-By default it is an all-reduce. A communication hook (:mod:`paceline.ddp.transport.comm_hook`) or an algorithm from
-:mod:`paceline.comm.algorithms` can replace it. Control blocks and late deltas never pass through the finisher.
+By default it is an all-reduce. A communication hook (:mod:`paceline.ddp.transport.comm_hook`) can replace it. Control
+blocks and late deltas never pass through the finisher.
 
 Decision 0007 gives the reasons.
 """
@@ -26,7 +26,6 @@ from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import WEIGHTED, compute_correction, compute_scale
 from paceline.ddp.options.buckets import Bucket
-from paceline.ddp.options.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
 
 CONTROL_EXCHANGE = "exchange of control blocks"
@@ -39,16 +38,13 @@ NOT_RECORDED = nullcontext()
 class Finisher(Protocol):
     """Averages the buckets of a backward pass. Called for each bucket in launch order, on every rank."""
 
-    owner: str
-    """The feature that replaces the wrapper's all-reduce, for messages; empty for the all-reduce itself."""
     reads_late: bool
     """Whether :meth:`wait` may be called without the control block, which is read later."""
     carries_tail: bool
     """Whether the tail of the last bucket is summed along with the bucket."""
 
-    @property
-    def is_capturable(self) -> bool:
-        """Whether a CUDA graph can capture its work, that is, whether everything runs on the device."""
+    is_capturable: bool
+    """Whether a CUDA graph can capture its work, that is, whether everything runs on the device."""
 
     @property
     def failed(self) -> bool:
@@ -79,7 +75,7 @@ class Finisher(Protocol):
 
 
 class Sums(Protocol):
-    """Sums buckets over the ranks; implemented by channels and algorithms."""
+    """Sums buckets over the ranks; implemented by channels and :class:`TreeSums`."""
 
     size: int
     blocks: bool
@@ -92,7 +88,7 @@ class Sums(Protocol):
 class AllReduce(Finisher):
     """The sum over the ranks, scaled to the mean or by the weights."""
 
-    owner = ""
+    is_capturable = True
     reads_late = True
 
     def __init__(
@@ -103,13 +99,6 @@ class AllReduce(Finisher):
         self.sums: Sums = channel if sums is None else sums
         """Sums tensors over the ranks."""
         self.carries_tail = sums is None
-        if isinstance(sums, Algorithms):
-            self.owner = f"algorithm={sums.name!r}"
-
-    @property
-    def is_capturable(self) -> bool:
-        """Whether the backend itself computes the sums."""
-        return not self.sums.blocks
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Return True if sums block, because another rank may run a layer's collective before this bucket's."""
@@ -187,40 +176,6 @@ class AlreadyDone:
 
     def wait(self) -> None:
         """Return immediately."""
-
-
-class Algorithms:
-    """Sums buckets with an algorithm instead of a channel. All ranks create it together."""
-
-    blocks = True
-
-    def __init__(self, channel: Channel, algorithm: Algorithm) -> None:
-        from paceline.comm import algorithms  # imported here, because few wrappers use it
-        from paceline.comm.algorithms import execute, participants
-        from paceline.comm.topology import host_number
-
-        self._channel, self._group, self.size, self.name = channel, channel.group, channel.size, algorithm
-        name = f"{algorithm.replace('-', '_')}_all_reduce"
-        hosts = None
-        if algorithm == "hierarchical":
-            hosts = channel.all_gather_object(host_number(channel.rank, channel.size))
-        self._run_checked = getattr(algorithms, name)
-        self._schedule = algorithms.build(name, channel.size, hosts=hosts)
-        self._members = participants.Members(channel.group)
-        self._execute = execute.execute
-        self._checked = False
-
-    def all_reduce(self, tensor: Tensor) -> AlreadyDone:
-        """Sum `tensor` over all ranks, in place."""
-        # Compare arguments between ranks only in the first sum, because bucket layouts are equal by construction.
-        with recorder.span(COLLECTIVE, group=self._channel.name):
-            if self._checked:
-                self._execute(self._schedule, tensor, self._members)
-            else:
-                self._run_checked(tensor, group=self._group)
-        self._checked = True
-        self._channel.count_launch()  # the finisher waits for it on the channel, which counts it as done there
-        return AlreadyDone()
 
 
 class TreeSums:

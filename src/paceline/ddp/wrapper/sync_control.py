@@ -41,6 +41,8 @@ class SyncControl(Joinable):
     """Checked settings; only ``check_finite`` and ``virtual_ranks`` may change."""
     _replica: Replica
     """The parameters and buffers that are synchronized."""
+    _comm_hooks: list[Any]
+    """The communication hook and its state; empty without a hook."""
 
     @property
     def do_sync(self) -> bool:
@@ -225,15 +227,14 @@ class SyncControl(Joinable):
         check_same_count("the model", self.virtual_ranks, count)
         if self.virtual_ranks == count:
             return
-        options = replace(
-            self._options, virtual_ranks=check_summable(count, self._options.algorithm, self._options.reduce_dtype)
-        )
+        options = replace(self._options, virtual_ranks=check_summable(count, self._options.reduce_dtype))
         slices_of_rank(count, 0, dist.get_world_size(self.process_group))
         self._engine.check_idle()
-        connection = self._connected()
-        if owner := connection.reducer.finisher.owner:
-            raise UsageError(f"{owner} adds up gradients in another order; leave it out with virtual_ranks={count}")
-        self._connection = connection.with_virtual_ranks(options)
+        if self._comm_hooks:
+            raise UsageError(
+                f"a communication hook adds up gradients in another order; leave it out with virtual_ranks={count}"
+            )
+        self._connection = self._connected().with_virtual_ranks(options)
         self._options = options
 
     def _connected(self) -> Connection:

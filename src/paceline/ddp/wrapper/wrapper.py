@@ -91,10 +91,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             and does not detect wrong averages. By default, only parameters are compared, after step 1, 3, 7, 15, 31, ….
         check_compute_every: with `virtual_ranks`, also compute a slice on a second rank every this many steps; if the
             bits differ, raise :class:`~paceline.errors.WrongComputation` on every rank, before the step is taken.
-        algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"``: sum the buckets with this
-            algorithm of :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It does
-            not overlap with backward, and two such wrappers must run in the same order on every rank. By default, the
-            backend's all-reduce is used.
         virtual_ranks: V, a power of two: the gradient is the mean over V slices of the global batch, summed in the same
             tree for any number of ranks that divides V, so the weights are bit-identical on 1, 2, …, V ranks. Loop
             over ``paceline.accumulate(model, loader)``. See docs/same-bits.md.
@@ -153,7 +149,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         reduce_dtype: torch.dtype | None = None,
         check_replicas_every: int | None = None,
         check_compute_every: int | None = None,
-        algorithm: config.Algorithm | None = None,
         virtual_ranks: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -165,7 +160,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             capacity=(bucket_cap_mb, bucket_cap_mb_list),
             unused=(unused_parameters, find_unused_parameters or static_graph or skip_all_reduce_unused_params),
             checks=(check_finite, check_replicas_every, check_compute_every),
-            sums=(reduce_dtype, algorithm, virtual_ranks),
+            sums=(reduce_dtype, virtual_ranks),
             buffer_sync=(broadcast_buffers, forward_sync_buffers),
             lazy_buckets=lazy_bucket_allocation,
         )

@@ -41,17 +41,11 @@ def put_hook(wrapper: TorchMembers, state: object, hook: Hook) -> None:
             f"{name_of(wrapper._comm_hooks[0][0])!r} is registered already; let one hook call the other"
         )
     options, replica = wrapper._options, wrapper._replica
-    if options.algorithm is not None:
-        raise UsageError(f"a communication hook would replace algorithm={options.algorithm!r}; use only one of them")
     reducer = wrapper._engine.connected()  # on a single rank, only a hook needs buckets
     if reducer.virtual_ranks:
         raise UsageError(
             f"communication hook {name_of(hook)!r} adds up gradients in another order; leave it out with "
             f"virtual_ranks={reducer.virtual_ranks}"
-        )
-    if owner := reducer.finisher.owner:
-        raise UsageError(
-            f"a communication hook replaces the wrapper's all-reduce, and so does {owner}; use only one of them"
         )
     # A bucket fills earlier on a rank that does not use some of its parameters. There, the hook's collective would
     # precede a layer's collective, but on other ranks it would follow; both usually use the same process group.
