@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 
 from paceline.comm.algorithms import build
-from paceline.comm.algorithms.cost import Model
 from paceline.core.output.tables import print_table
 from paceline.errors import UsageError
 from paceline.tools.bench import measure
 from paceline.tools.bench.backends import OURS
-from paceline.tools.bench.bench_config import OPS, parse_names, parse_sizes
+from paceline.tools.bench.bench_config import OPS, parse_ops, parse_sizes
 from paceline.tools.bench.plot import plot
 from paceline.tools.bench.report import document, table
-from paceline.tools.bench.rows import Row, fitted
+from paceline.tools.bench.rows import Row
 from paceline.tools.bench.turns import take_turns
 from processes import Running, gone_after, paceline, until
 
@@ -31,14 +30,14 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     # as nccl-tests' doc/PERFORMANCE.md defines them
     factors = {("all_reduce", 4): 1.5, ("all_reduce", 1): 0.0, ("reduce_scatter", 4): 0.75, ("broadcast", 8): 1.0}
     for (op, ranks), factor in {**factors, ("all_gather", 8): 0.875, ("reduce", 3): 1.0}.items():
-        row = Row(op, "gloo", None, ranks, 4_000_000, (0.002,), 0)
+        row = Row(op, "gloo", ranks, 4_000_000, (0.002,), 0)
         assert (row.algbw, row.busbw) == (pytest.approx(2.0), pytest.approx(2.0 * factor)), op
 
 
 def test_sizes_are_read_with_their_units_and_names_with_either_dash() -> None:
     sizes = {"1M,4K": [4096, 2**20], "4k, 4KiB,4096,4KB": [4096], "25M,1G": [25 * 2**20, 2**30]}
     assert {text: parse_sizes(text) for text in sizes} == sizes
-    assert parse_names("--ops", "all-gather,all_reduce,all_gather", OPS) == ["all_reduce", "all_gather"]
+    assert parse_ops("all-gather,all_reduce,all_gather") == ["all_reduce", "all_gather"]
 
 
 @pytest.mark.parametrize("text", ["", "0", "6", "4K,", "-4", "4.5M", "four"])
@@ -52,33 +51,20 @@ def test_every_algorithm_that_is_measured_does_what_its_op_says() -> None:
         assert {build(name, 4).result for name in names} == {op.replace("_", "-")}
 
 
-def rows_of(model: Model, ranks: int = 4) -> list[Row]:
-    rows = []
-    for size in (4096, 2**20, 2**24):
-        for name in OURS["all_reduce"]:
-            seconds = model.seconds(build(name, ranks), size)
-            rows.append(Row("all_reduce", name, name, ranks, size, (seconds,), 0))
-        rows.append(Row("all_reduce", "gloo", None, ranks, size, (0.001,), 0))
-    return rows
-
-
-def test_the_model_is_fitted_to_our_algorithms_of_several_sizes() -> None:
-    truth = Model(1e-4, 1e-9, 2e-10, 2)
-    model, rows = fitted(rows_of(truth), 2)
-    assert model is not None
-    assert tuple(model[:3]) == pytest.approx(truth[:3], rel=1e-3)
-    for row in rows:
-        assert row.model_seconds == (None if row.schedule is None else pytest.approx(row.seconds, rel=1e-3))
-    of_one_size = [row for row in rows_of(truth) if row.nbytes == 4096]
-    assert fitted(of_one_size, 2) == (None, of_one_size)
+def rows_of_sizes() -> list[Row]:
+    return [
+        Row("all_reduce", name, 4, size, (seconds,), 0)
+        for size in (4096, 2**20, 2**24)
+        for name, seconds in (("ring", 1e-4 + 1e-9 * size), ("tree", 2e-4 + 2e-9 * size), ("gloo", 0.001))
+    ]
 
 
 def test_the_time_is_the_median_of_the_rounds_beside_its_quartiles() -> None:
-    row = Row("all_reduce", "gloo", None, 2, 8, (5.0, 1.0, 2.0, 3.0, 40.0), 0)
+    row = Row("all_reduce", "gloo", 2, 8, (5.0, 1.0, 2.0, 3.0, 40.0), 0)
     assert (row.seconds, row.quartiles, row.spread) == (3, (2, 5), 0.5)
-    once = Row("all_reduce", "gloo", None, 2, 8, (5.0,), 0)
+    once = Row("all_reduce", "gloo", 2, 8, (5.0,), 0)
     assert (once.seconds, once.quartiles, once.spread) == (5, (5, 5), 0)
-    [told] = document([row], None, 2)["rows"]  # type: ignore[misc]
+    [told] = document([row], 2)["rows"]  # type: ignore[misc]
     assert told["seconds"] == 3  # type: ignore[index]
     assert told["times"] == row.times  # type: ignore[index]
     assert told["quartiles"] == (2, 5)  # type: ignore[index]
@@ -88,11 +74,10 @@ def noisy(rows: list[Row], factors: tuple[float, ...] = (0.9, 1.0, 1.2)) -> list
     return [replace(row, times=tuple(factor * row.seconds for factor in factors)) for row in rows]
 
 
-def test_the_plot_has_a_point_quartiles_and_model_for_each_row_where_its_numbers_say() -> None:
-    _, rows = fitted(noisy(rows_of(Model(1e-4, 1e-9, 2e-10, 2))), 2)
+def test_the_plot_has_a_point_and_quartiles_for_each_row_where_its_numbers_say() -> None:
+    rows = noisy(rows_of_sizes())
     [axes] = plot(rows, 2).axes
     containers = {container.get_label(): container for container in axes.containers}
-    modeled = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}
     for name in containers:
         points, _, [bars] = containers[name].lines
         own = [row for row in rows if row.variant == name]
@@ -100,24 +85,22 @@ def test_the_plot_has_a_point_quartiles_and_model_for_each_row_where_its_numbers
         assert points.get_ydata().tolist() == pytest.approx([row.seconds / 0.001 for row in own]), "relative to Gloo"
         quartiles = [[quartile / 0.001 for quartile in row.quartiles] for row in own]
         assert [[end[1] for end in bar] for bar in bars.get_segments()] == [pytest.approx(pair) for pair in quartiles]
-        if name != "gloo":
-            assert modeled[f"model of {name}"] == pytest.approx([row.model_seconds / 0.001 for row in own])
     places = [container.lines[0].get_xdata()[0] for container in axes.containers]
     assert places == sorted(set(places)), "beside each other"
 
 
 def test_the_plot_has_a_title_that_names_the_reference_and_axes_with_units() -> None:
-    rows = rows_of(Model(1e-4, 1e-9))
+    rows = rows_of_sizes()
     [axes] = plot(rows, 2).axes
     assert axes.get_title().startswith("all-reduce: time relative to gloo's median, 4 ranks on 2 cores")
     assert axes.get_xlabel() == "size of the whole tensor (bytes), and gloo's median time"
     assert axes.get_ylabel() == "time ÷ gloo's median time"
     assert "1M\n1.0 ms" in [label.get_text() for label in axes.get_xticklabels()]
     [axes] = plot([row for row in rows if row.variant != "gloo"], 2).axes
-    assert "relative to ring_all_reduce's median" in axes.get_title()
-    alone = [Row("all_reduce", "gloo", None, 1, 4096, (1e-5,), 0)]
+    assert "relative to ring's median" in axes.get_title()
+    alone = [Row("all_reduce", "gloo", 1, 4096, (1e-5,), 0)]
     assert "1 rank on 1 core\n" in plot(alone, 1).axes[0].get_title()
-    once = [Row("broadcast", "gloo", None, 2, 4096, (1e-5,), 0)]
+    once = [Row("broadcast", "gloo", 2, 4096, (1e-5,), 0)]
     assert plot(once, 2).axes[0].lines[0].get_xydata().tolist() == [[4096, 1.0]]
 
 
@@ -127,20 +110,17 @@ PLAIN = re.compile(r"\x1b\[[\d;]*m")
 def test_the_table_of_the_default_sizes_fits_a_terminal_of_80(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There «busbw» and «model» were cut, because rich asks for no more than the longest word of a name."""
+    """There «busbw» was cut, because rich asks for no more than the longest word of a name."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
     names = (*OURS["all_reduce"], "gloo", "paceline", "paceline zero-copy")
     times = (0.0012345, 0.0512345, 0.7234567)
-    rows = [
-        Row("all_reduce", name.removesuffix("_all_reduce"), None, 128, 25 * 2**20, times, 0, 0.0512345)
-        for name in names
-    ]
+    rows = [Row("all_reduce", name.removesuffix("_all_reduce"), 128, 25 * 2**20, times, 0) for name in names]
     print_table(table("all_reduce", rows, 128))
     out = PLAIN.sub("", capsys.readouterr().out)
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
-    assert re.search(r"time µs +± +algbw +busbw +#wrong +model µs", out)
+    assert re.search(r"time µs +± +algbw +busbw +#wrong", out)
 
 
 def test_variants_take_turns_and_the_first_round_may_warm_up() -> None:
@@ -159,7 +139,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "size": (["--sizes", "4K,oops"], "--sizes: 'oops' is not a size"),
     "too big": (["--sizes", "4000G"], "give smaller sizes"),
     "op": (["--ops", "all_to_all"], "--ops: 'all_to_all' is unknown; choose among all_reduce"),
-    "backend": (["--backends", "nccl"], "--backends: 'nccl' is unknown; choose among algorithms, gloo, paceline"),
     "plot": (["--plot", "plot.html"], "--plot plot.html: the name must end in .svg, .png or .pdf"),
     "folder": (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: the folder /nowhere does not exist"),
 }
@@ -186,31 +165,25 @@ def measured(folder: Path, ranks: int, *options: str) -> tuple[str, list[dict[st
 def test_real_ranks_measure_every_variant_and_get_right_results(tmp_path: Path) -> None:
     options = ("--sizes", "20,64K", "--ops", ",".join(OPS), "--plot", "found.svg")
     out, rows = measured(tmp_path, 2, *options)
-    want = {(op, name) for op in OPS for name in OURS[op]}
-    assert {(row["op"], row["schedule"]) for row in rows if row["schedule"]} == want
     for op in OPS:
-        others = {row["variant"] for row in rows if row["op"] == op and row["schedule"] is None}
-        assert others == {"gloo", "paceline"} | ({"paceline zero-copy"} if op == "all_reduce" else set())
+        ours = {name.removesuffix(f"_{op}").replace("_", "-") for name in OURS[op]}
+        others = {"gloo", "paceline"} | ({"paceline zero-copy"} if op == "all_reduce" else set())
+        assert {row["variant"] for row in rows if row["op"] == op} == ours | others
         # 20 bytes are 5 elements, which 2 ranks cannot share equally
         sizes = {row["nbytes"] for row in rows if row["op"] == op}
         assert sizes == ({24, 65536} if op in ("reduce_scatter", "all_gather") else {20, 65536})
     assert {row["wrong"] for row in rows} == {0}
     assert all(row["seconds"] > 0 for row in rows)  # type: ignore[operator]
-    assert all((row["model_seconds"] is None) == (row["schedule"] is None) for row in rows)
-    assert "model fitted to our algorithms" in out
     assert len(out.splitlines()) > len(rows)
-    assert "of 20 cases" in out
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
     assert ElementTree.parse(tmp_path / "found.svg").getroot().tag.endswith("svg")
 
 
-def test_one_rank_is_no_error_and_only_the_backends_asked_for_run(tmp_path: Path) -> None:
-    out, rows = measured(tmp_path, 1, "--sizes", "4K", "--backends", "paceline,algorithms")
+def test_one_rank_is_no_error(tmp_path: Path) -> None:
+    _, rows = measured(tmp_path, 1, "--sizes", "4K")
     assert [row["variant"] for row in rows][-2:] == ["paceline", "paceline zero-copy"]
-    assert "gloo" not in [row["variant"] for row in rows]
     assert {row["busbw"] for row in rows} == {0.0}
-    assert "model fitted" not in out
 
 
 def test_ctrl_c_ends_it_and_its_ranks(tmp_path: Path) -> None:

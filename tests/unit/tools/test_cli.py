@@ -20,7 +20,7 @@ import paceline
 from paceline.errors import UsageError
 from paceline.launch import job as launching
 from paceline.launch.watching.settings import Supervision
-from paceline.tools.bench.bench_config import BACKENDS, OPS
+from paceline.tools.bench.bench_config import OPS
 from paceline.tools.cli import main as cli
 from paceline.tools.explain.explain_command import KNOWN
 from paceline.tools.recipes import commands as recipe_commands
@@ -193,7 +193,7 @@ def test_ctrl_c_says_how_to_continue(
 HELP = {
     "top": ([], ["run", "train", "--version"]),
     "explain": (["explain", "--help"], [*KNOWN, "--ranks", "--out", ".svg"]),
-    "bench collectives": (["bench", "collectives", "--help"], [*OPS, *BACKENDS, "--sizes", "--plot", "--nproc"]),
+    "bench collectives": (["bench", "collectives", "--help"], [*OPS, "--sizes", "--plot", "--nproc"]),
     "run": (["run", "--help"], ["--nproc", "--timeout", "10 minutes", "--max-restarts", "--rdzv-endpoint", "loopback"]),
     "run, later": (["run", "--nproc", "2", "--nnodes", "1", "--help"], ["--nproc", "--max-restarts"]),
 }

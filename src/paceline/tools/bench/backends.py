@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +34,6 @@ class Variant:
 
     name: str
     """Name in the table: ``"ring"``, ``"gloo"``, ``"paceline"``."""
-    schedule: str | None
-    """Schedule for the cost model, if this is one of Paceline's algorithms, else None."""
     source: Tensor
     """Input of this rank: the whole tensor, or only this rank's part."""
     run: Callable[[], object]
@@ -55,18 +53,14 @@ def part_of_rank(count: int) -> slice:
 
 
 @contextmanager
-def variants(op: str, count: int, backends: Sequence[str], gloo: Any) -> Iterator[list[Variant]]:
+def variants(op: str, count: int, gloo: Any) -> Iterator[list[Variant]]:
     """Yield the implementations of `op` on `count` float32 values; `gloo` is a Gloo group of all ranks."""
-    entries: list[Variant] = []
-    if "algorithms" in backends:
-        entries += [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
-    if "gloo" in backends:
-        entries.append(_of_group(op, "gloo", torch.zeros(count), gloo))
-    if "paceline" in backends:
-        entries.append(_of_group(op, "paceline", torch.zeros(count), None))
+    entries = [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
+    entries.append(_of_group(op, "gloo", torch.zeros(count), gloo))
+    entries.append(_of_group(op, "paceline", torch.zeros(count), None))
     group = dist.group.WORLD
     with ExitStack() as stack:
-        if "paceline" in backends and op == "all_reduce" and isinstance(group, PacelineProcessGroup) and group.native:
+        if op == "all_reduce" and isinstance(group, PacelineProcessGroup) and group.native:
             shared = group.allocate(count, torch.float32)
             stack.callback(group.free, shared)
             entries.append(_of_group(op, ZERO_COPY, shared, None))
@@ -79,7 +73,7 @@ def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
     short = name.removesuffix(f"_{op}").replace("_", "-")
     result = tensor[part_of_rank(tensor.numel())] if op == "reduce_scatter" else tensor
     # Do not call the public functions, which also compare arguments between ranks; this would be timed too.
-    return Variant(short, name, tensor, lambda: execute(schedule, tensor, members), result)
+    return Variant(short, tensor, lambda: execute(schedule, tensor, members), result)
 
 
 def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
@@ -95,4 +89,4 @@ def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
         "reduce_scatter": (tensor, lambda: reduce_scatter(part, tensor, group=group), part),
         "all_gather": (part, lambda: all_gather(tensor, part, group=group), tensor),
     }
-    return Variant(name, None, *calls[op])
+    return Variant(name, *calls[op])

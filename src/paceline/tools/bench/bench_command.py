@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.core.output.commands import Commands
-from paceline.tools.bench.bench_config import BACKENDS, OPS, SIZES, BenchConfig, parse_names, parse_sizes
+from paceline.tools.bench.bench_config import OPS, SIZES, BenchConfig, parse_ops, parse_sizes
 from paceline.tools.shared.program import start_program
 
 EXAMPLES = """Examples:
@@ -16,8 +16,6 @@ EXAMPLES = """Examples:
 paceline bench collectives --nproc 2
 
 paceline bench collectives --nproc 4 --sizes 64K,1M --ops all_reduce,broadcast --plot speed.svg
-
-paceline bench collectives --backends gloo,paceline --json speed.json
 """
 bench = typer.Typer(cls=Commands, help="Measure this machine.")
 
@@ -33,17 +31,10 @@ def collectives(
     nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, cpu, or auto.")] = "auto",
     sizes: Annotated[str, typer.Option(metavar="LIST", help="Bytes of the whole tensor, with K, M or G.")] = SIZES,
     ops: Annotated[str, typer.Option(metavar="LIST", help=f"Any of {', '.join(OPS)}.")] = "all_reduce",
-    backends: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="Any of algorithms (Paceline's, over Gloo's send and receive), gloo, paceline (shared memory).",
-        ),
-    ] = ",".join(BACKENDS),
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results as JSON.")] = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the results (.svg, .png or .pdf).")] = None,
 ) -> None:
-    """Time collectives: Paceline's algorithms, Gloo and the shared-memory group, next to a fitted model.
+    """Time collectives: Paceline's algorithms over Gloo's send and receive, Gloo, and the shared-memory group.
 
     Bandwidths are defined as in nccl-tests. Float32, in place, on the CPU.
     """
@@ -51,12 +42,6 @@ def collectives(
     from paceline.launch.job import resolve_nproc
 
     count, note = resolve_nproc(nproc)
-    config = BenchConfig(
-        parse_sizes(sizes),
-        parse_names("--ops", ops, OPS),
-        parse_names("--backends", backends, BACKENDS),
-        json,
-        plot,
-    )
+    config = BenchConfig(parse_sizes(sizes), parse_ops(ops), json, plot)
     config.check(count)
     raise typer.Exit(start_program(["paceline.tools", "bench.measure"], config, count, sys.stderr, note))

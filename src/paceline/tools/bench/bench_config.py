@@ -12,7 +12,6 @@ from paceline.errors import UsageError
 from paceline.tools.shared.program import ProgramConfig
 
 OPS = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
-BACKENDS = ("algorithms", "gloo", "paceline")
 SIZES = "1K,4K,16K,64K,256K,1M,4M,25M"
 ELEMENT = 4
 """Bytes of a float32. Other dtypes are not measured."""
@@ -28,7 +27,6 @@ class BenchConfig(ProgramConfig):
     sizes: list[int]
     """Bytes of the whole tensor."""
     ops: list[str]
-    backends: list[str]
     json: str | None
     plot: str | None
 
@@ -59,10 +57,10 @@ def parse_sizes(text: str) -> list[int]:
     return sorted(sizes)
 
 
-def parse_names(option: str, text: str, choices: tuple[str, ...]) -> list[str]:
-    """Return the comma-separated names in `text`, each once, in the order of `choices`."""
+def parse_ops(text: str) -> list[str]:
+    """Return the comma-separated names in `text`, each once, in the order of :data:`OPS`."""
     names = [part.strip().replace("-", "_") for part in text.split(",")]
     for name in names:
-        if name not in choices:
-            raise UsageError(f"{option}: {name!r} is unknown; choose among {', '.join(choices)}")
-    return [name for name in choices if name in names]
+        if name not in OPS:
+            raise UsageError(f"--ops: {name!r} is unknown; choose among {', '.join(OPS)}")
+    return [name for name in OPS if name in names]

@@ -16,7 +16,7 @@ from paceline.launch.host_limits import cores
 from paceline.tools.bench.backends import Variant, part_of_rank, variants
 from paceline.tools.bench.bench_config import ELEMENT, BenchConfig
 from paceline.tools.bench.report import report
-from paceline.tools.bench.rows import Row, fitted
+from paceline.tools.bench.rows import Row
 from paceline.tools.bench.turns import slowest_timed, take_turns
 
 BYTES_A_TURN = 8_000_000
@@ -39,12 +39,10 @@ def main(config_json: str) -> None:
                 say(f"measuring {op}")
             for size in config.sizes:
                 count = elements(op, size, world.size)
-                with variants(op, count, config.backends, gloo) as compared:
+                with variants(op, count, gloo) as compared:
                     rows += _measure(op, count, compared, world.size)
         if world.is_main:
-            host_cores = cores()
-            model, rows = fitted(rows, host_cores)
-            report(rows, model, host_cores, config)
+            report(rows, cores(), config)
     # Raise after the block, because a rank that leaves the world with an error does not wait for the others.
     if world.is_main and (wrong := sum(row.wrong for row in rows)):
         raise PacelineError(f"{wrong} elements have wrong values; see the column '#wrong'")
@@ -62,9 +60,7 @@ def _measure(op: str, count: int, compared: Sequence[Variant], ranks: int) -> li
     calls = max(1, min(CALLS, BYTES_A_TURN // (count * ELEMENT)))
     # No warm-up, because the check has already run each variant.
     seconds = take_turns({variant.name: partial(_turn, variant, calls) for variant in compared}, ROUNDS, warm_up=0)
-    return [
-        Row(op, v.name, v.schedule, ranks, count * ELEMENT, tuple(seconds[v.name]), wrong[v.name]) for v in compared
-    ]
+    return [Row(op, v.name, ranks, count * ELEMENT, tuple(seconds[v.name]), wrong[v.name]) for v in compared]
 
 
 def _turn(variant: Variant, calls: int) -> float:

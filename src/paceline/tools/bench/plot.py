@@ -1,4 +1,4 @@
-"""The plot of a benchmark: times relative to Gloo, with their quartiles and the fitted model."""
+"""The plot of a benchmark: times relative to Gloo, with their quartiles."""
 
 from __future__ import annotations
 
@@ -46,9 +46,6 @@ def _panel(axes: Axes, rows: Sequence[Row], cores: int) -> None:
         ]
         sizes = [row.nbytes * SPREAD ** ((number + 0.5) / len(names) - 0.5) for row in points]
         axes.errorbar(sizes, medians, bars, fmt="o-", color=f"C{number}", markersize=4, capsize=2.5, label=name)
-        modeled = [row.model_seconds / seconds[row.nbytes] for row in points if row.model_seconds]
-        if modeled:
-            axes.plot([row.nbytes for row in points], modeled, "--", color=f"C{number}", label=f"model of {name}")
     axes.set_title(
         f"{rows[0].op.replace('_', '-')}: time relative to {reference}'s median, {counted(rows[0].ranks, 'rank')} on "
         f"{counted(cores, 'core')}\nlower is faster; points and bars: median and quartiles of "

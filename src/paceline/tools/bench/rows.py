@@ -1,4 +1,4 @@
-"""Measurements: a row for each size and variant, with bandwidths and the time of the fitted model.
+"""Measurements: a row for each size and variant, with bandwidths.
 
 Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). Algorithm bandwidth is the size of the whole tensor
 divided by the time. Bus bandwidth multiplies it by the minimum traffic of the collective relative to this size:
@@ -9,14 +9,7 @@ with the speed of the links for any number of ranks.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-from paceline.comm.algorithms import build
-from paceline.comm.algorithms.cost import Model, Sample, fit
-
-LEAST_FITTED = 2
-"""Minimum number of sizes for a fit; one size cannot separate latency from bandwidth."""
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -25,8 +18,6 @@ class Row:
 
     op: str
     variant: str
-    schedule: str | None
-    """Name of the schedule; None unless this is one of Paceline's algorithms."""
     ranks: int
     nbytes: int
     """Bytes of the whole tensor."""
@@ -34,8 +25,6 @@ class Row:
     """Seconds per call on the slowest rank, in each round."""
     wrong: int
     """Number of wrong elements on all ranks."""
-    model_seconds: float | None = None
-    """Time according to the fitted model."""
 
     @property
     def seconds(self) -> float:
@@ -73,21 +62,3 @@ def bus_factor(op: str, ranks: int) -> float:
     if op == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if op in ("reduce_scatter", "all_gather") else 1.0
-
-
-def fitted(rows: Sequence[Row], cores: int) -> tuple[Model | None, list[Row]]:
-    """Return a model fitted to Paceline's algorithms (None for too few sizes), and the rows with its times.
-
-    Args:
-        rows: measurements.
-        cores: cores that the ranks share.
-    """
-    schedules = {row: build(row.schedule, row.ranks) for row in rows if row.schedule is not None}
-    samples = [Sample(schedule, row.nbytes, row.seconds) for row, schedule in schedules.items()]
-    if len({sample.nbytes for sample in samples if sample.schedule.steps}) < LEAST_FITTED:
-        return None, list(rows)
-    model = fit(samples, cores)
-    return model, [
-        replace(row, model_seconds=model.seconds(schedules[row], row.nbytes)) if row in schedules else row
-        for row in rows
-    ]
