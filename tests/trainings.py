@@ -43,8 +43,8 @@ def scalers_made() -> Iterator[list[GradScaler]]:
     made: list[GradScaler] = []
 
     class Kept(GradScaler):
-        def __init__(self, device: str) -> None:
-            super().__init__(device)
+        def __init__(self, device: str, init_scale: float) -> None:
+            super().__init__(device, init_scale)
             made.append(self)
 
     with mock.patch.object(training_step, "GradScaler", Kept):

@@ -115,8 +115,8 @@ class Training:
         dtype = self.case.dtype
         with nullcontext() if dtype is None else torch.autocast(self.place.device.type, dtype):
             loss = self.model(x)
-        with self.model.weight(len(x), reduction="mean"):
-            self.scaler.scale(loss).backward()
+        with self.model.weight(len(x)):
+            self.scaler.scale(loss * len(x)).backward()
         self.repeats += self.model.is_repeat
         if self.model.do_sync:
             self.scaler.unscale_(self.optimizer)

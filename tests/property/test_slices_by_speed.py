@@ -47,15 +47,15 @@ def make_model() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
 
 def loss_of(model: nn.Module, batch: list[tuple[int, Tensor]], reduction: str) -> Tensor:
     losses = torch.stack([model(sample).square().mean() for _, sample in batch])
-    return losses.sum() if reduction == "sum" else losses.mean()
+    return losses.sum() if reduction == "sum" else losses.mean() * len(losses)
 
 
-def train_batch(model: DistributedDataParallel, batch: Any, reduction: Any = "sum") -> None:
+def train_batch(model: DistributedDataParallel, batch: Any, reduction: str = "sum") -> None:
     if batch is None:
         if model.do_sync:
             model.sync_gradients()
         return
-    with model.weight(len(batch), reduction=reduction):
+    with model.weight(len(batch)):
         loss_of(model, batch, reduction).backward()
 
 

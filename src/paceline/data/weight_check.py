@@ -33,8 +33,7 @@ class WeightCheck:
             if self._has_samples and data_position.weights() == self._weights:
                 self._warn(
                     "slices by cost= or speed= differ in length, and this step's backward was not weighted, so samples "
-                    "in short slices count more; compute a summed loss inside model.weight(len(batch)), or a mean "
-                    'loss inside model.weight(len(batch), reduction="mean")'
+                    "in short slices count more; compute a summed loss inside model.weight(len(batch))"
                 )
             self._unsynchronized = 0
             self.begin_step()

@@ -50,7 +50,7 @@ class Loop:
         self.model, self.optimizer, self.scheduler, self.loader = model, optimizer, scheduler, loader
         self.config, self.evaluation, self.position = config, evaluation, loader.progress
         self.average = LossAverage(model)
-        self.step = TrainingStep(model, optimizer, loss, config, self.average)
+        self.step = TrainingStep(model, optimizer, loss, config, self.average, loader.progress.batch_size)
         self.views = WeightViews(optimizer)
         self.state = RunState(may_go_on=config.allow_changed_settings)
         self.result = self.state.result

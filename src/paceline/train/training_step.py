@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
@@ -20,7 +22,7 @@ Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
 """``loss(model, batch)`` returns the *summed* loss of a micro-batch, and the number of samples or tokens in the sum."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LEAST_SCALE = 2.0**-24
-"""The smallest useful scale of the loss; GradScaler starts at 2**16."""
+"""The smallest useful scale of the loss."""
 
 
 def autocast(model: nn.Module, precision: str) -> AbstractContextManager[Any]:
@@ -31,7 +33,10 @@ def autocast(model: nn.Module, precision: str) -> AbstractContextManager[Any]:
 
 
 class TrainingStep:
-    """Computes the steps of a model on this rank's micro-batches, and adds their losses to `average`."""
+    """Computes the steps of a model on this rank's micro-batches, and adds their losses to `average`.
+
+    `batch_size` is the number of samples in a global batch.
+    """
 
     scaler: GradScaler | None = None
     """Scales losses for ``precision="fp16"``. All ranks skip the same steps, because their gradients are equal."""
@@ -43,6 +48,7 @@ class TrainingStep:
         loss: Loss,
         config: TrainConfig,
         average: LossAverage,
+        batch_size: int,
     ) -> None:
         self._model, self._optimizer, self._loss, self._average = model, optimizer, loss, average
         self._clip_norm = config.clip_norm
@@ -50,7 +56,11 @@ class TrainingStep:
         self._window: list[tuple[Tensor, float, int]] = []  # losses, weights and slice numbers since the last step
         self._has_stepped = False  # whether the optimizer has stepped since finish() was called
         if config.precision == "fp16":
-            self.scaler = GradScaler(model.device.type)
+            # GradScaler's default, 2**16, is for a mean. Gradients of a sum are larger by the number of samples, here
+            # rounded up to a power of two, by which scaling is exact.
+            samples = math.ceil(batch_size / (model.virtual_ranks or dist.get_world_size()))
+            first_scale = 2.0 ** (16 - (samples - 1).bit_length())
+            self.scaler = GradScaler(model.device.type, init_scale=first_scale)
             # GradScaler.step() does not return whether it skipped the optimizer's step.
             optimizer.register_step_post_hook(self._note_step)
 
@@ -66,16 +76,8 @@ class TrainingStep:
             return
         with self.autocast():
             loss, weight = summed_loss(self._loss(self._model, batch))
-        if self.scaler is None:
-            with self._model.weight(weight):
-                loss.backward()
-        else:
-            # Use the mean, because gradients of a sum easily exceed the range of fp16.
-            count = torch.as_tensor(weight, device=loss.device)
-            # The weight is 0 if all tokens are masked, and 0 / 0 is NaN.
-            mean = loss / torch.where(count > 0, count, 1)
-            with self._model.weight(weight, reduction="mean"):
-                self.scaler.scale(mean).backward()
+        with self._model.weight(weight):
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         # A slice that is computed again to compare its bits counts only once.
         if not self._model.is_repeat:
             self._window.append((loss.detach(), weight, self._model.slice_number))

@@ -19,7 +19,6 @@ from models import Trip
 from paceline.core.processes.world import World
 from paceline.core.torch_internals.autograd import GraphTask, queue_callback
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.agreement import ledger
 from paceline.ddp.engine import local
 from paceline.ddp.reducer import step as steps
 from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient, UsageError
@@ -201,11 +200,8 @@ def trip_while_held(world: World, who: list[int], order: str, weighted: bool) ->
             held.append(callback)
         queue_callback(callback)
 
-    if order != "of the ledger" and world.size > 1:
-        holding = patch.object(steps, "queue_callback", queue)
-    else:
-        holding = patch.object(ledger if order == "of the ledger" else local, "GraphTask", Held)
-    with holding:
+    holds_callbacks = patch.object(steps, "queue_callback", queue)
+    with holds_callbacks if world.size > 1 else patch.object(local, "GraphTask", Held):
         model, optimizer = make()
         for step in range(3):  # the order of arrival gets known
             model(data(world, step)).sum(1).mean().backward()
@@ -213,16 +209,14 @@ def trip_while_held(world: World, who: list[int], order: str, weighted: bool) ->
             optimizer.zero_grad()
         held.clear()
 
-        of_means = order == "of the ledger"
-
-        def backward(output: Tensor, weight: int, reduction: Any) -> None:
-            with model.weight(weight, reduction=reduction) if weight else nullcontext():
-                (output.sum() if weight and reduction == "sum" else output.sum(1).mean()).backward()
+        def backward(output: Tensor, weight: int) -> None:
+            with model.weight(weight) if weight else nullcontext():
+                (output.sum() if weight else output.sum(1).mean()).backward()
 
         first, second = model(data(world, 3), world.rank in who), None
         if order == "no forward between":
             second = model(data(world, 4))
-        said = raised(backward, first, 5 * weighted, "mean" if of_means else "sum")
+        said = raised(backward, first, 5 * weighted)
         told.append(said)
         tripped = world.rank in who
         assert bool(held) or not tripped
@@ -237,7 +231,7 @@ def trip_while_held(world: World, who: list[int], order: str, weighted: bool) ->
             second.register_hook(let_go)
         optimizer.zero_grad()
         twin = copy.deepcopy(model.module)
-        after = raised(backward, second, 0 if of_means else 3 * weighted, "sum")
+        after = raised(backward, second, 3 * weighted)
         assert not held or not tripped
         twin(whole(world, 4)).sum(1).mean().backward()
         same_gradients(model.module, twin)
@@ -251,7 +245,6 @@ def trip_while_held(world: World, who: list[int], order: str, weighted: bool) ->
         ("a forward between", True, [1]),
         ("no forward between", False, [1]),
         ("no forward between", True, [0, 1]),
-        ("of the ledger", True, [1]),
     ],
 )
 def test_a_backward_is_not_taken_for_the_one_before_it_that_an_exception_has_ended(

@@ -253,14 +253,3 @@ def test_a_wrong_weight_on_a_gpu_is_refused_when_the_rank_reports(asked: list[fl
         ledger.backward_began()
     with pytest.raises(UsageError, match="finite number >= 0"):
         ledger.report(1)
-
-
-def test_the_mean_over_a_weight_on_a_gpu_multiplies_by_it(asked: list[float]) -> None:
-    ledger = Ledger()
-    parameter = torch.ones(1, requires_grad=True)
-    factors: list[float] = []
-    parameter.register_hook(lambda _: factors.append(ledger.factor(parameter, is_common=False)))
-    with ledger.weigh(torch.tensor(3.0), is_mean=True):
-        ledger.blocks.forward_ended()
-        parameter.exp().backward()
-    assert factors == [3.0]

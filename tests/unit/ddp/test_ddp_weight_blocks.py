@@ -25,8 +25,8 @@ def net() -> nn.Module:
 class Side:
     """A model with its optimizer: ours, on uneven parts of each batch, or one process on the whole batch."""
 
-    def __init__(self, world: World, *, wrapped: bool, reduction: str = "sum") -> None:
-        self.world, self.wrapped, self.reduction, self.net = world, wrapped, reduction, net()
+    def __init__(self, world: World, *, wrapped: bool) -> None:
+        self.world, self.wrapped, self.net = world, wrapped, net()
         self.model: Any = DistributedDataParallel(self.net) if wrapped else self.net
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
 
@@ -36,16 +36,14 @@ class Side:
         return parts[self.world.rank]
 
     def weight(self, count: float) -> Any:
-        return self.model.weight(count, reduction=self.reduction) if self.wrapped else nullcontext()
+        return self.model.weight(count) if self.wrapped else nullcontext()
 
     def local(self) -> Any:
         return self.model.no_sync() if self.wrapped else nullcontext()
 
     def loss(self, x: Tensor) -> Tensor:
-        summed = self.wrapped and self.reduction == "sum"
-        return F.mse_loss(self.model(x), torch.ones_like(x[:, :2]), reduction="sum" if summed else "mean") * (
-            0.5 if summed else 1
-        )
+        out = self.model(x)
+        return F.mse_loss(out, torch.ones_like(out)) * (len(x) if self.wrapped else 1)
 
     def backward(self, batch: Tensor) -> None:
         """Run a weighted backward over this rank's part of a batch."""
@@ -64,14 +62,9 @@ class Side:
 
 
 def beside_one_process(world: World, case: str) -> None:
-    for reduction in ("sum", "mean")[2 - world.size :]:
-        with_reduction(world, case, reduction)
-
-
-def with_reduction(world: World, case: str, reduction: str) -> None:
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(5, 7 if "plain" not in case else 8, 3, generator=generator, dtype=torch.float64)
-    ours, twin = Side(world, wrapped=True, reduction=reduction), Side(world, wrapped=False)
+    ours, twin = Side(world, wrapped=True), Side(world, wrapped=False)
     for side in ours, twin:
         for number, batch in enumerate(batches):
             CASES[case](side, batch, number)
@@ -156,7 +149,7 @@ def blocks_left_before_their_backwards(side: Side, batch: Tensor, number: int) -
 
 
 def one_backward_of_two_blocks(side: Side, batch: Tensor, number: int) -> None:
-    if not side.wrapped or side.reduction == "mean":
+    if not side.wrapped:
         side.backward(batch)
         side.step()
         return
@@ -191,7 +184,7 @@ def used_by_the_loss_alone(side: Side, batch: Tensor, number: int) -> None:
         side.optimizer.add_param_group({"params": [side.net.scale]})
         side.model = DistributedDataParallel(side.net, unused_parameters="allow") if side.wrapped else side.net
     x = side.part(batch)
-    penalty = side.net.scale.square().sum() * (len(x) if side.wrapped and side.reduction == "sum" else 1)  # type: ignore[operator,union-attr]
+    penalty = side.net.scale.square().sum() * (len(x) if side.wrapped else 1)  # type: ignore[operator,union-attr]
     with side.weight(len(x)):
         (side.loss(x) + penalty).backward()
     side.optimizer.step()
@@ -304,8 +297,8 @@ def test_one_backward_of_two_blocks_over_a_kept_gradient_is_refused(ranks: Ranks
         assert "p.grad already held gradients" in message
 
 
-def weight_decay_after_the_forward(world: World, reduction: str) -> str:
-    ours, twin = Side(world, wrapped=True, reduction=reduction), Side(world, wrapped=False)
+def weight_decay_after_the_forward(world: World) -> str:
+    ours, twin = Side(world, wrapped=True), Side(world, wrapped=False)
     batch = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for side in ours, twin:
         with side.weight(len(side.part(batch))):
@@ -320,11 +313,10 @@ def weight_decay_after_the_forward(world: World, reduction: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_penalty_between_forward_and_weighted_backward_is_whole_or_refused(ranks: Ranks, reduction: str) -> None:
+def test_a_penalty_between_forward_and_weighted_backward_is_whole_or_refused(ranks: Ranks) -> None:
     """It was divided by the weights, as the forward's own backward that it was taken for."""
-    for message in ranks.run(weight_decay_after_the_forward, reduction):
-        if ranks.size == 2 and reduction == "sum":
+    for message in ranks.run(weight_decay_after_the_forward):
+        if ranks.size == 2:
             assert "a forward pass inside model.weight() awaits its own" in message
         else:
             assert message == ""

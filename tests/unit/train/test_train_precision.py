@@ -77,7 +77,9 @@ def train(world: World, case: Case) -> tuple[dict[str, Any], list[Any]]:
     config = TrainConfig(2, precision=case.precision, clip_norm=CLIP, show_progress=False)  # type: ignore[arg-type]
     with scalers_made() as scalers:
         result = Trainer(model, optimizer, loss, loader, config).fit()
-    return weights_of(module), [result.steps, scalers[0].get_scale() if scalers else None, dtypes, result.samples]
+    samples = RUN.batch_size / world.size  # in the loss, which is a sum
+    scale = scalers[0].get_scale() * samples if scalers else None
+    return weights_of(module), [result.steps, scale, dtypes, result.samples]
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bf16", 1), ("fp16", 2)])

@@ -32,8 +32,6 @@ class KeptGradients:
         self.found: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
         """For each parameter id, the gradient that existed at the latest forward and its version; None before the first
         forward."""
-        self.has_early = False
-        """Whether a gradient of this step arrived before the backward pass reached any output."""
         # None before the first backward. Copies are needed only if more weights may follow, under no_sync().
         self._copies: list[tuple[Tensor, Tensor]] | None = None
         self._weight = 0.0
@@ -72,7 +70,7 @@ class KeptGradients:
             for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
                 if parameter.grad is not None and index not in elsewhere:
                     if self._is_new(parameter) and parameter.requires_grad and is_accumulated(parameter):
-                        new += [parameter] if _may_count(parameter.grad) and not self.has_early else []
+                        new += [parameter] if _may_count(parameter.grad) else []
                     elif self._is_kept(name, parameter):
                         kept.append(parameter)
             if kept or new:

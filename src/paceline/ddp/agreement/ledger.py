@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from math import inf
 from typing import Any
 from weakref import WeakSet
@@ -15,12 +13,11 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.core.state import data_position
 from paceline.core.telemetry.spans import black_box
-from paceline.core.torch_internals.autograd import GraphTask, current_task, is_accumulated, queue_callback
+from paceline.core.torch_internals.autograd import current_task
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.kept_gradients import KeptGradients
 from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
 from paceline.ddp.agreement.weight_block import BY_SLICE, UNCOUNTED, UNWEIGHTED, WEIGHTED, Block, Blocks
-from paceline.errors import UsageError
 
 
 class Ledger:
@@ -61,7 +58,6 @@ class Ledger:
         """Block of the latest backward pass."""
         self.task = self._local_task = -1
         self._other_backwards = 0  # number of times that other backward passes ran in between
-        self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward pass with multiplied gradients
         self._mistaken_means = MistakenMeans()
 
     @property
@@ -114,7 +110,7 @@ class Ledger:
         # A rank that skipped all of its slices does not know whether the other ranks use weights.
         if self.status.weighting in (0, UNWEIGHTED):
             is_skipped = not self.status.weighting
-            self._count_only([Block(slices, is_mean=False)], BY_SLICE if is_skipped else WEIGHTED | BY_SLICE)
+            self._count_only([Block(slices)], BY_SLICE if is_skipped else WEIGHTED | BY_SLICE)
 
     def forget_local(self) -> None:
         """Forget the backward passes since the last synchronization and their weights; gradients will not be used."""
@@ -157,9 +153,9 @@ class Ledger:
     # -- weights ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def weigh(self, weight: float | Tensor, *, is_mean: bool = False) -> Iterator[None]:
+    def weigh(self, weight: float | Tensor) -> Iterator[None]:
         """Give `weight` to the micro-batch inside the ``with`` block, unless the block raises an exception."""
-        block = Block(weight, is_mean=is_mean)
+        block = Block(weight)
         try:
             with self.blocks.inside(block):
                 yield
@@ -196,7 +192,7 @@ class Ledger:
         if task != self.task + 1 and self.task != -1:
             self._note_other_backward()
         self.task = task
-        self.current = self._multiplied = None
+        self.current = None
         blocks = self.blocks
         if block is not None or blocks.open or blocks.unused:
             block = blocks.of_backward(block)
@@ -205,13 +201,7 @@ class Ledger:
             return
         self.current = block
         self._count(block)
-        if block.factor != 1:
-            # Only the callback holds `running`, so the weak reference is alive exactly as long as the graph task.
-            running = GraphTask()
-            self._multiplied = weakref.ref(running)
-            queue_callback(partial(_ended, running))
-        else:
-            self._mistaken_means.check(block)
+        self._mistaken_means.check(block)
 
     def _note_other_backward(self) -> None:
         """Request a comparison of the replicas in the next step, after a backward pass that this wrapper did not see.
@@ -226,18 +216,9 @@ class Ledger:
 
     def backward_goes_on(self, block: Block | None) -> None:
         """Count the weight of another block when the running backward pass reaches an output of its forward."""
-        if block is None:
-            return
-        block, multiplied = self.blocks.of_backward(block), self.current if self._is_multiplied() else None
-        if block is None or block is multiplied:
-            return
-        if block.factor != 1 or multiplied is not None:
-            raise UsageError(
-                "one backward pass covers several model.weight() blocks, and at least one has "
-                'reduction="mean", so no single factor fits all gradients; run one backward pass per block, '
-                "all but the last under model.no_sync()"
-            )
-        if block not in self._counted:
+        if block is not None:
+            block = self.blocks.of_backward(block)
+        if block is not None and block not in self._counted:
             self.kept.check_no_more()
             self._count(block)
 
@@ -267,35 +248,6 @@ class Ledger:
             self.status.weighting |= WEIGHTED
             data_position.note_weight()
 
-    def _is_multiplied(self) -> bool:
-        return self._multiplied is not None and self._multiplied() is not None
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the running graph task is this wrapper's latest backward pass."""
-        return current_task() == self.task != -1
-
-    def factor(self, parameter: Tensor, *, is_common: bool) -> float:
-        """Return the factor for a gradient that arrives at `parameter`: 1, unless the loss is a mean with a weight.
-
-        Args:
-            parameter: the parameter of the gradient.
-            is_common: whether another wrapper also has the parameter, so the backward pass may belong to that wrapper.
-        """
-        if self._is_multiplied():
-            assert self.current is not None
-            return self.current.factor
-        if is_common or self.is_under_way or not is_accumulated(parameter):
-            return 1.0
-        # A gradient may arrive before the backward pass reaches an output, for example from a penalty on a parameter
-        # that the forward did not use. If a block is waiting for its backward pass, count that pass as started.
-        waiting = self.blocks.waiting()
-        if waiting is None or waiting.factor == 1:
-            return 1.0
-        self.backward_began(waiting)
-        self.kept.has_early = True
-        return self.factor(parameter, is_common=False)
-
     def forget_dropped(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
         """Forget the weights of local backward passes whose gradients were dropped (``zero_grad``).
 
@@ -314,7 +266,3 @@ class Ledger:
             self._count_only([], UNWEIGHTED)
         else:
             self._count_only([self.current], WEIGHTED)
-
-
-def _ended(_task: GraphTask) -> None:
-    """Do nothing; queued as a callback, this function keeps its argument alive until the graph task ends."""

@@ -61,8 +61,8 @@ class MistakenMeans:
         place = place_of(call)
         message = (
             f"{place[0]}:{place[1]}: backward starts from a mean inside model.weight({weight:g}), which takes a summed "
-            f"loss, so gradients come out up to {weight:g} times too small; write model.weight({weight:g}, "
-            'reduction="mean"), or sum the loss (reduction="sum")'
+            f"loss, so gradients come out up to {weight:g} times too small; multiply the mean by {weight:g}, or use "
+            'reduction="sum" in the loss'
         )
         warnings.warn_explicit(message, UserWarning, *place)
 

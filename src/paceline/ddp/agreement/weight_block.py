@@ -58,11 +58,9 @@ class Block:
     Args:
         weight: a number, or a tensor of one element. A GPU tensor is copied in the background, and reading
             :attr:`weight` waits for the copy.
-        is_mean: whether the loss inside is a mean.
     """
 
-    def __init__(self, weight: float | Tensor, *, is_mean: bool) -> None:
-        self.is_mean = is_mean
+    def __init__(self, weight: float | Tensor) -> None:
         self.has_forward = False
         """Whether a forward pass of the wrapper ran inside the block."""
         self.is_claimed = False
@@ -80,11 +78,6 @@ class Block:
             self._weight = _checked(self._read())
             self.is_on_its_way = False
         return self._weight
-
-    @property
-    def factor(self) -> float:
-        """Factor for gradients in the block's backward passes: 1 for a summed loss, the weight for a mean."""
-        return self.weight if self.is_mean else 1.0
 
 
 class Blocks:

@@ -2,63 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch import nn
 
-from paceline.comm.forking import finalize
 from paceline.core.state.unwrapping import plain_name
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.consistency.module_changes import ModuleWatch, Named
-from paceline.ddp.extensions.shared_parameters import find_partners
 from paceline.ddp.options.config import Options
 from paceline.ddp.options.module_checks import check_averaged, trained_parameters
-from paceline.errors import UsageError
-
-
-class MeanLosses:
-    """Multiplies gradients as they arrive, starting with the first ``model.weight()`` block with a mean loss."""
-
-    def __init__(self, watch: ModuleWatch, ledger: Ledger) -> None:
-        self._watch, self._ledger = watch, ledger
-        self._hooked: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]] = {}  # keyed by the parameter's id
-        finalize(self, _remove, self._hooked)
-
-    def hook_parameters(self) -> None:
-        for _, parameter in self._watch.named_parameters():
-            hooked = self._hooked.get(id(parameter))
-            if parameter.requires_grad and (hooked is None or hooked[0]() is not parameter):
-                # Marked as unserializable, because torch warns about any other hook when a tensor is pickled.
-                arrives = unserializable_hook(partial(_multiplied, self._ledger, weakref.ref(parameter)))
-                self._hooked[id(parameter)] = weakref.ref(parameter), parameter.register_hook(arrives)
-
-
-def _remove(hooked: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]]) -> None:
-    for _, handle in hooked.values():
-        handle.remove()
-
-
-def _multiplied(ledger: Ledger, to: weakref.ref[Tensor], gradient: Tensor) -> Tensor | None:
-    """Return the gradient to accumulate instead of `gradient`, or None to leave it unchanged."""
-    parameter = to()
-    if parameter is None:
-        return None
-    partners = find_partners(parameter, ledger)
-    factor = ledger.factor(parameter, is_common=bool(partners))
-    if factor == 1:
-        return None
-    if any(partner.is_under_way for partner in partners):
-        raise UsageError(
-            "one backward pass runs through two DistributedDataParallel wrappers that share a parameter, so "
-            'model.weight(…, reduction="mean") would multiply the gradients of both; use summed losses instead'
-        )
-    # A mean over no items is NaN, and multiplying it by a weight of 0 would leave it NaN.
-    return gradient * factor if factor else torch.zeros_like(gradient)
 
 
 class Replica:
@@ -79,8 +33,6 @@ class Replica:
     """The buffers that are synchronized."""
     ledger: Ledger
     """Counts steps and adds up weights, which the control block reports to the other ranks."""
-    mean_losses: MeanLosses
-    """Multiplies the gradients of mean losses in ``model.weight()`` blocks."""
 
     def __init__(self, modules: dict[str, Any], ignored: set[str]) -> None:
         trained = trained_parameters(modules["module"], ignored)
@@ -91,7 +43,6 @@ class Replica:
         self.buffers = Buffers(self.module, ignored, self.device)
         self._ignored = ignored
         self.ledger = Ledger()
-        self.mean_losses = MeanLosses(self.watch, self.ledger)
 
     @property
     def module(self) -> nn.Module:

@@ -249,12 +249,6 @@ def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     return total + more
 
 
-def find_partners(parameter: Tensor, ledger: Ledger) -> list[Ledger]:
-    """Return the ledgers of the other live wrappers that train `parameter`."""
-    sharings = (sharing for sharing in list(_sharings()) if id(parameter) in sharing._index_of)
-    return [sharing._ledger for sharing in sharings if sharing._ledger is not ledger]
-
-
 @cache
 def _sharings() -> WeakSet[Sharing]:
     return WeakSet()

@@ -333,7 +333,7 @@ class Step(Exchange, Member):
             shows_outputs = not (self.forwards.is_unseen or self.forwards.are_differentiated)
             self.backward_reached(None, parameter)
             if (backward := self.backward) is not None and backward.phase is Phase.LAUNCHING:
-                if shows_outputs and (block := self.ledger.current) is not None and not block.is_mean:
+                if shows_outputs and (block := self.ledger.current) is not None:
                     waiting = self.forwards.waiting_in(block)
                     queue_callback(partial(self._check_reached, backward, index, block, waiting))
                 self.gradient_arrived(index, parameter)

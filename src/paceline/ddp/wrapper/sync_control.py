@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -154,9 +154,7 @@ class SyncControl(Joinable):
         self._replica.ledger.synchronized()
         self._replica.ledger.task = -1  # and gradients that this backward pass produced outside the module
 
-    def weight(
-        self, weight: float | torch.Tensor, reduction: Literal["sum", "mean"] = "sum"
-    ) -> AbstractContextManager[None]:
+    def weight(self, weight: float | torch.Tensor) -> AbstractContextManager[None]:
         """Surround a micro-batch whose loss is a *sum*, and state the number of samples or tokens in the sum.
 
         The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization. This
@@ -165,15 +163,9 @@ class SyncControl(Joinable):
             with model.weight(len(y)):
                 F.cross_entropy(model(x), y, reduction="sum").backward()
 
-        With ``reduction="mean"``, the loss inside is a *mean* over that number of items, the default of torch's loss
-        functions. Gradients of the wrapper's parameters are multiplied by the number as they arrive, so the result is
-        the same. A mean over no items is NaN, but counts as zero::
-
-            with model.weight(len(y), reduction="mean"):
-                F.cross_entropy(model(x), y).backward()
-
-        A mean loss without ``reduction="mean"`` would give gradients that are too small. The wrapper checks its first
-        backward passes for this, and warns with the line of code if one starts from a mean.
+        A mean times its number of items is a sum: ``(F.cross_entropy(model(x), y) * len(y)).backward()``. A bare mean
+        would give gradients that are too small. The wrapper checks its first backward passes for this, and warns with
+        the line of code if one starts from a mean.
 
         The average is accumulated into ``p.grad``, as in an ordinary backward pass. A block without a backward pass
         does not count.
@@ -181,21 +173,14 @@ class SyncControl(Joinable):
         Args:
             weight: a count, or any number >= 0, or a tensor of one element. The host does not wait for a tensor on a
                 GPU, so an invalid value raises an error only at the end of backward.
-            reduction: the reduction of the loss inside, ``"sum"`` or ``"mean"``.
 
         Raises:
-            UsageError: if `weight` is negative or not finite, or if `reduction` is invalid. Also in backward: if it
-                covers the mean losses of several blocks; if it runs through two wrappers that share parameters and one
-                has a mean loss; or if a backward pass outside the wrapper ran between the forward of a summed loss and
-                its backward.
+            UsageError: if `weight` is negative or not finite. Also in backward, if a backward pass outside the wrapper
+                ran between the forward and its backward.
         """
-        if reduction not in ("sum", "mean"):
-            raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')
         # Resync before counting this weight, because the resync consumes all counted weights.
         self._engine.resync_aborted()
-        if reduction == "mean":
-            self._replica.mean_losses.hook_parameters()
-        return self._replica.ledger.weigh(weight, is_mean=reduction == "mean")
+        return self._replica.ledger.weigh(weight)
 
     # -- virtual ranks ------------------------------------------------------------------------------------------
 

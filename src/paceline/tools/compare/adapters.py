@@ -78,10 +78,8 @@ class Torch(Measured):
         return self._torch(*inputs, **kwargs)
 
     @contextmanager
-    def weight(self, weight: Any, reduction: str = "sum") -> Iterator[None]:
+    def weight(self, weight: Any) -> Iterator[None]:
         """Do what users of torch's wrapper do to weight micro-batches: all-reduce the total and scale the gradients."""
-        if reduction != "sum":
-            raise UsageError("only Paceline's wrapper has weight(reduction='mean'); compare with --modes ddp")
         yield
         self._weight += float(weight)
         if self.do_sync:
