@@ -40,7 +40,7 @@ def main() -> None:
             with accelerator.accumulate(model):
                 accelerator.backward(F.cross_entropy(model(inputs), labels))
                 if accelerator.sync_gradients:
-                    paceline.clip_grad_norm_(model, 10.0)
+                    nn.utils.clip_grad_norm_(model.parameters(), 10.0)
                 optimizer.step()
                 optimizer.zero_grad()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.data import DataLoader
-from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
+from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.optim import ShardedOptimizer
 
 SAMPLES, BATCH = 3 * 32 + 5, 32
@@ -123,7 +123,7 @@ class Steps:
             self.repeats += self.model.is_repeat
             self.samples += 0 if self.model.is_repeat else len(x)
         if self.model.do_sync:
-            clip_grad_norm_(self.model, 0.05)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.number += 1

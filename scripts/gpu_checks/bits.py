@@ -120,7 +120,7 @@ class Training:
         self.repeats += self.model.is_repeat
         if self.model.do_sync:
             self.scaler.unscale_(self.optimizer)
-            paceline.clip_grad_norm_(self.model, 0.5)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad()

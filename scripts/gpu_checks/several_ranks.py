@@ -128,7 +128,7 @@ def sharded(place: Place) -> Iterator[Row]:
             _, mine = rows_of(place, step, WIDTH)
             for model, optimizer in zip(models, optimizers, strict=True):
                 model(mine.to(dtype)).backward()
-                paceline.clip_grad_norm_(model.parameters(), 0.1)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
                 optimizer.zero_grad()
         error = between(modules[1], modules[0])

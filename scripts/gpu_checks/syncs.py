@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-import paceline
 from gpu_checks.models import SMALL, TINY
 from gpu_checks.rows import Place, Row, holds, measured, not_run
 from gpu_checks.wrapping import COMPRESSORS, compress, llama, tokens, torch_views, with_buckets
@@ -81,7 +80,7 @@ def steady(place: Place, case: Case) -> Step:
         else:
             model(ids).backward()
         if case.name == "clip_grad_norm_":
-            paceline.clip_grad_norm_(model, 1.0)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 

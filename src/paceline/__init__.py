@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.core.processes.world import World, init
     from paceline.core.state.rng import set_seed
     from paceline.core.state.unwrapping import unwrap
-    from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics, mean_over_ranks
+    from paceline.ddp import DistributedDataParallel, accumulate, gather_for_metrics, mean_over_ranks
     from paceline.nn import SyncBatchNorm
     from paceline.nn.data_parallel import DataParallel
 
@@ -36,7 +36,6 @@ __all__ = [
     "accumulate",
     "cache_mesh",
     "checkpoint",
-    "clip_grad_norm_",
     "compression",
     "data",
     "ddp",
@@ -62,7 +61,6 @@ _HOMES = {
     "DataParallel": "nn.data_parallel",
     "DistributedDataParallel": "ddp",
     "accumulate": "ddp",
-    "clip_grad_norm_": "ddp",
     "gather_for_metrics": "ddp",
     "mean_over_ranks": "ddp",
     "cache_mesh": "core.processes.rank_lookup",

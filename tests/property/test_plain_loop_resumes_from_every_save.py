@@ -55,7 +55,7 @@ def train(world: World, folder: str, dropout: float, resume_from: int | None = N
                 with model.weight(len(x)):
                     (model(x) - y).square().sum().backward()
                 if model.do_sync:
-                    paceline.clip_grad_norm_(model, 1.0)
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
                     scheduler.step()

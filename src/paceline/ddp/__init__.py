@@ -1,13 +1,12 @@
 """The wrapper, its reducer, and functions for plain training loops."""
 
 from paceline.ddp.metrics import gather_for_metrics, mean_over_ranks
-from paceline.ddp.training_loop import accumulate, clip_grad_norm_
+from paceline.ddp.training_loop import accumulate
 from paceline.ddp.wrapper.wrapper import DistributedDataParallel
 
 __all__ = [
     "DistributedDataParallel",
     "accumulate",
-    "clip_grad_norm_",
     "gather_for_metrics",
     "mean_over_ranks",
 ]

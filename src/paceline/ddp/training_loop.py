@@ -1,4 +1,4 @@
-"""Functions for a plain training loop: gradient accumulation and clipping."""
+"""Gradient accumulation in a plain training loop."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from paceline.core.state.rng import rng_state, set_rng_state
@@ -159,34 +158,3 @@ def _looked_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
             yield current, False
             current = following
         yield current, True
-
-
-def clip_grad_norm_(
-    parameters: nn.Module | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> Tensor:
-    """Scale the averaged gradients so that their norm is at most `max_norm`; returns the norm before scaling.
-
-    Gradients are equal on every rank after a synchronized backward, so each rank computes the same norm without
-    communication.
-
-    Args:
-        parameters: the model, or parameters as for ``torch.nn.utils.clip_grad_norm_``.
-        max_norm: the largest norm allowed.
-        norm_type: p of the p-norm.
-        error_if_nonfinite: raise ``RuntimeError`` if the norm is NaN or Inf.
-
-    Raises:
-        UsageError: in the middle of an accumulation window, while gradients are still local to each rank.
-    """
-    if isinstance(parameters, DistributedDataParallel):
-        if not parameters.do_sync:
-            raise UsageError(
-                "clip_grad_norm_ was called before the gradients were synchronized; clip when model.do_sync is true, "
-                "just before optimizer.step()"
-            )
-        parameters.check_averaged("clip_grad_norm_()")
-    tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from paceline.ddp import DistributedDataParallel, clip_grad_norm_
+from paceline.ddp import DistributedDataParallel
 from paceline.errors import NonFiniteGradient
 from paceline.train.config import TrainConfig
 from paceline.train.metrics.running_means import LossAverage
@@ -87,8 +87,7 @@ class TrainingStep:
         if self.scaler is not None:
             self.scaler.unscale_(self._optimizer)  # before the norm
         if self._clip_norm is not None:
-            self._model.check_averaged("clip_grad_norm_()")
-            clip_grad_norm_(self._trained_parameters(), self._clip_norm)
+            nn.utils.clip_grad_norm_(self._trained_parameters(), self._clip_norm)
         for micro_batch in self._window:  # before optimizer.step(), which stores per-rank state for rescues
             self._average.add(*micro_batch)
         self.drop()

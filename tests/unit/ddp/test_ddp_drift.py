@@ -97,7 +97,7 @@ def local_perturbation(model: DistributedDataParallel, optimizer: torch.optim.Op
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("step", "name"), [(whole_module, "'parameter 0.bias'"), (head_alone, "'parameter 2.weight'")])
+@pytest.mark.parametrize(("step", "name"), [(whole_module, "parameter '0.bias'"), (head_alone, "parameter '2.weight'")])
 def test_a_backward_past_the_wrapper_after_the_synchronized_one_is_refused(pools: Pools, step: Step, name: str) -> None:
     for message in pools.run(2, outcome, step, build):
         assert message.startswith(f"ReplicaMismatch: after optimizer step 1, {name}")
@@ -120,7 +120,7 @@ def head_alone_once(world: World) -> tuple[int, str]:
 def test_a_single_backward_past_the_wrapper_is_refused_two_steps_later(pools: Pools) -> None:
     for number, message in pools.run(2, head_alone_once):
         assert number == 10
-        assert "'parameter 2.weight'" in message
+        assert "parameter '2.weight'" in message
 
 
 def perturbation_beside_another_graph(
@@ -170,7 +170,7 @@ def slices(world: World, passes_wrapper: str) -> str:
 def test_virtual_ranks_refuse_a_backward_past_the_wrapper(pools: Pools) -> None:
     """After the slices but the last of each rank it counted less, so the result depended on the number of ranks."""
     assert pools.run(2, slices, "never") == ["", ""]
-    assert all("'parameter 0.bias'" in message for message in pools.run(2, slices, "at last"))
+    assert all("parameter '0.bias'" in message for message in pools.run(2, slices, "at last"))
     for size in 1, 2:
         for message in pools.run(size, slices, "always"):
             assert "the gradient of '0.weight' was changed after a slice's backward" in message
@@ -201,7 +201,7 @@ def update_in_hooks(world: World, drops: bool) -> str:
 @pytest.mark.parametrize("drops", [True, False])
 def test_an_update_in_a_post_accumulate_hook_is_refused(pools: Pools, drops: bool) -> None:
     for message in pools.run(2, update_in_hooks, drops):
-        assert "'parameter 0.bias' (and 3 more tensors) has different bits on rank 1" in message
+        assert "parameter '0.bias' (and 3 more) has different bits on rank 1" in message
         assert "a hook" in message
 
 
@@ -228,7 +228,7 @@ class Codebook(nn.Module):
 @pytest.mark.parametrize("through_data", [False, True])
 def test_a_frozen_codebook_that_forwards_change_is_refused_and_may_be_ignored(pools: Pools, through_data: bool) -> None:
     for message in pools.run(2, outcome, update, partial(Codebook, through_data=through_data)):
-        assert "'parameter codes' has different bits" in message or "'parameter codes' (and 2 more tensors)" in message
+        assert "parameter 'codes' has different bits" in message or "parameter 'codes' (and 2 more)" in message
         assert "module._ddp_params_and_buffers_to_ignore" in message
     with pytest.raises(RankFailed, match="codes"):  # replicas differ, as was asked for
         pools.run(2, outcome, update, partial(Codebook, through_data=through_data, ignored=True))
@@ -315,7 +315,7 @@ def train_functional(world: World) -> str:
 
 def test_the_compute_check_does_not_blame_memory_first_for_a_forward_that_writes_to_weights(pools: Pools) -> None:
     for message in pools.run(2, train_functional):
-        assert "'rows'" in message or "'parameter rows'" in message
+        assert "'rows'" in message
         assert message.index("forward") < message.index("faulty memory")
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import chain
 from paceline.core.processes.world import World
-from paceline.ddp import DistributedDataParallel, clip_grad_norm_
+from paceline.ddp import DistributedDataParallel
 from paceline.errors import NonFiniteGradient, ReplicaMismatch, UsageError
 from ranks import Ranks
 from twins import Pools
@@ -252,23 +252,6 @@ def compiled_inside(world: World) -> list[list[str]]:
 def test_names_are_the_users_own_with_a_compiled_module_inside(pools: Pools) -> None:
     for plain, compiled in pools.run(2, compiled_inside):
         assert plain == compiled
-
-
-def clip_after_a_local_backward(world: World) -> str:
-    model = DistributedDataParallel(net())
-    with model.no_sync():
-        model(sample(world)).sum().backward()
-    with pytest.raises(UsageError) as caught:
-        clip_grad_norm_(model, 1.0)
-    model.sync_gradients()
-    clip_grad_norm_(model, 1.0)
-    return str(caught.value)
-
-
-def test_clipping_local_gradients_is_refused(pools: Pools) -> None:
-    """Each rank would clip by a norm of its own."""
-    for message in pools.run(2, clip_after_a_local_backward):
-        assert "clip_grad_norm_() found gradients that the wrapper has not averaged" in message
 
 
 class Conjugated(nn.Module):

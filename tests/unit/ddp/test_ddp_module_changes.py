@@ -516,7 +516,7 @@ def drift_of_new(world: World) -> str:
 
 def test_the_replica_check_looks_at_the_module_as_it_is_now(pools: Pools) -> None:
     for message in pools.run(SIZE, drift_of_new):
-        assert "'parameter head.weight'" in message
+        assert "parameter 'head.weight'" in message
 
 
 def nan_in_new(world: World) -> str:

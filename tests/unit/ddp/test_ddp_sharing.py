@@ -315,7 +315,7 @@ def test_a_rank_without_data_syncs_models_one_after_the_other(pools: Pools, firs
     for said in pools.run(2, syncs_in_turn, first):
         assert len(said) == 1
         assert said[0].startswith("7: ")
-        assert "'parameter head.bias' has different bits on rank 1" in said[0]
+        assert "parameter 'head.bias' has different bits on rank 1" in said[0]
 
 
 class Optional(nn.Module):

@@ -698,10 +698,10 @@ def test_alone():
 
 
 FOUND = {
-    "clipped_locally": "'parameter 0.bias' .* has different bits on rank 1 than on rank 0",
+    "clipped_locally": "parameter '0.bias' .* has different bits on rank 1 than on rank 0",
     "collective_on_rank_0": "rank 0 is in all_reduce, its collective 1, called at mistakes.py",
     "early_stopping": "rank 1 is at assert_no_desync.* rank 0 did not get there within",
-    "learning_rate_on_rank_0": "'parameter 0.bias' .* has different bits on rank 1 than on rank 0",
+    "learning_rate_on_rank_0": "parameter '0.bias' .* has different bits on rank 1 than on rank 0",
     "loss_not_divided": "gradient of '0.weight' .* it is 2 times as large",
     "module_called": "call the wrapper and not model.module",
     "no_sampler": "ranks 0 and 1 share 32 of 32 samples",
@@ -717,7 +717,7 @@ FOUND = {
     "skipped_optimizer_step": "rank 0 has 3, rank 1 has 2 optimizer steps",
     "stale_gradients": "step 1, rank 0: the gradient of '0.weight' differs from one process's",
     "summed_loss": "gradient of '0.weight' .* it is 1/2 of it",
-    "weights_loaded_on_rank_0": "'parameter 0.bias' .* has different bits on rank 1 than on rank 0",
+    "weights_loaded_on_rank_0": "parameter '0.bias' .* has different bits on rank 1 than on rank 0",
 }
 HARMLESS = {"batch_norm_drift", "branch_by_rank"}
 """Mistakes under torch DDP; Paceline's wrapper trains on as one process would."""

@@ -6,10 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
 
 from paceline.core.state import data_position
 from paceline.core.telemetry.spans import black_box
@@ -43,7 +41,6 @@ class Ledger:
 
     def __init__(self) -> None:
         self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
-        self.optimizers: WeakSet[Optimizer] = WeakSet()  # optimizers that have stepped over this model's parameters
         self.status = Status()
         self.notes: Sequence[tuple[float, float]] = ()
         """Weight and weighting of each rank in the latest synchronization."""

@@ -67,7 +67,6 @@ class StepGuard:
             if not has_closure:
                 self.check_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
                 self._synchronizations_seen[optimizer] = self._ledger.synchronizations
-            self._ledger.optimizers.add(optimizer)
             # One optimizer may step inside another, and only on some ranks (ZeroRedundancyOptimizer). If an outer step
             # raised and never reached its end, it counts as over once new gradients exist.
             if self._outermost is None or self._outermost[1] != self._ledger.synchronizations:

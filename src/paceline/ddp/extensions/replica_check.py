@@ -4,13 +4,12 @@ The check also runs in the step after a backward pass that the wrapper did not s
 
 Replicas can drift apart, unnoticed by any other check, because of a backward pass that bypasses the wrapper, a forward
 or a hook that writes to weights, a flipped bit, or optimizers that differ between ranks. Each rank computes a 64-bit
-digest of each tensor, and combines the digests into one number. A small collective gathers these numbers during a
+digest of each parameter, and combines the digests into one number. A small collective gathers these numbers during a
 synchronized backward pass, when all ranks are at the same step. Only if the numbers differ are all digests gathered, to
-find the tensor.
+find the parameter.
 
-The check covers every parameter. With ``check_replicas_every`` it also covers optimizer state, except sharded state,
-which is not the same on all ranks. Buffers are not compared: a broadcast makes them equal in every step, and buffers
-that are not broadcast, such as BatchNorm's running statistics, may differ.
+Optimizer state is not compared: a difference is found once it has changed a parameter. Nor are buffers: a broadcast
+makes them equal in every step, and buffers that are not broadcast, such as BatchNorm's running statistics, may differ.
 
 Decision 0058 says why.
 """
@@ -21,7 +20,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +57,6 @@ class ReplicaCheck(Extension):
         # Digests of the parameters, and the number of synchronizations at the time they were computed.
         self._noted: dict[str, Tensor] = {}
         self._noted_at = -1
-        self._common: list[str] = []  # names of the tensors that all ranks hold
-        self._layouts: list[int] = []  # a digest of each rank's tensor names when `_common` was agreed on
 
     def is_active(self) -> bool:
         """Return whether checks run at regular intervals; others are requested through :attr:`.Ledger.compare_at`."""
@@ -109,45 +105,32 @@ class ReplicaCheck(Extension):
             return None
         self._checked_at = steps
         local = self._digests()
-        layout, total = _number("\n".join(local)), self._total(local)
-        rows = yield from self._channel.gather_numbers([layout, total, len(local)], _WHAT)
-        layouts = [row[0] for row in rows]
-        if layouts == self._layouts and len({row[1] for row in rows}) == 1:
+        rows = yield from self._channel.gather_numbers([_number(str(local)), len(local)], _WHAT)
+        if len({row[0] for row in rows}) == 1:
             return None
-        # Ranks may hold different tensors, for example optimizer state that exists only on some; find the common ones.
-        if layouts != self._layouts:
-            numbers = {_number(name): name for name in local}
-            padding = [0] * (max(row[2] for row in rows) - len(local))
-            held = yield from self._channel.gather_numbers([*numbers, *padding], _WHAT)
-            shared = set.intersection(*map(set, held)) & set(numbers)
-            self._common = sorted(numbers[number] for number in shared)
-            self._layouts = layouts
-        rows = yield from self._channel.gather_numbers([local[name] for name in self._common], _WHAT)
-        return drift(self._common, rows, self._ledger.steps_of_job)
+        numbers = [number for name, digest in local.items() for number in (_number(name), digest)]
+        padding = [0] * (2 * max(row[1] for row in rows) - len(numbers))
+        rows = yield from self._channel.gather_numbers(numbers + padding, _WHAT)
+        held = [dict(zip(row[::2], row[1::2], strict=True)) for row in rows]
+        # Ranks may hold different parameters, for example frozen ones that only some ranks added; compare the others.
+        common = [name for name in local if all(_number(name) in digests for digests in held)]
+        digests_of_ranks = [[digests[_number(name)] for name in common] for digests in held]
+        return drift(common, digests_of_ranks, ledger.steps_of_job)
 
     def _parameters(self) -> dict[str, Tensor]:
         named = [(name, parameter) for name, parameter in self._named_parameters() if not is_lazy(parameter)]
-        return {f"parameter {name}": quick_digest(local_of(parameter)) for name, parameter in named}
-
-    def _total(self, digests: Mapping[str, int]) -> int:
-        return _number(" ".join(str(digests.get(name)) for name in self._common))
+        return {name: quick_digest(local_of(parameter)) for name, parameter in named}
 
     def _digests(self) -> dict[str, int]:
         # Digests may be left over from an earlier step, for instance if this rank was inside join() then.
         is_current = self._noted_at == self._ledger.synchronizations
-        tensors = self._noted if is_current else self._parameters()
+        digests = self._noted if is_current else self._parameters()
         self._noted = {}
-        for name, parameter in self._named_parameters() if self._every else ():
-            for optimizer in self._ledger.optimizers:
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if (state := _as_tensor(value)) is not None:
-                        kind = type(optimizer).__name__
-                        tensors[f"{kind}'s {key} of parameter {name}"] = quick_digest(local_of(state))
-        return _on_host(dict(sorted(tensors.items())))
+        return _on_host(dict(sorted(digests.items())))
 
 
 def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> str | None:
-    """Describe in one sentence the first tensor that differs, given every rank's digests; None if all are equal.
+    """Describe in one sentence the first parameter that differs, given every rank's digests; None if all are equal.
 
     The value held by most ranks counts as correct; in a tie, rank 0's value does.
     """
@@ -155,15 +138,14 @@ def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> st
     differing = [name for name, column in columns.items() if len(set(column)) > 1]
     if not differing:
         return None
-    # Report parameters first, because differences in optimizer state follow from them.
-    name = next((entry for entry in differing if entry.startswith("parameter ")), differing[0])
+    name = differing[0]
     column = columns[name]
     counts = Counter(column)
     usual = max(counts, key=lambda value: (counts[value], value == column[0]))
     odd = [rank for rank, value in enumerate(column) if value != usual]
-    others = f" (and {len(differing) - 1} more tensors)" if len(differing) > 1 else ""
+    others = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
     return (
-        f"after optimizer step {steps}, {name!r}{others} has different bits on {named_ranks(odd)} than on "
+        f"after optimizer step {steps}, parameter {name!r}{others} has different bits on {named_ranks(odd)} than on "
         f"rank {column.index(usual)}, so the replicas have drifted apart; start again from the last checkpoint; look "
         "for a backward pass that bypasses the wrapper, an update from gradients under no_sync() (in SAM, synchronize "
         "the first backward pass too), a hook or a forward that changes weights based on one rank's samples, or "
@@ -182,12 +164,6 @@ def _on_host(digests: Mapping[str, Tensor]) -> dict[str, int]:
         for name, number in zip(several, torch.stack([digests[name] for name in several]).tolist(), strict=True)
     }
     return {name: read[name] for name in digests}
-
-
-def _as_tensor(value: Any) -> Tensor | None:
-    if isinstance(value, Tensor):
-        return value if value.layout is torch.strided else None
-    return torch.tensor(value, dtype=torch.float64) if isinstance(value, int | float) else None
 
 
 def _number(text: str) -> int:

@@ -127,6 +127,6 @@ class EarlyAverages:
     def _error(self, index: int) -> UsageError:
         return UsageError(
             f"rank {self._rank}: the gradient of {self._names[index]!r} was changed or used before its "
-            "last part was added, which arrived after its bucket was reduced; access gradients through the wrapper "
-            "(paceline.clip_grad_norm_(model, …), model.parameters()) before changing them: this waits for all parts"
+            "last part was added, which arrived after its bucket was reduced; call model.parameters() on "
+            "the wrapper before changing them, as in clip_grad_norm_(model.parameters(), 1.0): this waits for all parts"
         )

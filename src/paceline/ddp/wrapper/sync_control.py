@@ -334,12 +334,3 @@ class SyncControl(Joinable):
     def total_weight(self) -> float:
         """Sum of all ranks' weights (:meth:`weight`) in the latest synchronized backward pass; 0 without weights."""
         return total_weight(self._replica.ledger.notes)
-
-    def check_averaged(self, caller: str) -> None:
-        """Raise, on behalf of `caller`, if gradients are not averages over the ranks.
-
-        Raises:
-            UsageError: names the gradients that were not synchronized, and the remedy.
-        """
-        self._engine.read_late()
-        self._guard.check_whole(caller)

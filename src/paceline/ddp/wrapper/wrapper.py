@@ -86,9 +86,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         reduce_dtype: dtype for sending and summing gradients, by default each parameter's own dtype. Use
             ``torch.float32`` for exact means of bf16 gradients, and bf16 or fp16 for half the bytes. Gradients keep the
             parameters' dtype, in separate memory. In fp16 the gradient of a rank's summed loss may overflow.
-        check_replicas_every: compare fingerprints of parameters and optimizer state between ranks every this many
-            steps; a difference raises :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of both,
-            and does not detect wrong averages. By default, only parameters are compared, after step 1, 3, 7, 15, 31, ….
+        check_replicas_every: compare fingerprints of the parameters between ranks every this many steps instead of
+            after step 1, 3, 7, 15, 31, …; a difference raises :class:`~paceline.errors.ReplicaMismatch` on every rank.
+            Costs one read of the parameters, and does not detect wrong averages.
         check_compute_every: with `virtual_ranks`, also compute a slice on a second rank every this many steps; if the
             bits differ, raise :class:`~paceline.errors.WrongComputation` on every rank, before the step is taken.
         virtual_ranks: V, a power of two: the gradient is the mean over V slices of the global batch, summed in the same

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise UsageError(
-            f"DistributedDataParallel.{name} drives torch's own reducer, which Paceline does not have; docs/drop-in.md "
-            "lists what to use instead"
+            f"DistributedDataParallel.{name} is part of torch's own reducer, which Paceline does not have; "
+            "docs/drop-in.md lists what to use instead"
         )
 
     refuse.__name__ = name
@@ -221,29 +221,6 @@ class TorchMembers:
     def _check_reducer_finalized(self) -> None:
         self._engine.check_idle()
 
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return the entries of torch's logging data that Paceline has, under torch's names."""
-        parameters = self._module_parameters
-        return {
-            "module_name": type(self.module).__name__,
-            "backend_name": dist.get_backend(self.process_group),
-            "dtypes": ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
-            "device_ids": "" if self.device_ids is None else ", ".join(map(str, self.device_ids)),
-            "bucket_sizes": ", ".join(map(str, self._engine.bucket_bytes())),
-            "world_size": dist.get_world_size(self.process_group),
-            "rank": dist.get_rank(self.process_group),
-            "iteration": self._replica.ledger.synchronizations,
-            "num_parameter_tensors": len(parameters),
-            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "can_set_static_graph": 1,
-            "join_uneven_inputs": self._has_joined,
-            "has_error": 0,
-        }
-
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             raise UsageError(f"the sample rate of runtime logging must be at least 1, not {sample_rate}")
@@ -266,6 +243,7 @@ class TorchMembers:
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
         raise err_type(err_msg)
 
+    _get_ddp_logging_data = _refusing("_get_ddp_logging_data")
     _register_fused_optim = _refusing("_register_fused_optim")
     _register_buffer_comm_hook = _refusing("_register_buffer_comm_hook")
     _delayed_all_reduce_hook = _refusing("_delayed_all_reduce_hook")
