@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import paceline
 from harness import median_ratio, parser_of, save, take_turns, timed
-from paceline.core.telemetry.spans import Recorder
+from paceline.core.telemetry.spans import recorder
 from workloads import WORKLOADS, Workload
 
 EARLY = 0.1
@@ -77,14 +77,14 @@ class Variant:
         self.optimizer.zero_grad()
 
 
-def launches_of(variant: Variant, recorder: Recorder | None, steps: int) -> float | None:
+def launches_of(variant: Variant, steps: int) -> float | None:
     """Measure the median share of bytes that a wrapper launches early."""
     model: Any = variant.model
     shares = []
     if not hasattr(model, "no_sync"):
         return None
-    launches = Launches()
-    if recorder is None:  # torch DDP calls a hook to launch a reduction
+    launches, is_ours = Launches(), isinstance(model, paceline.DistributedDataParallel)
+    if not is_ours:  # torch DDP calls a hook to launch a reduction
 
         def note_and_reduce(bucket: Any) -> Any:
             launches.add(time.perf_counter(), bucket.buffer().nbytes)
@@ -93,11 +93,10 @@ def launches_of(variant: Variant, recorder: Recorder | None, steps: int) -> floa
         model.register_comm_hook(None, lambda _state, bucket: note_and_reduce(bucket))
     for _ in range(steps):
         launches.moments.clear()
-        if recorder is not None:
-            recorder.spans.clear()
-            recorder.on = True
+        recorder.spans.clear()
+        recorder.on = is_ours
         variant.step(launches)
-        if recorder is not None:
+        if is_ours:
             recorder.on = False
             sizes = {name: parameter.nbytes for name, parameter in paceline.unwrap(model).named_parameters()}
             buckets = [sum(map(sizes.__getitem__, names)) for names in model.bucket_layout()]
@@ -125,19 +124,15 @@ def main() -> None:
     compile_: Any = partial(torch.compile, backend=options.backend, isolate_recompiles=True)
     wrapper_options: dict[str, Any] = {} if options.bucket_cap_mb is None else {"bucket_cap_mb": options.bucket_cap_mb}
     theirs: Any = partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True, **wrapper_options)
-    recorders = {name: Recorder() for name in ("paceline around", "paceline inside", "paceline, uncut", "eager")}
-
-    def ours(name: str) -> Callable[[nn.Module], Any]:
-        return partial(paceline.DistributedDataParallel, recorder=recorders[name], **wrapper_options)
-
+    ours: Any = partial(paceline.DistributedDataParallel, **wrapper_options)
     variants = {
         "bare": Variant(workload, compile_),
         "torch DDP on Gloo": Variant(workload, lambda module: compile_(theirs(module, process_group=gloo))),
         "torch DDP": Variant(workload, lambda module: compile_(theirs(module))),
-        "paceline around": Variant(workload, lambda module: compile_(ours("paceline around")(module))),
-        "paceline inside": Variant(workload, lambda module: ours("paceline inside")(compile_(module))),
-        "paceline, uncut": Variant(workload, lambda module: compile_(ours("paceline, uncut")(module)), cut=False),
-        "eager": Variant(workload, ours("eager")),
+        "paceline around": Variant(workload, lambda module: compile_(ours(module))),
+        "paceline inside": Variant(workload, lambda module: ours(compile_(module))),
+        "paceline, uncut": Variant(workload, lambda module: compile_(ours(module)), cut=False),
+        "eager": Variant(workload, ours),
     }
     for name, variant in variants.items():
         start = time.perf_counter()
@@ -159,7 +154,7 @@ def main() -> None:
         before = waited[name]
         if before is not None:
             result["exposed ms"] = 1000 * (variant.model.exposed_seconds - before) / steps
-        if (early := launches_of(variant, recorders.get(name), 9)) is not None:
+        if (early := launches_of(variant, 9)) is not None:
             result["launched early"] = early
         results[name] = {key: round(value, 3) for key, value in result.items()}
         shown = ("ms", "/ bare", "torch DDP on Gloo /", "launched early", "exposed ms")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.processes.world import World
-from paceline.core.telemetry.spans import LAUNCH, WAIT, Recorder
+from paceline.core.telemetry.spans import LAUNCH, WAIT, recorder
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from ranks import Pools, run_ranks
@@ -69,12 +69,11 @@ def batch(rank: int, step: int, count: int = 3) -> Tensor:
 
 def compiled(how: str, module: nn.Module, **options: Any) -> tuple[DistributedDataParallel, Callable[[Tensor], Tensor]]:
     """A wrapper with buckets of 1 MiB, and what is called instead of it."""
-    kept = {name: options.pop(name) for name in ("recorder",) if name in options}
     compile_ = partial(torch.compile, **{"backend": "aot_eager", **options})
     if how == "inside":
-        model = DistributedDataParallel(compile_(module), bucket_cap_mb=1, **kept)
+        model = DistributedDataParallel(compile_(module), bucket_cap_mb=1)
         return model, model
-    model = DistributedDataParallel(module, bucket_cap_mb=1, **kept)
+    model = DistributedDataParallel(module, bucket_cap_mb=1)
     if how == "outside":
         return model, compile_(model)
     if how == "in place":
@@ -171,40 +170,36 @@ def test_compiled_equals_one_process(pools: Pools, case: Case) -> None:
 # -- overlap -----------------------------------------------------------------------------------------------------------
 
 
-class Log(Recorder):
-    """Keeps the order of events: G, a compiled graph's backward; L, a launch; W, the wait at the end."""
-
-    def __init__(self) -> None:
-        super().__init__(on=True)
-        self.events: list[str] = []
-
-    def span(self, label: str, bucket: int | None = None, group: str | None = None) -> Any:
-        if label in (LAUNCH, WAIT):
-            self.events.append(label[0].upper())
-        return super().span(label, bucket, group)
-
-
 def order_of_events(world: World, how: str) -> list[str]:
+    """The events of each step: G, a compiled graph's backward; L, a launch; W, the wait at the end."""
     from functorch.compile import make_boxed_func  # both in ranks alone: they take a second
     from torch._dynamo.backends.common import aot_autograd
 
     torch.compiler.reset()
-    log = Log()
+    events: list[str] = []
+    record = recorder.span
+
+    def span(label: str, *arguments: Any, **options: Any) -> Any:
+        if label in (LAUNCH, WAIT):
+            events.append(label[0].upper())
+        return record(label, *arguments, **options)
 
     def backward_of(graph: Any, _inputs: Any) -> Any:
         def run(*arguments: Tensor) -> Any:
-            log.events.append("G")
+            events.append("G")
             return graph(*arguments)
 
         return make_boxed_func(run)
 
     backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=backward_of)
-    _, call = compiled(how, Layers(), backend=backend, recorder=log)
+    _, call = compiled(how, Layers(), backend=backend)
     steps = []
     for step in range(3):
-        log.events.clear()
-        call(batch(world.rank, step)).sum().backward()
-        steps.append("".join(log.events))
+        events.clear()
+        loss = call(batch(world.rank, step)).sum()
+        with mock.patch.multiple(recorder, on=True, span=span):
+            loss.backward()
+        steps.append("".join(events))
     return steps
 
 

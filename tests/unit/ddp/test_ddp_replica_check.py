@@ -87,7 +87,9 @@ def train(world: World, every: int, change: str, rank: int) -> tuple[str, int]:
 
 
 def strike(change: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if change == "bit":
+    if "added" in change:
+        module.register_parameter("added", nn.Parameter(torch.ones(2), requires_grad=False))
+    if "bit" in change:
         module[0].weight.data.view(torch.int32)[1, 2] ^= 1
     elif change == "swap":
         module[2].weight.data[:] = module[2].weight.data.flip(0)
@@ -99,6 +101,7 @@ def strike(change: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> 
     ("change", "said", "every", "found"),
     [
         ("bit", "parameter '0.weight'", 1, 3),
+        ("added, bit", "parameter '0.weight'", 1, 3),
         ("swap", "parameter '2.weight'", 2, 4),
         ("state", "parameter '2.bias'", 5, 5),
     ],
@@ -118,9 +121,9 @@ def test_of_three_ranks_the_odd_one_is_named(pools: Pools) -> None:
         assert "has different bits on rank 0 than on rank 1" in message
 
 
-@pytest.mark.parametrize("change", ["nothing", "statistics"])
+@pytest.mark.parametrize("change", ["nothing", "statistics", "added"])
 def test_no_false_alarm(pools: Pools, change: str) -> None:
-    """Running statistics that nobody broadcasts differ."""
+    """Running statistics that nobody broadcasts differ; a frozen parameter may exist on one rank only."""
     assert pools.run(2, train, 2, change, 1) == [("", 9)] * 2
 
 

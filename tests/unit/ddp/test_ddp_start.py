@@ -27,7 +27,6 @@ from insides import engine_of, has_hook
 from paceline.core.processes.world import World
 from paceline.core.state.digests import weights_sha256
 from paceline.core.state.unwrapping import HasBucketLayout, unwrap
-from paceline.core.telemetry.spans import Recorder
 from paceline.core.torch_internals.distributed.c10d import get_known_groups
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointMismatch, ReplicaMismatch, UsageError, WorldError
@@ -401,7 +400,7 @@ def test_torchs_distributed_state_dicts_equal_those_of_torch_ddp_and_round_trip(
 def test_a_world_of_one_has_no_hooks_and_no_buckets_but_weights() -> None:
     net = Net()
     groups = len(get_known_groups())
-    model = DistributedDataParallel(net, recorder=Recorder())
+    model = DistributedDataParallel(net)
     assert len(get_known_groups()) == groups
     assert not any(has_hook(parameter) for parameter in net.parameters())
     assert model.bucket_layout() == []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from deep import TINY, Deep, data
 from insides import storage_of
 from paceline.core.processes.world import World
-from paceline.core.telemetry.spans import GRADIENT, Recorder
+from paceline.core.telemetry.spans import GRADIENT, recorder
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import WorldError
 from twins import Pools
@@ -20,9 +21,8 @@ from twins import Pools
 
 def launched_before_the_last_gradient(world: World) -> list[tuple[int, int]]:
     """Per step: launches before the first layer's gradient arrived, and all launches."""
-    recorder = Recorder(on=True)
     torch.manual_seed(0)
-    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, recorder=recorder)
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY)
     counts = []
     for step in range(4):
         recorder.spans.clear()
@@ -31,7 +31,8 @@ def launched_before_the_last_gradient(world: World) -> list[tuple[int, int]]:
         hook = model.module.layers[0].weight.register_hook(
             lambda _, arrived=arrived: arrived.append(time.perf_counter())
         )
-        model(x).sum().backward()
+        with patch.multiple(recorder, on=True):
+            model(x).sum().backward()
         hook.remove()
         launches = [span for span in recorder.spans if span.label == "launch"]
         counts.append((sum(span.end <= arrived[0] for span in launches), len(launches)))
@@ -49,13 +50,12 @@ def test_buckets_are_launched_while_backward_runs_from_the_first_step_on(pools: 
 
 
 def marked_gradients(world: World) -> list[list[int]]:
-    recorder = Recorder(on=True)
-    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, recorder=recorder)
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY)
     marked = []
     for step in range(4):
         recorder.spans.clear()
-        recorder.detailed = step % 2 == 1
-        model(data(world.rank, step)).sum().backward()
+        with patch.multiple(recorder, on=True, detailed=step % 2 == 1):
+            model(data(world.rank, step)).sum().backward()
         marked.append(sorted(span.bucket for span in recorder.spans if span.label == GRADIENT))
         model.zero_grad()
     return marked

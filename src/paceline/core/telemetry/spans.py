@@ -247,7 +247,7 @@ class _Unopened:
 
 
 recorder = Recorder()
-"""This process's recorder, which wrappers, loaders and checkpoints use by default."""
+"""This process's recorder, which wrappers, loaders and checkpoints use."""
 recorder.box = _Unopened(recorder)
 
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paceline.core.telemetry.spans import OPTIMIZER, Recorder, recorder
+from paceline.core.telemetry.spans import OPTIMIZER, recorder
 from paceline.core.torch_internals.autograd import current_task
 from paceline.core.torch_internals.compile import never_compiled
 from paceline.ddp.agreement.ledger import Ledger
@@ -37,11 +37,10 @@ class StepGuard:
         parameters: Sequence[nn.Parameter],
         ledger: Ledger,
         local_gradient: Callable[[], str | None],
-        recorder: Recorder = recorder,
         read_late: Callable[[], None] = lambda: None,
         all_parameters: Callable[[], Sequence[nn.Parameter]] = lambda: (),
     ) -> None:
-        self._ledger, self._local_gradient, self._recorder = ledger, local_gradient, recorder
+        self._ledger, self._local_gradient = ledger, local_gradient
         self._all_parameters = all_parameters
         self._read_late = read_late
         self._stepped: Callable[[], object] = lambda: None  # ends the span of the current step
@@ -71,7 +70,7 @@ class StepGuard:
             # raised and never reached its end, it counts as over once new gradients exist.
             if self._outermost is None or self._outermost[1] != self._ledger.synchronizations:
                 self._outermost = (id(optimizer), self._ledger.synchronizations)
-                self._stepped = self._recorder.open(OPTIMIZER, id(self))
+                self._stepped = recorder.open(OPTIMIZER, id(self))
 
     def closure_ran(self, optimizer: Optimizer) -> None:
         if self._trains_ours(optimizer):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.forking import finalize
-from paceline.core.telemetry.spans import Recorder
+from paceline.core.telemetry.spans import recorder
 from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.initial_sync import make_equal
@@ -78,7 +78,6 @@ def connect(
     wrapper: TorchDDP,
     replica: Replica,
     options: Options,
-    recorder: Recorder,
     on_change: OnChange,
     *,
     makes_equal: bool,
@@ -90,7 +89,6 @@ def connect(
             passes synchronize buffers. It is referenced weakly.
         replica: the wrapper's replica.
         options: the wrapper's options.
-        recorder: records spans.
         on_change: called with new parameters, see :class:`.Reducer`.
         makes_equal: whether to apply ``init_sync``; otherwise the replicas stay unchanged.
     """
@@ -109,7 +107,7 @@ def connect(
     finalize(wrapper, channel.close)
     make_equal(channel, replicated, init_sync)
     buffers_may_differ = channel.size > 1 and not (replicated and init_sync)
-    connection = _average_over(channel, wrapper, replica, options, recorder, on_change, buffers_may_differ)
+    connection = _average_over(channel, wrapper, replica, options, on_change, buffers_may_differ)
     if options.virtual_ranks:
         connection = connection.with_virtual_ranks(options)
     # The module outlives the wrapper and must not keep its hooks.
@@ -122,7 +120,6 @@ def _average_over(
     wrapper: TorchDDP,
     replica: Replica,
     options: Options,
-    recorder: Recorder,
     on_change: OnChange,
     buffers_may_differ: bool,
 ) -> Connection:
@@ -142,7 +139,7 @@ def _average_over(
         is_wanted=lambda: (model := alive()) is not None and model.will_sync_module_buffers(),
         may_differ=buffers_may_differ,
     )
-    reducer = Reducer(replica.trained, replica.watch, on_change, channel, replica.ledger, recorder, buffers, options)
+    reducer = Reducer(replica.trained, replica.watch, on_change, channel, replica.ledger, buffers, options)
     reducer.extend(_extensions_of(reducer, options, joined_steps, replica_check))
     return Connection(channel, joined_steps, buffers, reducer, replica_check)
 

@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from paceline.core.telemetry.spans import CONTROL, WAIT, Recorder
+from paceline.core.telemetry.spans import CONTROL, WAIT, recorder
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.control_block import ControlBlock, Status
 from paceline.ddp.agreement.digest import StatusDigest
@@ -105,8 +105,6 @@ class Exchange:
     """The connection to the other ranks."""
     ledger: Ledger
     """Counts this rank's backward passes and weights."""
-    recorder: Recorder
-    """Records spans while it is on."""
     buffers: BufferSync
     """Broadcasts buffers at the end of backward passes."""
     finisher: Finisher
@@ -137,7 +135,7 @@ class Exchange:
             hook_failed=self.finisher.failed,
             has_new_parameters=has_new_parameters,
         )
-        with self.recorder.span(CONTROL):
+        with recorder.span(CONTROL):
             block = self.control.fill(
                 backward.absent, backward.non_finite, backward.late, status, backward.sparse, order
             )
@@ -208,13 +206,13 @@ class Exchange:
 
     def _wait_for(self, backward: Backward, block: Launched | None) -> None:
         """Wait for the buckets, and for the control block unless it is read later."""
-        with self.recorder.span(WAIT, group=self.channel.name), self.exposed_time:
+        with recorder.span(WAIT, group=self.channel.name), self.exposed_time:
             self.finisher.wait(backward.launched, block, self.control)
 
     def _wait_for_block(self, backward: Backward) -> None:
         """Wait for the other ranks' control blocks, if this has not been done yet."""
         if backward.block is not None:
-            with self.recorder.span(WAIT, group=self.channel.name), self.exposed_time.of_host:
+            with recorder.span(WAIT, group=self.channel.name), self.exposed_time.of_host:
                 self.channel.wait(backward.block, CONTROL_EXCHANGE)
             backward.block = None
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from paceline.core.telemetry.spans import Recorder
+from paceline.core.telemetry.spans import Recorder, recorder
 from paceline.core.torch_internals.autograd import Accumulators
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.control_block import ControlBlock
@@ -48,7 +48,6 @@ class Reducer(Step):
             and whether they are averaged already.
         channel: the connection to the other ranks.
         ledger: counts this rank's backward passes and weights.
-        recorder: records spans while it is on.
         buffers: broadcasts buffers at the end of backward passes.
         options: the wrapper's options.
     """
@@ -65,11 +64,10 @@ class Reducer(Step):
         on_change: OnChange,
         channel: Channel,
         ledger: Ledger,
-        recorder: Recorder,
         buffers: BufferSync,
         options: Options,
     ) -> None:
-        self.channel, self.ledger, self.recorder, self.buffers = channel, ledger, recorder, buffers
+        self.channel, self.ledger, self.buffers = channel, ledger, buffers
         self.checks_finite = options.check_finite
         self.trained, self.watch, self._on_change = Trained(named), watch, on_change
         sparse = watch.sparse(self.trained.originals)
@@ -203,7 +201,7 @@ class Reducer(Step):
     def use_finisher(self, make: Callable[[Channel, Recorder], Finisher]) -> None:
         """Use the finisher returned by `make`, starting with the next backward pass. All ranks call this."""
         self.resync_aborted()
-        self.finisher = make(self.channel, self.recorder)
+        self.finisher = make(self.channel, recorder)
         self._place_digest()
 
     def connected(self) -> Reducer:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.telemetry.failpoints import strike
-from paceline.core.telemetry.spans import BACKWARD, GRADIENT, LAUNCH
+from paceline.core.telemetry.spans import BACKWARD, GRADIENT, LAUNCH, recorder
 from paceline.core.torch_internals.autograd import Accumulators, WithoutGradients, is_plain_backward, queue_callback
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
 from paceline.core.torch_internals.profiler import is_profiling
@@ -115,7 +115,7 @@ class Step(Exchange, Member):
         if ledger.local_backwards:
             ledger.forget_dropped(self.trained.parameters, in_backward=True)
         backward = self.begin()
-        backward.end_arrival_span = self.recorder.open(BACKWARD)  # type: ignore[method-assign, assignment]
+        backward.end_arrival_span = recorder.open(BACKWARD)  # type: ignore[method-assign, assignment]
         # Only autograd references this bound method, so it dies with the graph task. This is how an exception is
         # detected.
         callback = self._advance_in_callback
@@ -143,8 +143,8 @@ class Step(Exchange, Member):
         backward.grads_were_none = grads_were_none = grads_are_none(self.trained.parameters)
         backward.owns_all_grads = grads_were_none and not backward.averaged_elsewhere
         backward.buckets_unreferenced = grads_were_none and not backward.is_shared and self.buckets.is_untouched()
-        backward.is_traced = self.recorder.on or is_profiling()
-        hook_all = self.forwards.are_differentiated or self.recorder.detailed
+        backward.is_traced = recorder.on or is_profiling()
+        hook_all = self.forwards.are_differentiated or recorder.detailed
         self.arrivals.begin(grads_were_none=backward.owns_all_grads, hook_all=hook_all)
         self.forwards.is_unseen = False
         self.backward = backward
@@ -163,8 +163,8 @@ class Step(Exchange, Member):
             with torch.no_grad():
                 self.gradient_arrived(index, parameter)
             return
-        if self.recorder.detailed:
-            self.recorder.mark(GRADIENT, index)
+        if recorder.detailed:
+            recorder.mark(GRADIENT, index)
         if self.arrivals.counts_each:
             self.arrivals.arrived(index)
         if not backward.launches_at_end:
@@ -182,7 +182,7 @@ class Step(Exchange, Member):
         bucket, owned = self.buckets.buckets[number], self.buckets.owned[number]
         if number == 1:
             strike("bucket")  # tests kill a rank here, while one bucket is in flight
-        with self.recorder.span(LAUNCH, number) if backward.is_traced else NOT_TRACED:
+        with recorder.span(LAUNCH, number) if backward.is_traced else NOT_TRACED:
             if not backward.buckets_unreferenced:
                 self.buckets.make_writable(number, backward.averaged_elsewhere)
             if not (backward.owns_all_grads and copy_into(bucket, gradients or list(map(gradient_of, owned)), owned)):

@@ -19,9 +19,8 @@ from paceline.core.state.device_streams import is_capturing
 from paceline.core.state.digests import quick_digest
 from paceline.core.state.rng import derive_seed
 from paceline.core.state.virtual_ranks import slices_of_rank
-from paceline.core.telemetry import spans as tracing
 from paceline.core.telemetry.failpoints import strike
-from paceline.core.telemetry.spans import FORWARD, Recorder
+from paceline.core.telemetry.spans import FORWARD, recorder
 from paceline.core.torch_internals.autograd import is_in_backward
 from paceline.core.torch_internals.compile import call_module, compiled_below, never_compiled
 from paceline.core.torch_internals.distributed.ddp import move_inputs
@@ -94,7 +93,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         virtual_ranks: V, a power of two: the gradient is the mean over V slices of the global batch, summed in the same
             tree for any number of ranks that divides V, so the weights are bit-identical on 1, 2, …, V ranks. Loop
             over ``paceline.accumulate(model, loader)``. See docs/same-bits.md.
-        recorder: records the spans of each step; by default ``paceline.core.telemetry.spans.recorder``.
 
     Raises:
         UsageError: for invalid or unsupported arguments.
@@ -115,8 +113,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     """Casts the module in each forward; None without ``mixed_precision``."""
     _input_device: torch.device | None
     """Device that inputs are moved to; None to leave them where they are."""
-    _recorder: Recorder
-    """Records the spans of each step."""
 
     # -- construction -------------------------------------------------------------------------------------------
 
@@ -150,7 +146,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         check_replicas_every: int | None = None,
         check_compute_every: int | None = None,
         virtual_ranks: int | None = None,
-        recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # skip torch DDP's __init__, which would build its reducer
         Joinable.__init__(self)
@@ -168,7 +163,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._inspect_module(module)
         self._input_device = check_devices(device_ids, output_device, self.device)
         self.process_group = config.choose_group(process_group, device_mesh)
-        self._recorder, self.device_mesh, self.device_ids = recorder or tracing.recorder, device_mesh, device_ids
+        self.device_mesh, self.device_ids = device_mesh, device_ids
         self.output_device, self.dim, self.mixed_precision = output_device, dim, mixed_precision
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
@@ -205,14 +200,14 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _connect(self, *, makes_equal: bool = False) -> Reducer:
         """Connect to the other ranks; `makes_equal` is false for a copy, and for a hook on a single rank."""
-        parts = self._replica, self._options, self._recorder, while_alive(self._adopt_parameters)
+        parts = self._replica, self._options, while_alive(self._adopt_parameters)
         self._connection = connect(self, *parts, makes_equal=makes_equal)
         self._average_with(self._connection.reducer)
         return self._connection.reducer
 
     def _average_with(self, engine: GradientEngine) -> None:
         self._engine = engine
-        watched = self._replica.parameters(), self._replica.ledger, engine.local_gradient, self._recorder
+        watched = self._replica.parameters(), self._replica.ledger, engine.local_gradient
         self._guard = StepGuard(*watched, while_alive(engine.read_late), self._replica.all_parameters)
 
     def _adopt_parameters(self, named: Named, averaged: bool) -> None:
@@ -226,7 +221,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
         """Initialize a copy or an unpickled wrapper from another wrapper's attributes."""
         nn.Module.__setstate__(self, state)  # skip torch DDP's, which would build its reducer
-        self.process_group, self._recorder = group, tracing.recorder
+        self.process_group = group
         self._replica = Replica(self._modules, self.parameters_to_ignore)
         self.device = self._replica.device
         self._begin(is_copy=True)
@@ -243,7 +238,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if self._replica.ledger.inputs is None and self._connection is not None and self.training:
             self._digest_inputs(inputs, kwargs)
         counts_if_averaged = self._begin_forward()
-        with self._recorder.span(FORWARD):
+        with recorder.span(FORWARD):
             output = self._call_module(self, inputs, kwargs)
         self._end_forward(output, counts_if_averaged)
         return output

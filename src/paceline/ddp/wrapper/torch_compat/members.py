@@ -61,16 +61,10 @@ def _nothing(*_: Any, **__: Any) -> None:
 class TorchMembers:
     """A base class of the wrapper with members of torch's class, which it precedes in the resolution order."""
 
-    module: nn.Module
     device: torch.device
     process_group: dist.ProcessGroup
     static_graph: bool
-    find_unused_parameters: bool
-    gradient_as_bucket_view: bool
     forward_sync_buffers: bool
-    device_ids: Any
-    output_device: Any
-    parameters_to_ignore: set[str]
     _replica: Replica
     _engine: GradientEngine
     _options: Options
@@ -84,8 +78,6 @@ class TorchMembers:
     use_side_stream_for_tensor_copies = False
     is_multi_device_module = False
     _use_python_reducer = False
-    _has_joined = False
-    """Whether the wrapper was ever part of a ``join``."""
     _authoritative_rank = 0
     """The rank whose model was copied to all ranks when the last ``join`` ended."""
     reducer = InertMember("reducer", "prepare_for_backward", "prepare_for_forward", "_rebuild_buckets")
@@ -198,11 +190,6 @@ class TorchMembers:
         """Buffers that are synchronized."""
         return list(self._replica.buffers.named().values())
 
-    @property
-    def _module_parameters(self) -> list[nn.Parameter]:
-        named = self.module.named_parameters()
-        return [parameter for name, parameter in named if name not in self.parameters_to_ignore]
-
     def will_sync_module_buffers(self) -> bool:
         """Return whether forward passes in training mode synchronize buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self._replica.buffers) > 0
@@ -281,7 +268,6 @@ _MADE_AGAIN = (
     "_connection",
     "_engine",
     "_guard",
-    "_recorder",
     "_comm_hooks",
 )
 
