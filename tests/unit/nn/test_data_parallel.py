@@ -130,12 +130,13 @@ def test_checkpoints_and_unwrapping_are_those_of_torch_dataparallel() -> None:
     [
         ({"replicas": 0}, "replicas must be a whole number >= 1, not 0"),
         ({"replicas": True}, "replicas must be a whole number >= 1, not True"),
-        ({"replicas": 2, "device_ids": ["cpu"]}, "pass either device_ids or replicas"),
-        ({"device_ids": []}, "device_ids is empty"),
-        ({"device_ids": ["cuda:63"]}, "cuda:63 does not exist"),
-        ({"device_ids": ["cpu", "meta"]}, "different types: cpu, meta"),
     ],
 )
-def test_bad_devices_are_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_numbers_of_replicas_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         DataParallel(net(), **options)
+
+
+def test_a_module_on_another_device_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"'0\.weight' is on meta, .* use torch\.nn\.DataParallel on GPUs"):
+        DataParallel(net().to("meta"), replicas=2)

@@ -38,13 +38,13 @@ class Measured(DistributedDataParallel):
 class Threads(Measured):
     """Paceline's wrapper around DataParallel in a world of one rank: one process with a thread per device."""
 
-    _threads: DataParallel
+    _threads: nn.Module
 
     def __init__(self, module: nn.Module, *_: Any, **__: Any) -> None:
         super().__init__(module)
-        devices, replicas = (None, self.devices) if self.device.type == "cpu" else (list(range(self.devices)), None)
+        on_cpu, ids = self.device.type == "cpu", list(range(self.devices))
         # Registering it as a module would rename the parameters.
-        self.__dict__["_threads"] = DataParallel(module, devices, replicas=replicas)
+        self.__dict__["_threads"] = DataParallel(module, replicas=len(ids)) if on_cpu else nn.DataParallel(module, ids)
 
     def _call_module(self, _: Any, inputs: Any, kwargs: Any) -> Any:
         return self._threads(*inputs, **kwargs)
