@@ -19,11 +19,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from paceline import compression
-from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
+from paceline.compression import Int8
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel, accumulate
-from paceline.errors import NonFiniteGradient, ReplicaMismatch
+from paceline.errors import NonFiniteGradient, ReplicaMismatch, UsageError
 from twins import Pools, make_optimizer, same_tensor, summed_loss
 
 BATCHES = (7, 4, 5, 6, 8)
@@ -168,88 +167,14 @@ def test_a_shard_that_differs_is_named(pools: Pools) -> None:
     pools.run(4, verify)
 
 
-# -- compressed: each rank its own shards ------------------------------------------------------------------------------
-
-COMPRESSORS: dict[str, tuple[Callable[[nn.Module], Compressor], float]] = {
-    "top-k, all": (lambda model: TopK(model, 1.0), 1e-9),
-    "PowerSGD, full rank": (lambda model: PowerSGD(model, 100), 1e-9),
-    "bf16": (lambda model: Cast(model, torch.bfloat16), 0.02),
-    "int8": (Int8, 0.02),
-    "top-k": (lambda model: TopK(model, 0.3), 2.0),
-    "PowerSGD": (lambda model: PowerSGD(model, 1), 2.0),
-}
-"""And how far, by its error feedback, what it has applied may be from what it was given, relative to the largest."""
+def refused(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    module = Block()
+    by_columns_and_rows(module, mesh["tensor"])
+    model = DistributedDataParallel(module, device_mesh=mesh["data"])
+    with pytest.raises(UsageError, match=r"^Int8: 'up\.weight' is tensor-parallel, and tensor-parallel parameters"):
+        Int8(model)
 
 
-class Wide(Block):
-    """Matrices large enough to be compressed, one of them in no plan and so plain on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 24, dtype=torch.float64)
-        self.down = nn.Linear(24, 4, dtype=torch.float64)
-        self.branch = nn.Linear(4, 24, dtype=torch.float64)
-        self.head = nn.Sequential(nn.Linear(4, 30, dtype=torch.float64), nn.Linear(30, 3, dtype=torch.float64))
-
-
-def compressed(world: World, name: str, shape: tuple[int, int], plan: Callable[[nn.Module, DeviceMesh], None]) -> None:
-    """Beside one process: gradients without loss are equal, and of others what was applied and what is left."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
-    make, tolerance = COMPRESSORS[name]
-    torch.manual_seed(0)
-    twin = Wide()
-    module = copy.deepcopy(twin)
-    plan(module, mesh["tensor"])
-    data = mesh["data"]
-    model = DistributedDataParallel(module, device_mesh=data, bucket_cap_mb=0.002, unused_parameters="allow")
-    state = make(model)
-    model.register_comm_hook(state, compression.hook)
-    applied = {name: torch.zeros_like(parameter) for name, parameter in twin.named_parameters()}
-    given = {name: torch.zeros_like(parameter) for name, parameter in twin.named_parameters()}
-    for step, count in enumerate((6, 8, 4) * 2):
-        x, y = batch_of(step, count)
-        xs, ys = x.tensor_split(shape[0]), y.tensor_split(shape[0])
-        rank = data.get_local_rank()
-        with model.weight(len(xs[rank])):
-            summed_loss(model(xs[rank], True), ys[rank]).backward()
-        (summed_loss(twin(x, True), y) / count).backward()
-        if tolerance < 1e-3:
-            same(module, twin, f"rank {world.rank}, step {step}:")
-        for (name, mine), other in zip(module.named_parameters(), twin.parameters(), strict=True):
-            applied[name] += whole(mine.grad)
-            given[name] += other.grad
-        model.zero_grad()
-        twin.zero_grad()
-    for name, wanted in given.items():
-        error = (applied[name] - wanted).abs().max() / wanted.abs().max()
-        assert error < tolerance, f"rank {world.rank} {name}: {error}"
-    # What every rank of a replica holds has the same bits on each, whatever shards lie beside it.
-    for name, parameter in module.named_parameters():
-        if not isinstance(parameter, DTensor):
-            copies = [torch.empty_like(applied[name]) for _ in range(shape[1])]
-            torch.distributed.all_gather(copies, applied[name], group=mesh["tensor"].get_group())
-            assert all(torch.equal(one, copies[0]) for one in copies), f"{name} differs between shards"
-    resumed = make(model)
-    resumed.load_state_dict(state.state_dict())
-    residuals = resumed.state_dict()["residuals"]
-    for name, parameter in module.named_parameters():
-        if name in residuals:
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            assert residuals[name].shape == local.shape
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "plan"),
-    [
-        ("top-k, all", (2, 2), by_columns_and_rows),
-        ("bf16", (2, 2), by_columns_and_rows),
-        ("PowerSGD", (2, 2), by_columns_and_rows),
-        ("top-k", (1, 4), by_sequence),
-        ("int8", (4, 1), by_sequence),
-        ("PowerSGD, full rank", (2, 2), by_sequence),
-    ],
-)
-def test_shards_are_compressed_each_by_the_ranks_that_hold_it(
-    pools: Pools, name: str, shape: tuple[int, int], plan: Any
-) -> None:
-    pools.run(4, compressed, name, shape, plan)
+def test_shards_are_not_compressed(pools: Pools) -> None:
+    pools.run(4, refused)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -26,8 +24,8 @@ class Cast(Compressor):
         UsageError: for another dtype.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16, process_group: Any = None) -> None:
-        super().__init__(model, process_group)
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(model)
         if dtype not in (torch.bfloat16, torch.float16):
             raise UsageError(f"Cast(dtype={dtype}): give torch.bfloat16 or torch.float16")
         self.dtype = dtype

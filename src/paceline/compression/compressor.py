@@ -20,7 +20,7 @@ from paceline.core.state.device_streams import keep
 from paceline.core.state.unwrapping import plain_name, unwrap
 from paceline.core.torch_internals.distributed.c10d import get_default_group
 from paceline.core.torch_internals.distributed.ddp import GradBucket
-from paceline.core.torch_internals.distributed.dtensor import is_sharded, local_of
+from paceline.core.torch_internals.distributed.dtensor import is_sharded
 from paceline.errors import CheckpointMismatch, UsageError
 
 
@@ -32,16 +32,12 @@ class Compressor(ABC):
 
     Register the state with a Checkpointer as ``per_rank=True``, because each rank has its own residuals.
 
-    With tensor parallelism, each rank compresses its shards, each parameter separately, because the result for a
-    parameter that is replicated on several ranks must not depend on the shards in the same bucket.
-
     Args:
-        model: the model that will use this state in a communication hook, wrapped or not.
-        process_group: the ranks to average over; by default the wrapper's, or all. Models whose backward passes may run
-            in a different order on different ranks need separate groups.
+        model: the wrapped model that will use this state in a communication hook. Gradients are averaged over the
+            wrapper's process group, or over all ranks if the model is not wrapped.
 
     Raises:
-        UsageError: for an unwrapped model with tensor-parallel parameters, unless `process_group` is given.
+        UsageError: for a model with tensor-parallel parameters.
     """
 
     collectives: ClassVar[int] = 1
@@ -53,20 +49,17 @@ class Compressor(ABC):
     steps: int
     """Number of synchronized backward passes."""
 
-    def __init__(self, model: nn.Module, process_group: Any = None) -> None:
-        module = unwrap(model)
-        self._by_parameter = any(is_sharded(parameter) for parameter in module.parameters())
-        if process_group is None:
-            process_group = getattr(model, "process_group", None)
-        if process_group is None and self._by_parameter:
-            raise UsageError(
-                f"{type(self).__name__} got a model with tensor-parallel parameters that is not wrapped, so it cannot "
-                "know which ranks hold the same shards; give it the wrapped model, or the wrapper's process_group"
-            )
-        self.group = process_group or get_default_group()
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {plain_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+        for name, parameter in self._parameters.items():
+            if is_sharded(parameter):
+                raise UsageError(
+                    f"{type(self).__name__}: {name!r} is tensor-parallel, and tensor-parallel parameters cannot be "
+                    "compressed; leave the compressor out, and wrap the model with reduce_dtype=torch.bfloat16 to send "
+                    "half the bytes"
+                )
+        self.group = getattr(model, "process_group", None) or get_default_group()
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        # Local parts of tensor-parallel parameters, because buckets hold their gradients.
-        self._parameters = {plain_name(name): local_of(parameter) for name, parameter in module.named_parameters()}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._residuals = Residuals()
         self._pipeline = Pipeline(self.collectives)
@@ -95,7 +88,7 @@ class Compressor(ABC):
 
     def _stages(self, bucket: Any) -> Stages:
         keep(bucket.buffer())  # a hook around this one may have allocated it on another stream
-        gradients = Gradients.of(bucket, self._names, by_parameter=self._by_parameter)
+        gradients = Gradients.of(bucket, self._names)
         self.bytes_uncompressed += all_reduce_bytes(gradients.bytes_uncompressed, self.size)
         return (yield from self.reduce(gradients))
 

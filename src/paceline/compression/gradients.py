@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,10 @@ class Gradients:
     names: list[str]
     views: list[Tensor]
     """Views of `flat` with each parameter's shape and strides; for a complex parameter, with a last dimension of 2."""
-    pieces: Sequence[Tensor]
-    """Consecutive parts of `flat` that are compressed independently."""
     bucket: Any
 
     @classmethod
-    def of(cls, bucket: Any, names: Mapping[int, str], *, by_parameter: bool) -> Gradients:
+    def of(cls, bucket: Any, names: Mapping[int, str]) -> Gradients:
         """Read a ``GradBucket``; `names` maps the ``id`` of each parameter to its name."""
         parameters = bucket.parameters()
         if any(id(parameter) not in names for parameter in parameters):
@@ -38,9 +36,7 @@ class Gradients:
         flat = _reals(bucket.buffer())
         if flat.dtype not in (torch.float32, torch.float64):  # half precision would round small residuals away
             flat = flat.float()
-        views = views_of(flat, parameters)
-        pieces = flat.split([view.numel() for view in views]) if by_parameter else [flat]
-        return cls(flat, [names[id(parameter)] for parameter in parameters], views, pieces, bucket)
+        return cls(flat, [names[id(parameter)] for parameter in parameters], views_of(flat, parameters), bucket)
 
     @property
     def bytes_uncompressed(self) -> int:

@@ -7,8 +7,6 @@ but with eight bits. The errors of both rounding steps are fed back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,36 +33,27 @@ class Int8(Compressor):
     def reduce(self, gradients: Gradients) -> Stages:
         """Exchange quantized shards, then the quantized means."""
         self._residuals.add_to(gradients)
-        dtype, shapes, parts = gradients.flat.dtype, [], []
-        for piece in gradients.pieces:
-            shards = shards_of(piece, self.size)
-            codes = encode(shards)
-            piece.sub_(decode(*codes, dtype).view(-1)[: piece.numel()])
-            shapes.append(shards.shape)
-            parts += [part.view(self.size, -1) for part in codes]
-        message = torch.cat(parts, dim=1)  # scales and codes in one message, to pay one latency instead of two
+        flat, count = gradients.flat, gradients.flat.numel()
+        shards = shards_of(flat, self.size)
+        codes = encode(shards)
+        flat.sub_(decode(*codes, flat.dtype).view(-1)[:count])
+        # Scales and codes in one message, to pay one latency instead of two.
+        message = torch.cat([part.view(self.size, -1) for part in codes], dim=1)
         received = torch.empty_like(message)
         self.bytes_on_wire += (self.size - 1) * message.numel() // self.size  # all but this rank's own shard
         yield dist.all_to_all_single(received, message, group=self.group, async_op=True)
-        work, gathered = self._all_gather(self._rounded_means(gradients, received, shapes))
+        work, gathered = self._all_gather(self._rounded_mean(flat, received, shards.shape))
         yield work
-        means = [
-            decode(*codes, dtype).view(-1)[: piece.numel()]
-            for piece, codes in zip(gradients.pieces, split(gathered, shapes), strict=True)
-        ]
-        return self._finish(gradients, means[0] if len(means) == 1 else torch.cat(means))
+        return self._finish(gradients, decode(*split(gathered, shards.shape), flat.dtype).view(-1)[:count])
 
-    def _rounded_means(self, gradients: Gradients, received: Tensor, shapes: Sequence[torch.Size]) -> Tensor:
-        """Return the quantized mean of this rank's shards; its error stays in ``gradients.flat``."""
-        dtype, parts = gradients.flat.dtype, []
-        for piece, codes in zip(gradients.pieces, split(received, shapes), strict=True):
-            mean = decode(*codes, dtype).sum(0).div_(self.size)
-            rounded = encode(mean[None])
-            error = mean.sub_(decode(*rounded, dtype)[0]).view(-1)
-            own_shard = piece[self.rank * error.numel() : (self.rank + 1) * error.numel()]
-            own_shard.add_(error[: own_shard.numel()], alpha=self.size)
-            parts += [part.view(-1) for part in rounded]
-        return torch.cat(parts)
+    def _rounded_mean(self, flat: Tensor, received: Tensor, shape: torch.Size) -> Tensor:
+        """Return the quantized mean of this rank's shard; its error stays in `flat`."""
+        mean = decode(*split(received, shape), flat.dtype).sum(0).div_(self.size)
+        rounded = encode(mean[None])
+        error = mean.sub_(decode(*rounded, flat.dtype)[0]).view(-1)
+        own_shard = flat[self.rank * error.numel() : (self.rank + 1) * error.numel()]
+        own_shard.add_(error[: own_shard.numel()], alpha=self.size)
+        return torch.cat([part.view(-1) for part in rounded])
 
 
 def shards_of(flat: Tensor, size: int) -> Tensor:
@@ -95,9 +84,8 @@ def decode(scales: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.view(torch.int8).to(dtype).mul_(torch.where(scale.isfinite(), scale, torch.nan))
 
 
-def split(messages: Tensor, shapes: Sequence[torch.Size]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the scales and codes in `messages`, (ranks, bytes), for each of `shapes`, (ranks, chunks, chunk)."""
-    widths = [width for _, chunks, chunk in shapes for width in (4 * chunks, chunks * chunk)]
-    parts = iter(messages.split(widths, dim=1))
-    for (_, chunks, chunk), scales, codes in zip(shapes, parts, parts, strict=True):
-        yield scales.reshape(-1, chunks, 4).contiguous(), codes.reshape(-1, chunks, chunk).contiguous()
+def split(messages: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Return the scales and codes in `messages`, (ranks, bytes), for shards of `shape`, (ranks, chunks, chunk)."""
+    _, chunks, chunk = shape
+    scales, codes = messages.split([4 * chunks, chunks * chunk], dim=1)
+    return scales.reshape(-1, chunks, 4).contiguous(), codes.reshape(-1, chunks, chunk).contiguous()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,6 @@ class PowerSGD(Compressor):
 
     Args:
         rank: r, at least 1; usually 1 to 4.
-        seed: the seed of the first Q; the same on every rank.
 
     Raises:
         UsageError: if `rank` is less than 1.
@@ -43,11 +41,11 @@ class PowerSGD(Compressor):
 
     collectives = 2
 
-    def __init__(self, model: nn.Module, rank: int = 2, seed: int = 0, process_group: Any = None) -> None:
-        super().__init__(model, process_group)
+    def __init__(self, model: nn.Module, rank: int = 2) -> None:
+        super().__init__(model)
         if rank < 1:
             raise UsageError(f"PowerSGD(rank={rank}): give a rank of at least 1")
-        self.matrix_rank, self._seed = rank, seed
+        self.matrix_rank = rank
         self._bases: dict[str, Tensor] = {}
 
     def reduce(self, gradients: Gradients) -> Stages:
@@ -124,7 +122,7 @@ class PowerSGD(Compressor):
     def _fresh_basis(self, name: str, matrix: Tensor) -> Tensor:
         """Draw a random Q, the same on every rank."""
         # Seeded by name and step, so that the ranks agree without communication, whatever their buckets are.
-        digest = hashlib.sha256(f"{self._seed} {name} {self.steps}".encode()).digest()
+        digest = hashlib.sha256(f"0 {name} {self.steps}".encode()).digest()
         generator = torch.Generator(matrix.device).manual_seed(int.from_bytes(digest[:7], "big"))
         shape = (matrix.shape[1], self.matrix_rank)
         return torch.randn(shape, generator=generator, dtype=torch.float64, device=matrix.device).to(matrix.dtype)

@@ -7,8 +7,6 @@ like SGD: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 201
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +20,6 @@ from paceline.errors import UsageError
 class TopK(Compressor):
     """Sends the elements of largest magnitude in each bucket, and keeps the others for the next step.
 
-    In a model with tensor-parallel parameters, the largest elements are chosen per parameter instead of per bucket.
-
     Every rank sums the ranks' elements in rank order and divides by N. Each element goes to each of the other ranks as
     its value and a 4-byte index, so a float32 bucket sends ``fraction`` × N times the bytes of an all-reduce.
 
@@ -34,8 +30,8 @@ class TopK(Compressor):
         UsageError: for a fraction outside this range.
     """
 
-    def __init__(self, model: nn.Module, fraction: float = 0.01, process_group: Any = None) -> None:
-        super().__init__(model, process_group)
+    def __init__(self, model: nn.Module, fraction: float = 0.01) -> None:
+        super().__init__(model)
         if not 0 < fraction <= 1:
             raise UsageError(f"TopK(fraction={fraction}): give a fraction greater than 0 and at most 1")
         self.fraction = fraction
@@ -44,7 +40,8 @@ class TopK(Compressor):
         """Gather the largest elements of every rank."""
         self._residuals.add_to(gradients)
         flat = gradients.flat
-        indices = torch.cat([flat.new_empty(0, dtype=torch.int64), *self._largest(gradients.pieces)])
+        count = min(flat.numel(), max(1, math.ceil(self.fraction * flat.numel())))
+        indices = flat.abs().topk(count, sorted=False).indices
         message = pack(flat[indices], indices)
         flat.index_fill_(0, indices, 0)  # sent, so they leave no residual
         work, gathered = self._all_gather(message)
@@ -54,14 +51,6 @@ class TopK(Compressor):
             values, places = unpack(part, flat.dtype)
             mean.index_add_(0, places, values)  # each part has an index at most once, so sums are in rank order
         return self._finish(gradients, mean.div_(self.size))
-
-    def _largest(self, pieces: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield, for each of the `pieces` of a flat tensor, the indices of its largest elements."""
-        begin = 0
-        for piece in pieces:
-            count = max(1, math.ceil(self.fraction * piece.numel())) if piece.numel() else 0
-            yield piece.abs().topk(count, sorted=False).indices.add_(begin)
-            begin += piece.numel()
 
 
 def pack(values: Tensor, indices: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, hook, pipeline
+from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, compressor, hook, pipeline
 from paceline.core.state import device_streams
 from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.transport.comm_hook import GradBucket
@@ -24,10 +24,10 @@ from queued_device import QueuedDevice, Stream, Work
 SIZE = 3
 LAYOUTS = [[3, 1], [2], [0]], [[0, 1, 2, 3]]
 KINDS: dict[str, Callable[[nn.Module], Compressor]] = {
-    "cast": lambda net: Cast(net, process_group=object()),
-    "topk": lambda net: TopK(net, 0.1, process_group=object()),
-    "int8": lambda net: Int8(net, process_group=object()),
-    "powersgd": lambda net: PowerSGD(net, rank=2, process_group=object()),
+    "cast": Cast,
+    "topk": lambda net: TopK(net, 0.1),
+    "int8": Int8,
+    "powersgd": lambda net: PowerSGD(net, rank=2),
 }
 
 
@@ -76,6 +76,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[QueuedDevice | 
             monkeypatch.setattr(dist, name, lambda whole, part, **_: launch(gather, whole, part), raising=False)
         monkeypatch.setattr(dist, "all_to_all_single", lambda received, sent, **_: launch(exchange, received, sent))
 
+    monkeypatch.setattr(compressor, "get_default_group", object)
     monkeypatch.setattr(dist, "get_world_size", lambda _: SIZE)
     monkeypatch.setattr(dist, "get_rank", lambda _: 0)
     return use

@@ -18,6 +18,7 @@ from paceline.core.processes.world import World
 from paceline.core.state.digests import weights_sha256
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
 from paceline.tools.recipes.digits import LABEL_SMOOTHING, DigitsNet, load_digits
 from twins import Case, Pools, reentrant, same_tensor, train_beside_twin
 
@@ -129,6 +130,22 @@ def in_torch_ddp(world: World, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "int8", "topk", "powersgd"])
 def test_compressors_do_the_same_in_torch_ddp(pools: Pools, kind: str) -> None:
     pools.run(2, in_torch_ddp, kind)
+
+
+def in_pairs(world: World) -> None:
+    """Each pair of ranks trains alone, and a state from the unwrapped model would average over both pairs."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    model = DistributedDataParallel(net(), process_group=groups[world.rank // 2])
+    with pytest.raises(UsageError, match=r"^TopK was not created for this wrapper's process group; create it from"):
+        model.register_comm_hook(TopK(model.module, 1.0), compression.hook)
+    model.register_comm_hook(TopK(model, 1.0), compression.hook)
+    plain = DistributedDataParallel(net(), process_group=groups[world.rank // 2])
+    for mine, wanted in zip(gradients(model, world.rank, 1)[0], gradients(plain, world.rank, 1)[0], strict=True):
+        same_tensor(mine, wanted, 1e-6, "in a pair")
+
+
+def test_a_compressor_averages_over_the_wrappers_group_only(pools: Pools) -> None:
+    pools.run(4, in_pairs)
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

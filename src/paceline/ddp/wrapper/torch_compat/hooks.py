@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from paceline.compression import Compressor
 from paceline.core.state.unwrapping import Communicates
 from paceline.core.torch_internals.distributed.ddp import BuiltinCommHookType as Builtin
 from paceline.core.torch_internals.distributed.dtensor import local_of
@@ -46,6 +47,11 @@ def put_hook(wrapper: TorchMembers, state: object, hook: Hook) -> None:
         raise UsageError(
             f"communication hook {name_of(hook)!r} adds up gradients in another order; leave it out with "
             f"virtual_ranks={reducer.virtual_ranks}"
+        )
+    if isinstance(state, Compressor) and state.group is not wrapper.process_group:
+        raise UsageError(
+            f"{type(state).__name__} was not created for this wrapper's process group; create it from the wrapped "
+            f"model: {type(state).__name__}(model, ...)"
         )
     # A bucket fills earlier on a rank that does not use some of its parameters. There, the hook's collective would
     # precede a layer's collective, but on other ranks it would follow; both usually use the same process group.
