@@ -1,11 +1,9 @@
-"""Assertions about replicas, collectives and data across ranks. All ranks must call them."""
+"""Assertions about replicas and data across ranks. All ranks must call them."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,17 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.core.processes.missing_ranks import missing_from
 from paceline.core.state.digests import tensor_digest
 from paceline.core.state.unwrapping import plain_name, unwrap
-from paceline.core.torch_internals.distributed.c10d import PrefixStore, get_default_group, get_default_store
 from paceline.errors import UsageError
 from paceline.testing.faults import tensors_of
-from paceline.testing.ranks.recorded_collectives import GroupCalls, Recorder, place_of, unmatched
-
-_turns = itertools.count()
-"""Numbers the calls of :func:`assert_no_desync`, because each call needs its own keys in the store. Forks inherit the
-count, so it is the same on all ranks of a test."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -71,58 +62,6 @@ def assert_replicas_equal(model: nn.Module) -> None:
         values = gather(tensors[name].cpu())
         detail = f"on rank {index} differs from rank 0's{_distance(values[index], values[0])}"
     raise AssertionError(f"replicas differ: {name!r} {detail}{count}")
-
-
-def assert_no_desync(seconds: float = 10.0) -> None:
-    """Assert that all ranks reach this call after the same collectives in the same order.
-
-    Uses the store instead of a collective, so that it can name a missing rank. In tests with the ``ranks`` marker,
-    collectives are compared by name; elsewhere, only their number is compared, as counted by Gloo or NCCL.
-
-    Raises:
-        AssertionError: if a rank does not call it within `seconds`, or has called different collectives.
-    """
-    __tracebackhide__ = True
-    check_world("assert_no_desync()")
-    rank, size, turn = dist.get_rank(), dist.get_world_size(), next(_turns)
-    store = PrefixStore(f"paceline/no_desync/{turn}/", get_default_store())
-    local_facts = {"place": place_of(sys._getframe(1)), "number": _number(), "calls": _calls()}
-    store.set(str(rank), json.dumps(local_facts))
-    absent = missing_from(store, [str(peer) for peer in range(size)], seconds)
-    if absent:
-        raise AssertionError(
-            f"rank {rank} is at assert_no_desync(), {local_facts['place']}, but rank "
-            f"{', '.join(map(str, absent))} did not get there within {seconds:g} s"
-        )
-    facts_by_rank = {peer: json.loads(store.get(str(peer))) for peer in range(size)}
-    calls = {
-        peer: {name: GroupCalls(ranks, [tuple(call) for call in rows], failed) for name, ranks, rows, failed in entry}
-        for peer, entry in ((peer, facts["calls"]) for peer, facts in facts_by_rank.items())
-    }
-    if difference := unmatched(calls):
-        raise AssertionError(f"ranks are out of step: {difference}")
-    numbers = {peer: facts["number"] for peer, facts in facts_by_rank.items()}
-    if len(set(numbers.values())) > 1:
-        counted = ", ".join(f"{number} on rank {peer}" for peer, number in numbers.items())
-        raise AssertionError(f"ranks are out of step: they called different numbers of collectives, {counted}")
-
-
-def _calls() -> list[Any]:
-    if Recorder.current is None:
-        return []
-    groups = Recorder.current.result()
-    return [(name, group.ranks, group.calls, group.has_failed) for name, group in groups.items()]
-
-
-def _number() -> int:
-    """Return the number of collectives of the default group, or 0 if they are recorded by name."""
-    if Recorder.current is not None:
-        return 0
-    try:
-        group: Any = get_default_group()
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # the backend does not count collectives
-        return 0
 
 
 def check_world(call: str) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -64,9 +64,6 @@ class Note:
 class Recorder:
     """Records the calls of this process."""
 
-    current: ClassVar[Recorder | None] = None
-    """The recorder of this process, if it is a rank of a test."""
-
     def __init__(self, note: Note) -> None:
         self.groups: Calls = {}
         self._note = note
@@ -77,7 +74,6 @@ class Recorder:
 
     def install(self) -> None:
         """Start recording calls to torch's functions. Skip ``monitored_barrier``, which itself names missing ranks."""
-        Recorder.current = self
         for name in (*COLLECTIVES, *ONE_TO_ONE):
             if (cell := cell_of(name)) is not None:
                 cell.cell_contents = self._wrap(name, cell.cell_contents)
