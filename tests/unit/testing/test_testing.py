@@ -485,45 +485,6 @@ def test_another_rank_was_ordered_to_end(world, kill):
         assert line in printed, line
 
 
-def test_a_failure_shows_the_users_frames_first(outcome: Any) -> None:
-    """There were up to twenty frames of torch and Paceline."""
-    printed = outcome(
-        """
-def train(model):
-    model(torch.ones(2, 2)).sum().backward()
-
-@pytest.mark.ranks(2)
-def test_hook(world):
-    model = paceline.DistributedDataParallel(torch.nn.Linear(2, 2))
-    if world.rank:
-        model.module.weight.register_post_accumulate_grad_hook(lambda _: os._exit(3))
-    train(model)
-
-@pytest.mark.ranks(2)
-def test_drifted(world):
-    model = paceline.DistributedDataParallel(torch.nn.Linear(2, 2), check_replicas_every=1)
-    if world.rank:
-        model.module.weight.data.add_(1)
-    train(model)
-    torch.optim.SGD(model.parameters()).step()
-    train(model)
-
-@pytest.mark.ranks(2, backend="gloo")
-def test_from_torch(world):
-    dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX)
-""",
-        failed=3,
-    )
-    for test, library in (("hook", "/paceline/"), ("drifted", "/paceline/"), ("from_torch", "/torch/")):
-        report = printed[printed.index(f"_ test_{test} _") :]
-        users, _, below = report[: report.index("\n____", 9) if "\n____" in report[9:] else None].partition(
-            "raised by a library, the innermost frame first"
-        )
-        assert "test_it.py:" in users, report
-        assert library not in users.replace("/site-packages/torch/", "/torch/"), report
-        assert library in below
-
-
 def test_an_exit_on_a_rank_ends_pytest_with_its_return_code(pytester: pytest.Pytester) -> None:
     """It was 2 whatever the rank had said."""
     pytester.makepyfile(
@@ -731,21 +692,6 @@ def test_every_buggy_training_is_found_and_named_in_one_line(
 
 
 # -- beside other tools ------------------------------------------------------------------------------------------------
-
-
-def test_a_module_that_ranks_load_is_loaded_here_before_the_next_test(outcome: Any) -> None:
-    """Or every rank of every test would load it again."""
-    outcome(
-        """
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("turn", [0, 1])
-def test_it(world, turn):
-    name = "torch.utils.show_pickle"
-    assert (name in sys.modules) == (turn == 1)
-    __import__(name)
-""",
-        passed=2,
-    )
 
 
 def test_the_plug_in_loads_nothing_before_a_test_uses_it(pytester: pytest.Pytester) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from _pytest._code.code import ExceptionChainRepr, ExceptionRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
+from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
 from paceline.errors import UsageError
 from paceline.testing.pool import RankFailed
 from paceline.testing.pytest_plugin import coverage as coverage_of_ranks
@@ -25,8 +26,6 @@ from paceline.testing.ranks.processes import RankRun
 
 MARK: pytest.StashKey[RanksMark] = pytest.StashKey()
 RESULT: pytest.StashKey[tuple[Verdict, Sequence[Ending], int]] = pytest.StashKey()
-MODULES: pytest.StashKey[dict[str, None]] = pytest.StashKey()
-"""Modules that the ranks of earlier tests imported. The test process imports them before the next test."""
 
 
 def has_gpus() -> bool:
@@ -94,20 +93,9 @@ def _set_up(item: Any, mark: RanksMark) -> None:
         )
     if not item.config.pluginmanager.has_plugin(Listener.NAME):
         item.config.pluginmanager.register(Listener(), Listener.NAME)
-    _load(item.config.stash.setdefault(MODULES, {}))
+    importlib.import_module(OPTIMIZERS_NEED)  # once here, because it would take each rank of each test seconds
     item.stash[MARK] = mark
     defer(item)
-
-
-def _load(modules: dict[str, None]) -> None:
-    """Import `modules`, such as torch's compiler, so that the ranks of later tests do not have to."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning that is turned into an error would interrupt the import
-        for name in modules:
-            if name not in sys.modules:
-                with suppress(Exception):  # may fail for a module of the test, or one that works only on a rank
-                    importlib.import_module(name)
-    modules.clear()
 
 
 def run(item: Any, runtest: Callable[[], None]) -> None:
@@ -141,7 +129,6 @@ def _pass_on(item: Any, outcomes: Mapping[int, Outcome]) -> None:
         for name, text in outcome.sections:
             item.add_report_section("call", f"{name} of rank {rank}", text)
         item.user_properties += [entry for entry in outcome.properties if entry not in item.user_properties]
-        item.config.stash[MODULES].update(dict.fromkeys(outcome.modules))
         all_warnings |= dict.fromkeys(outcome.warnings)
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import pickle
-import sys
 import time
 import unittest
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -28,7 +26,6 @@ from paceline.testing.pytest_plugin import captured_output
 from paceline.testing.pytest_plugin import coverage as coverage_of_ranks
 from paceline.testing.pytest_plugin.deferred_fixtures import DEFERRED, run_new_finalizers
 from paceline.testing.pytest_plugin.marks import RanksMark
-from paceline.testing.pytest_plugin.users_frames import first_line, keep_users_frames
 from paceline.testing.ranks.child import Connected, environment
 from paceline.testing.ranks.outcomes import Outcome
 from paceline.testing.ranks.recorded_collectives import Recorder
@@ -41,7 +38,7 @@ CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed 
 
 def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected: Connected) -> Outcome:
     """Run the test of `item` on this rank, and record its calls to torch's functions."""
-    modules, properties = len(sys.modules), len(item.user_properties)
+    properties = len(item.user_properties)
     captured_output.separate(item.config)
     reports = _listen(item.config, connected)
     with coverage_of_ranks.measured(connected.folder, connected.rank), ExitStack() as stack:
@@ -53,12 +50,10 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected:
     outcome = _outcome_of(item, error, connected)
     for report in reports:  # reports of subtests
         if report.failed and outcome.kind == "passed":
-            outcome = Outcome("failed", first_line(report.longreprtext), _kept(report.longrepr))
+            outcome = Outcome("failed", _first_line(report.longreprtext), _kept(report.longrepr))
     outcome.sections = captured_output.read(item.config) + _log(item.config)
     outcome.warnings = [_warning(record) for record in records or ()]
     outcome.properties = [(name, _kept(value)) for name, value in item.user_properties[properties:]]
-    loaded = islice(reversed(sys.modules), len(sys.modules) - modules)  # the latest first
-    outcome.modules = [name for name in loaded if name.partition(".")[0] in ("torch", "paceline")][::-1]
     if recorder is not None:
         outcome.calls = recorder.result()
     return outcome
@@ -214,12 +209,9 @@ def _outcome_of(item: Any, error: BaseException | None, connected: Connected) ->
         return Outcome("xfailed", str(error))
     if isinstance(error, pytest.exit.Exception):
         return Outcome("exit", str(error), returncode=error.returncode)
-    library = keep_users_frames(item.config, error)
     info = pytest.ExceptionInfo.from_exception(error)
     report = item.repr_failure(info)
-    if library and hasattr(report, "addsection"):
-        report.addsection("raised by a library, the innermost frame first", library, "-")
-    message = first_line(_crash_message(report) or info.exconly())
+    message = _first_line(_crash_message(report) or info.exconly())
     if item.config.getoption("usepdb", False) and connected.request("may I debug?"):
         try:
             _debug(item, info)
@@ -241,6 +233,11 @@ def _debug(item: Any, info: pytest.ExceptionInfo[BaseException]) -> None:
 def _crash_message(report: Any) -> str:
     crash = getattr(report, "reprcrash", None)
     return crash.message if crash is not None else ""
+
+
+def _first_line(text: str) -> str:
+    """Return the first line that is not blank; an empty string if there is none."""
+    return next((line for line in text.splitlines() if line.strip()), "")
 
 
 def _kept(value: Any) -> Any:

@@ -43,8 +43,6 @@ class Outcome:
     """Warnings: text, pickled category, file and line."""
     properties: list[tuple[str, object]] = field(default_factory=list)
     """Properties recorded with ``record_property``."""
-    modules: list[str] = field(default_factory=list)
-    """Modules of torch and Paceline that the test imported on the rank."""
     calls: Calls = field(default_factory=dict)
 
 
