@@ -6,14 +6,12 @@ process group, and with any wrapper, including torch's.
 
 from paceline.testing.assertions import assert_data_is_split, assert_replicas_equal
 from paceline.testing.one_process import assert_equals_one_process
-from paceline.testing.pool import Pools, RankFailed, Ranks, run_ranks
+from paceline.testing.pool import Pools, RankFailed
 
 __all__ = [
     "Pools",
     "RankFailed",
-    "Ranks",
     "assert_data_is_split",
     "assert_equals_one_process",
     "assert_replicas_equal",
-    "run_ranks",
 ]
