@@ -24,7 +24,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def run_of(place: Place, precision: str, **options: Any) -> trainings.Run:
     """Return a training run of three epochs with a short last batch, and gradients in the range of fp16."""
-    settings = trainings.Settings(epochs=3, clip_norm=0.5, precision=precision, show_progress=False, **options)
+    settings = trainings.Settings(epochs=3, clip_norm=0.5, precision=precision, **options)
     return trainings.Run(settings, dtype=torch.float32, evaluate=True, device=place.device, loss_factor=1 / 64)
 
 

@@ -116,7 +116,7 @@ def trainer(settings):
     def error(module, batch):
         return {"error": nn.functional.mse_loss(module(batch[0]), batch[1], reduction="sum")}, len(batch[0])
 
-    config = TrainConfig(epochs=2, show_progress=False)
+    config = TrainConfig(epochs=2)
     checkpointer = paceline.Checkpointer(settings["folder"])
     callbacks = [Report(settings["folder"])]
     evaluation = Evaluation(DataLoader(data, 10), error, ("error",))

@@ -158,7 +158,6 @@ def train(world: World, case: Case, folder: str, resume: bool) -> dict[str, Any]
         resume=resume,
         metrics_file=f"{folder}/metrics.jsonl",
         log_every=2,
-        show_progress=False,
     )
     evaluation = Evaluation(DataLoader(data, 16), sums, ("loss",))
     if case.sharded:

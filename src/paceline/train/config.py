@@ -61,8 +61,6 @@ class TrainConfig:
     current epoch starts again."""
     log_every: int = 10
     """Steps between lines of metrics."""
-    show_progress: bool = True
-    """Whether rank 0 shows a progress bar, or a line per epoch if the output is not a terminal."""
 
     def __post_init__(self) -> None:
         for name, value in check_settings(vars(self)).items():
@@ -80,7 +78,7 @@ RULES: Mapping[str, Rule] = {
     "clip_norm": _optional(positive),
     "precision": partial(choice, choices=get_args(Precision)),
     "monitor": lambda name, value: text(name, value).removeprefix("eval/"),
-    **dict.fromkeys(("check_finite", "load_best_at_end", "resume", "show_progress"), flag),
+    **dict.fromkeys(("check_finite", "load_best_at_end", "resume"), flag),
     **dict.fromkeys(("allow_changed_settings", "allow_changed_data"), flag),
 }
 """The rule for checking each setting."""

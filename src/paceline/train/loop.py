@@ -78,7 +78,7 @@ class Loop:
         self.run.is_evaluation_due = self._is_evaluation_due
         log = Loggers(loggers)
         log.open(self.run)
-        on = self.config.show_progress and torch.distributed.get_rank() == 0
+        on = torch.distributed.get_rank() == 0
         try:
             self.model.train()  # type: ignore[no-untyped-call]  # before the callbacks, which may put parts into eval mode
             self.state.is_stopped |= self.callbacks.meet("on_start")

@@ -30,7 +30,7 @@ def loss(model, batch):
         raise ValueError("broken")
     return model(batch[0]).sum(), len(batch[0])
 data = torch.utils.data.TensorDataset(torch.ones(64, 4))
-config = TrainConfig(epochs=1, show_progress=False)
+config = TrainConfig(epochs=1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 checkpointer = paceline.Checkpointer(folder) if folder else None
 trainer = Trainer(model, optimizer, loss, DataLoader(data, batch_size=4), config, checkpointer=checkpointer)

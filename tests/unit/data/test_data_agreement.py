@@ -295,7 +295,7 @@ def through_trainer(world: World) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     shard = TensorDataset(torch.arange(32.0).view(-1, 1)[world.rank :: 2])
     evaluation = Evaluation(DataLoader(shard, 4), measured, ("mean",))
-    config = TrainConfig(epochs=1, show_progress=False)
+    config = TrainConfig(epochs=1)
     return error_of(lambda: Trainer(model, optimizer, summed, DataLoader(points(), 4), config, evaluation).fit())
 
 

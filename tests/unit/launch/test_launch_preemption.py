@@ -272,7 +272,7 @@ class Counting(torch.optim.SGD):
 world = paceline.init()
 model = paceline.DistributedDataParallel(torch.nn.Linear(1, 1))
 optimizer = Counting(model.parameters(), lr=1e-7)
-config = TrainConfig(epochs=1, show_progress=False)
+config = TrainConfig(epochs=1)
 checkpointer = paceline.Checkpointer(sys.argv[1]) if sys.argv[1:] else None
 Trainer(model, optimizer, loss, DataLoader(Points(), 8), config, checkpointer=checkpointer).fit()
 """

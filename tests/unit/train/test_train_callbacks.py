@@ -69,7 +69,7 @@ def trainer(
 
     evaluation = Evaluation(DataLoader(data, 16), sums, ("error",)) if evaluates else None
     loader = DataLoader(data, RUN.batch_size, shuffle=True, seed=RUN.seed)
-    given = Settings(**{"show_progress": False, **config})
+    given = Settings(**config)
     objects = given.objects(optimizer)
     for name, stateful in (mine or {}).items():
         objects["checkpointer"].register(name, stateful, per_rank=True)

@@ -120,7 +120,7 @@ def warned(world: Any, run: Run) -> tuple[Outcome, list[str]]:
 
 
 def test_a_run_on_longer_data_is_refused_or_goes_on_and_says_so(pools: Pools, tmp_path: Path) -> None:
-    quiet = Settings(1, checkpoint_dir=str(tmp_path), checkpoint_every=1, show_progress=False)
+    quiet = Settings(1, checkpoint_dir=str(tmp_path), checkpoint_every=1)
     run = Run(quiet, samples=45, stop_after=3)
     pools.run(2, train, run)
     longer = replace(run, samples=61, stop_after=None, config=replace(quiet, resume=True))

@@ -26,7 +26,7 @@ class Strikes:
             raise KeyError("labels")
 
 loggers = [MLflow("digits") if how == "mlflow" else JsonLines("metrics.jsonl")]
-config = TrainConfig(max_steps=12, show_progress=False)
+config = TrainConfig(max_steps=12)
 Trainer(model, optimizer, squared_loss, DataLoader(data, 8), config, loggers=loggers, callbacks=[Strikes()]).fit()
 """
 

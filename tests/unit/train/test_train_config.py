@@ -50,7 +50,7 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(name: str, options: d
 
 def test_a_run_may_be_made_longer_and_log_as_it_likes() -> None:
     saved = Settings(TrainConfig(epochs=2, log_every=1)).state_dict()
-    Settings(TrainConfig(epochs=9, resume=True, show_progress=False)).check_state_dict(saved)
+    Settings(TrainConfig(epochs=9, resume=True)).check_state_dict(saved)
 
 
 def test_the_batch_size_which_the_position_in_the_data_depends_on_never_changes() -> None:

@@ -45,7 +45,7 @@ class Cell:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.optimizer.register_step_post_hook(lambda *_: self._strike("step"))
         data = Points(45, torch.float64)
-        given = {"epochs": 2, "accumulate": 2, "log_every": 2, "show_progress": False, **self.config}
+        given = {"epochs": 2, "accumulate": 2, "log_every": 2, **self.config}
         if self.folder is not None:
             given |= {"checkpoint_dir": self.folder, "metrics_file": f"{self.folder}/metrics.jsonl"}
         evaluation = Evaluation(DataLoader(data, 16), self._sums, ("error",))

@@ -42,7 +42,7 @@ def trainer(model: nn.Module, parameters: Any, callbacks: Any, **config: Any) ->
     evaluation = Evaluation(DataLoader(data, 16), squared_error, ("error",))
     loader = DataLoader(data, RUN.batch_size, shuffle=True, seed=RUN.seed)
     optimizer = torch.optim.SGD(parameters, lr=LR, momentum=0.9)
-    given = Settings(show_progress=False, **config)
+    given = Settings(**config)
     return Trainer(wrapped, optimizer, loss, loader, given, evaluation, callbacks=callbacks, **given.objects(optimizer))
 
 

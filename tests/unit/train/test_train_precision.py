@@ -74,7 +74,7 @@ def train(world: World, case: Case) -> tuple[dict[str, Any], list[Any]]:
         return value, len(x)
 
     loader = DataLoader(Points(RUN.samples, RUN.dtype), RUN.batch_size, shuffle=True, seed=RUN.seed)
-    config = TrainConfig(2, precision=case.precision, clip_norm=CLIP, show_progress=False)  # type: ignore[arg-type]
+    config = TrainConfig(2, precision=case.precision, clip_norm=CLIP)  # type: ignore[arg-type]
     with scalers_made() as scalers:
         result = Trainer(model, optimizer, loss, loader, config).fit()
     samples = RUN.batch_size / world.size  # in the loss, which is a sum
@@ -113,7 +113,7 @@ def overflows_forever(world: World) -> str:
         return squared(model(batch[0]), batch[1]) * float("nan"), len(batch[0])
 
     loader = DataLoader(Points(8, RUN.dtype), 8)
-    config = TrainConfig(max_steps=5, precision="fp16", show_progress=False)
+    config = TrainConfig(max_steps=5, precision="fp16")
     return refusal(Trainer(model, optimizer, loss, loader, config).fit)
 
 

@@ -140,7 +140,7 @@ def in_a_training(world: World) -> list[Any]:
         def on_end(self, run: Any) -> None:
             rows.append(trainer.predict(DataLoader(data, 7, shuffle=True)))
 
-    config = TrainConfig(2, show_progress=False, precision="bf16")
+    config = TrainConfig(2, precision="bf16")
     trainer = Trainer(model, optimizer, squared_loss, DataLoader(data, 8), config, callbacks=[Predicts()])
     trainer.fit()
     again = trainer.predict(DataLoader(data, 3))

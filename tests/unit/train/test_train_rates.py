@@ -32,7 +32,7 @@ def trainer(model: Any, optimizer: Any, order: Any = None, **config: Any) -> Tra
         loader = DataLoader(DATA, 8)
     else:
         loader = DataLoader(DATA, batch_sampler=GlobalBatchSampler(DATA, 8, order=order))
-    given = Settings(**{"epochs": 1, "show_progress": False, **config})
+    given = Settings(**{"epochs": 1, **config})
     return Trainer(model, optimizer, squared_loss, loader, given, **scheduler, **given.objects(optimizer))
 
 

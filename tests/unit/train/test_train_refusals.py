@@ -21,7 +21,7 @@ from twins import Pools
 def trainer(model: DistributedDataParallel, samples: int = 16, evaluation: Any = None, **config: Any) -> Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(Points(samples, torch.float32), 4)
-    given = Settings(**{"epochs": 1, "show_progress": False, "log_every": 1000, **config})
+    given = Settings(**{"epochs": 1, "log_every": 1000, **config})
     evaluated = evaluation(loader) if evaluation else None
     return Trainer(model, optimizer, squared_loss, loader, given, evaluated, **given.objects(optimizer))
 
@@ -103,7 +103,7 @@ def test_no_number_is_read_out_of_a_tensor_between_two_lines_of_metrics(pools: P
 def usual_mistakes(world: World) -> list[str]:
     model, plain = DistributedDataParallel(linear()), linear()
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.01), Points(16, torch.float32)
-    config, loader = TrainConfig(1, show_progress=False), DataLoader(data, 4)
+    config, loader = TrainConfig(1), DataLoader(data, 4)
     evaluation = Evaluation(DataLoader(data, 4), squared_error, ("error",))
 
     def of(model: Any = model, optimizer: Any = optimizer, **more: Any) -> Any:

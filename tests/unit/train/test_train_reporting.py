@@ -159,7 +159,7 @@ def train_with_notes(world: World, config: TrainConfig, *loggers: Any) -> list[t
 def test_a_logger_of_the_users_gets_what_the_files_get_on_rank_0_and_the_mean_of_all_ranks(
     pools: Pools, tmp_path: Path
 ) -> None:
-    config = TrainConfig(2, log_every=1, show_progress=False)
+    config = TrainConfig(2, log_every=1)
     alone = pools.run(1, train_with_notes, config)[0]
     first, second = pools.run(2, train_with_notes, config, JsonLines(tmp_path / "m"))
     assert second == []

@@ -15,7 +15,7 @@ from twins import Pools
 
 
 def config(folder: Path, **options: Any) -> Settings:
-    given = {"epochs": 3, "checkpoint_every": 1, "show_progress": False, **options}
+    given = {"epochs": 3, "checkpoint_every": 1, **options}
     return Settings(checkpoint_dir=str(folder), **given)
 
 

@@ -49,9 +49,7 @@ def on_a_disk_that_is_full(world: Any, run: Run, steps: list[int]) -> tuple[Outc
 
 
 def config(folder: Path, **options: Any) -> Settings:
-    return Settings(
-        **{"epochs": 1, "checkpoint_dir": str(folder), "checkpoint_every": 1, "show_progress": False, **options}
-    )
+    return Settings(**{"epochs": 1, "checkpoint_dir": str(folder), "checkpoint_every": 1, **options})
 
 
 @pytest.mark.parametrize(("size", "async_save"), [(1, False), (2, True)])

@@ -114,7 +114,7 @@ def train(world: World, case: Case) -> Outcome:
         def on_evaluation(self, run: Any) -> None:
             evaluated_at.append(run.step)
 
-    config = Settings(**{"show_progress": False, **case.config})
+    config = Settings(**case.config)
     objects = ({} if scheduler is None else {"scheduler": scheduler}) | config.objects(optimizer)
     trainer = Trainer(model, optimizer, loss, loader, config, evaluation, callbacks=[Watch()], **objects)
     try:
@@ -216,7 +216,7 @@ def trainer(config: dict[str, Any], evaluates: bool, derives: bool, plateau: boo
     derive = (lambda means: {"perplexity": means["error"]}) if derives else None
     evaluation = Evaluation(DataLoader(data, 8), squared_error, ("error",), derive) if evaluates else None
     loader = DataLoader(GlobalBatchStream(Stream(data, False), 8)) if stream else DataLoader(data, 8)
-    given = Settings(**{"epochs": 1, "show_progress": False, **config})
+    given = Settings(**{"epochs": 1, **config})
     objects: dict[str, Any] = {"scheduler": ReduceLROnPlateau(optimizer)} if plateau else {}
     return Trainer(model, optimizer, squared_loss, loader, given, evaluation, **objects, **given.objects(optimizer))
 

@@ -15,8 +15,6 @@ from paceline.train import TrainConfig
 from trainings import LR, Points, Run, Settings, net, plain_loop, relative_difference, squared, train, weights_of
 from twins import Pools
 
-QUIET = {"show_progress": False}
-
 
 def batches_of(run: Run) -> list[list[int]]:
     """The samples of each step, all ranks."""
@@ -28,7 +26,7 @@ def batches_of(run: Run) -> list[list[int]]:
 @pytest.mark.parametrize(("size", "accumulate"), [(2, 2), (3, 1)])
 def test_clipping_accumulation_and_schedule_equal_one_plain_loop(pools: Pools, size: int, accumulate: int) -> None:
     steps = 3 * -(-45 // (8 * accumulate))
-    config = Settings(3, accumulate=accumulate, clip_norm=0.7, **QUIET)
+    config = Settings(3, accumulate=accumulate, clip_norm=0.7)
     schedule = {"warmup_steps": 2, "decay": "linear", "total_steps": steps}
     batches = batches_of(Run(config))
     rates = [1 / 2, 1, *((steps - step) / (steps - 2) for step in range(2, steps))]
@@ -41,7 +39,7 @@ def test_clipping_accumulation_and_schedule_equal_one_plain_loop(pools: Pools, s
 
 
 def test_more_ranks_than_samples_equal_one_plain_loop(pools: Pools) -> None:
-    run = Run(TrainConfig(2, accumulate=2, **QUIET), batch_size=2, samples=7)
+    run = Run(TrainConfig(2, accumulate=2), batch_size=2, samples=7)
     plain = weights_of(plain_loop(run, batches_of(run)))
     for outcome in pools.run(3, train, run):
         assert relative_difference(outcome.weights, plain) < 1e-9
@@ -49,7 +47,7 @@ def test_more_ranks_than_samples_equal_one_plain_loop(pools: Pools) -> None:
 
 def test_metrics_hold_loss_and_rate_of_every_so_many_steps_and_each_evaluation(pools: Pools, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    config = Settings(2, accumulate=2, schedule={"warmup_steps": 4}, log_every=2, metrics_file=str(file), **QUIET)
+    config = Settings(2, accumulate=2, schedule={"warmup_steps": 4}, log_every=2, metrics_file=str(file))
     outcome, *_ = pools.run(2, train, Run(config, evaluate=True))
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     # 45 samples, 6 batches of 8, so 3 steps an epoch: a line after two steps and one for the epoch's last.
@@ -65,7 +63,7 @@ def test_metrics_hold_loss_and_rate_of_every_so_many_steps_and_each_evaluation(p
     assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([LR * 2 / 4, LR * 3 / 4, LR, LR])
     assert outcome.result.metrics == {"error": lines[-1]["eval/error"]}
     # With a rate of (nearly) zero the loss is that of the initial weights, over the logged steps' samples.
-    still = Run(Settings(1, schedule={"warmup_steps": 10**12}, log_every=100, metrics_file=str(file), **QUIET))
+    still = Run(Settings(1, schedule={"warmup_steps": 10**12}, log_every=100, metrics_file=str(file)))
     pools.run(2, train, still)
     data = Points(45, torch.float64)
     *earlier, line = [json.loads(line) for line in file.read_text().splitlines()]
@@ -84,7 +82,7 @@ KEPT = {
 def test_checkpoints_are_written_when_due_and_the_newest_kept(
     pools: Pools, tmp_path: Path, every: int | None, keep: int, epochs: int, steps: list[int]
 ) -> None:
-    pools.run(2, train, Run(Settings(epochs, checkpoint_dir=str(tmp_path), checkpoint_every=every, keep=keep, **QUIET)))
+    pools.run(2, train, Run(Settings(epochs, checkpoint_dir=str(tmp_path), checkpoint_every=every, keep=keep)))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"step-{step:08d}" for step in steps]
 
 
@@ -93,19 +91,19 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoin
     pools: Pools, tmp_path: Path, size: int
 ) -> None:
     # One rank alone did not look, so NaN weights were saved until no good checkpoint was left.
-    config = Settings(2, checkpoint_dir=str(tmp_path), checkpoint_every=2, keep=1, **QUIET)
+    config = Settings(2, checkpoint_dir=str(tmp_path), checkpoint_every=2, keep=1)
     for outcome in pools.run(size, train, Run(config, poisoned_step=5)):
         assert outcome.error.startswith(f"NonFiniteGradient: the gradient holds NaN or Inf on rank {size - 1}, in ")
         assert outcome.result.steps == 5
         assert all(abs(array).max() < 1e3 for array in outcome.weights.values())
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.latest() == tmp_path / "step-00000004"
-    [outcome, *_] = pools.run(size, train, Run(Settings(2, checkpoint_dir=str(tmp_path), resume=True, **QUIET)))
+    [outcome, *_] = pools.run(size, train, Run(Settings(2, checkpoint_dir=str(tmp_path), resume=True)))
     assert (outcome.result.resumed_from_step, outcome.result.steps, outcome.error) == (4, 12, "")
 
 
 def test_a_folder_in_use_is_refused_without_resume_and_left_as_it_is(pools: Pools, tmp_path: Path) -> None:
-    config = Settings(1, checkpoint_dir=str(tmp_path), **QUIET)
+    config = Settings(1, checkpoint_dir=str(tmp_path))
     pools.run(2, train, Run(config))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for outcome in pools.run(2, train, Run(config)):
@@ -115,6 +113,6 @@ def test_a_folder_in_use_is_refused_without_resume_and_left_as_it_is(pools: Pool
 
 
 def test_an_empty_folder_to_resume_from_is_refused(pools: Pools, tmp_path: Path) -> None:
-    config = Settings(1, checkpoint_dir=str(tmp_path), resume=True, **QUIET)
+    config = Settings(1, checkpoint_dir=str(tmp_path), resume=True)
     for outcome in pools.run(2, train, Run(config)):
         assert outcome.error.startswith("NoCheckpoint: ")

@@ -82,7 +82,7 @@ def trained(
     model = paceline.DistributedDataParallel(net())
     optimizer: Any = ScheduleFree(model.parameters())
     is_resume = folder is not None and folder.exists()
-    config = TrainConfig(max_steps=steps, evaluate_every=every, accumulate=2, resume=is_resume, show_progress=False)
+    config = TrainConfig(max_steps=steps, evaluate_every=every, accumulate=2, resume=is_resume)
     evaluation = Evaluation(DataLoader(data(), batch_size=32), sums, names=("loss",)) if every else None
     saver = None if folder is None else Checkpointer(folder, every=2)
     watch, losses = Watch(), []

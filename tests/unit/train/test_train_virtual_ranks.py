@@ -68,7 +68,7 @@ def config(folder: Path | None = None, **options: Any) -> Settings:
     if folder is not None:
         given |= {"checkpoint_dir": str(folder / "points"), "checkpoint_every": 1}
         given |= {"metrics_file": str(folder / "metrics.jsonl")}
-    return Settings(show_progress=False, **given)
+    return Settings(**given)
 
 
 def trained(
