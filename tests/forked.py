@@ -176,7 +176,7 @@ def _rank(
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the launcher's
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
-        if child:
+        if "PACELINE_LAUNCHER" in environment:  # not on several hosts, where ranks are torchrun's
             sys.modules.pop("sitecustomize", None)
             __import__("sitecustomize")  # our hook, which removes itself from the path
         _run(rank[2:])
@@ -258,8 +258,11 @@ def _end(program: Callable[[], Any]) -> None:
             print(code, file=sys.stderr)
             code = 1
     except BaseException as error:
-        sys.excepthook(type(error), error, _own(error.__traceback__))
         code = 1
+        try:
+            sys.excepthook(type(error), error, _own(error.__traceback__))
+        except SystemExit as stop:
+            code = stop.code
     if REAL_END in os.environ:
         ctypes.pythonapi.Py_Exit(code or 0)
     threading._shutdown()  # type: ignore[attr-defined]

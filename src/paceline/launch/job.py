@@ -218,11 +218,6 @@ def tied(command: Sequence[str]) -> list[str]:
     return ["-I", "-S", str(RANK / "child.py"), str(os.getpid()), *command]
 
 
-def escaped(arguments: Sequence[str]) -> list[str]:
-    """Escape `arguments` for torchelastic's ``${local_rank}`` substitution."""
-    return [argument.replace("$", "$$") for argument in arguments]
-
-
 def rank_environment(job: Job) -> dict[str, str]:
     """Return the ranks' environment variables on one host, except torchrun's. The user's settings take precedence."""
     defaults = {
@@ -233,7 +228,9 @@ def rank_environment(job: Job) -> dict[str, str]:
     environment = {name: value for name, value in defaults.items() if name not in os.environ}
     environment.update(job.env)
     environment[LAUNCHER] = str(os.getpid())
-    environment["PYTHONPATH"] = hooked(environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
+    # The sitecustomize in the first folder records uncaught exceptions.
+    path = environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    environment["PYTHONPATH"] = os.pathsep.join([str(RANK / "hook"), *([path] if path else [])])
     return environment
 
 
@@ -249,11 +246,6 @@ def timeout_environment(timeout: str | None) -> dict[str, str]:
             f"{name}={value} must be above 0 and at most {LONGEST_S:,} seconds; give one such as {TIMEOUT_S}"
         )
     return {TIMEOUT: value}
-
-
-def hooked(path: str) -> str:
-    """Return `path`, preceded by the folder of the ``sitecustomize`` that records uncaught exceptions."""
-    return os.pathsep.join([str(RANK / "hook"), *([path] if path else [])])
 
 
 def resolve_nproc(wanted: str | int) -> tuple[int, str | None]:

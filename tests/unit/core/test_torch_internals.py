@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any, cast
 
 import pytest
@@ -26,11 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, SequentialLR
 from torch.utils.data import DataLoader, get_worker_info
@@ -793,33 +790,6 @@ def _() -> None:
 
 
 # -- torchelastic -----------------------------------------------------------------------------------------------------
-
-
-@contract(
-    "LocalElasticAgent._start_workers", "LocalElasticAgent._monitor_workers", "LocalElasticAgent._restart_workers"
-)
-def _() -> None:
-    for member in ("_start_workers", "_monitor_workers", "_restart_workers"):
-        assert list(inspect.signature(getattr(LocalElasticAgent, member)).parameters) == ["self", "worker_group"]
-
-
-@contract("LocalElasticAgent._pcontext", "LocalElasticAgent._remaining_restarts")
-def _() -> None:
-    handler: Any = SimpleNamespace()
-    spec = WorkerSpec(role="ranks", local_world_size=1, rdzv_handler=handler, entrypoint="true", max_restarts=3)
-    agent: Any = LocalElasticAgent(spec, cast("Any", SimpleNamespace()))
-    assert (agent._pcontext, agent._remaining_restarts) == (None, 3)
-
-
-@contract("torch.distributed.launcher.api.LocalElasticAgent")
-def _() -> None:
-    def make(**arguments: Any) -> Any:
-        raise KeyError(arguments["spec"].local_world_size)
-
-    config = LaunchConfig(1, 1, 7, run_id="job", rdzv_endpoint="127.0.0.1:9", rdzv_backend="static")
-    config.rdzv_configs["rank"] = 0
-    with elastic.making_agents_with(make), pytest.raises(KeyError, match="7"):
-        launch_agent(config, "true", [])
 
 
 @contract("DefaultLogsSpecs._root_log_dir", "DefaultLogsSpecs._tee", "DefaultLogsSpecs._local_ranks_filter")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -97,15 +99,33 @@ def test_a_host_that_is_lost_and_comes_back_leaves_the_bits_as_they_are(tmp_path
     assert [line.split()[-1] for line in said.splitlines()][-3:] == ["2", "1", "2"]
 
 
+FAILS = """
+import torch, paceline
+
+world = paceline.init()
+if world.rank == 1:
+    raise ValueError("the data is wrong")
+torch.distributed.all_reduce(torch.ones(1))
+"""
+
+
 @pytest.mark.slow
-def test_a_rank_with_an_exit_code_of_its_own_is_reported_like_on_one_host(tmp_path: Path) -> None:
-    # That it was leaving stands where torchelastic's agent looks for its error.
-    name = script(tmp_path, "import sys\nsys.exit(3)")
+def test_both_launchers_end_with_code_1_and_torchruns_report_names_the_rank_and_its_error(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    done = paceline(tmp_path, "run", "--master-addr", "127.0.0.2", "--master-port", port, name, fork="all")
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "error: rank 0 failed first (exit code 3)")
+    with ExitStack() as stack:
+        jobs = []
+        for number in range(2):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            where = ("--nnodes", "2", "--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", port)
+            arguments = ("run", *where, script(folder, FAILS))
+            jobs.append(stack.enter_context(Running(folder, *arguments, fork="all", GLOO_SOCKET_IFNAME="lo")))
+        assert [job.wait() for job in jobs] == [1, 1], jobs[0].stderr + jobs[1].stderr
+        lost, raised = (job.stderr.partition("script.py FAILED")[2] for job in jobs)
+    assert re.search(r"Root Cause[^=]*rank      : 1 [^=]*ValueError: the data is wrong", raised), jobs[1].stderr
+    assert re.search(r"Root Cause[^=]*rank      : 0 [^=]*CommunicationError: ", lost), jobs[0].stderr
 
 
 @pytest.mark.slow

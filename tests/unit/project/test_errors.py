@@ -136,3 +136,18 @@ def test_the_consequence_of_another_ranks_failure_is_one_line_and_no_root_cause(
     killed = ProcessFailure(0, 1, -9, "")
     assert theirs.message["extraInfo"]["py_callstack"] in shown
     assert ChildFailedError("train.py", {1: theirs, 0: killed}).get_first_failure() == (0, killed)
+
+
+@pytest.mark.parametrize(("first", "second"), [(ValueError("x"), RuntimeError("y")), (RuntimeError("x"), Ended("y"))])
+def test_torchruns_root_cause_is_the_error_that_is_least_likely_a_consequence(
+    first: Exception, second: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Gloo's error of a rank that lost its peer is a RuntimeError.
+    failures = {}
+    for rank, error in enumerate((raised(second), raised(first))):
+        path = tmp_path / str(rank)
+        monkeypatch.setenv(failure_callbacks.ERROR_FILE, str(path))
+        failure_callbacks.show(type(error), error, error.__traceback__)
+        failures[rank] = ProcessFailure(rank, 1, 1, str(path))
+    assert ChildFailedError("train.py", failures).get_first_failure() == (1, failures[1])
+    assert f"{type(first).__name__}: x\n" in failures[1].message["extraInfo"]["py_callstack"]

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
@@ -81,14 +82,18 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
         sys.__excepthook__(kind, error, trace)
     elif lost is not None:
         text = f"{type(lost).__name__}: {lost}{place_in(trace)}"
-        _tell_torchrun(text)
+        _tell_torchrun(text, BEHIND_S)
         print(f"error: {text}", file=sys.stderr)
     elif isinstance(error, UsageError):
+        _tell_torchrun(f"UsageError: {error}")
         # Not sys.stderr: torch's hook around this hook captures it, and prints the text only if this function returns.
         print(f"error: {error}{place_in(trace)}", file=sys.__stderr__)
         raise SystemExit(2)
     else:
         sys.__excepthook__(kind, error, trace)
+        # Gloo and NCCL report a lost rank with a RuntimeError.
+        behind = BEHIND_S // 2 if isinstance(error, RuntimeError) else 0
+        _tell_torchrun("".join(traceback.format_exception(kind, error, trace)), behind)
 
 
 def _lost_rank(error: BaseException) -> BaseException | None:
@@ -110,14 +115,14 @@ BEHIND_S = 10
 """Seconds added to the timestamp of a consequence, so that torchrun reports the cause instead."""
 
 
-def _tell_torchrun(text: str) -> None:
-    """Make torchrun report `text` for this rank, but not as the root cause.
+def _tell_torchrun(text: str, behind: int = 0) -> None:
+    """Make torchrun report `text` for this rank, and not as the root cause if another rank failed in these seconds.
 
     torchrun reports the earliest failure as the cause. A killed rank gets the time when torchrun noticed its death, in
     whole seconds.
     """
     path = os.environ.get(ERROR_FILE)
-    if path:
-        more = {"py_callstack": text, "timestamp": str(int(time.time()) + BEHIND_S)}
+    if path and "PACELINE_LAUNCHER" not in os.environ:
+        more = {"py_callstack": text, "timestamp": str(int(time.time()) + behind)}
         with suppress(OSError), open(path, "w") as file:
             json.dump({"message": {"message": text, "extraInfo": more}}, file)

@@ -31,7 +31,7 @@ class RankProcesses:
         self,
         processes: Mapping[int, Any],
         error_files: Mapping[int, str],
-        note_failure: Callable[[], None] = lambda: None,
+        note_failure: Callable[[], None],
     ) -> None:
         self.ends: dict[int, End] = {}
         """How ranks ended, by rank; filled as they exit."""
@@ -83,7 +83,7 @@ class RankProcesses:
         path = self._error_files[end.rank]
         return replace(end, record=read(path), leaving=read_leaving(path))
 
-    def await_cause(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
+    def await_cause(self, is_stopped: Callable[[], bool]) -> None:
         """Wait for other ranks that fail at the same time or, if only consequences are known, for the cause.
 
         A rank that has reported an error may still take long to exit. Returns as soon as `is_stopped()` is true.

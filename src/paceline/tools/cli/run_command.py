@@ -48,10 +48,9 @@ def start(arguments: Sequence[str]) -> int:
         ):
             if is_given:
                 raise UsageError(f"{name} works on one host only; omit it, or omit --nnodes and the rendezvous")
-        from paceline.launch.multi_host import check_meeting_point, launch_hosts
+        from paceline.launch.multi_host import launch_hosts
 
         single_host(options, command, nproc)  # refuses invalid values
-        check_meeting_point(options, int(options.nnodes.rpartition(":")[2]))
         if is_command_line():
             warn_if_untested()
         # torchrun's launcher passes this process's environment to the ranks.

@@ -1,8 +1,7 @@
-"""Replaces torchelastic's agent and its way of starting ranks; names a slow module that most ranks import."""
+"""Replaces torchelastic's way of starting ranks; names a slow module that most ranks import."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -40,23 +39,3 @@ def close_outputs(handlers: Iterable[SubprocessHandler]) -> None:
         for file in (handler._stdout, handler._stderr):
             if file is not None:
                 file.close()
-
-
-@contextmanager
-def making_agents_with(make: Callable[..., Any]) -> Iterator[None]:
-    """Make torchrun's launcher in this process use the agent `make(spec=…, …)`; torch has no option for this.
-
-    In the block, torch does not log which ranks it ends, or which failure was the earliest by the clock.
-    """
-    from torch.distributed.launcher import api as launcher  # imported here, because jobs on one host do not need it
-
-    api: Any = launcher
-    chatty, agent = logging.getLogger("torch.distributed.elastic.multiprocessing.api"), api.LocalElasticAgent
-    level = chatty.level
-    api.LocalElasticAgent = make
-    chatty.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        api.LocalElasticAgent = agent
-        chatty.setLevel(level)
