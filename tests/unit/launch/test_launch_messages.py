@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.failures.root_cause import End, identity
+from paceline.launch.failures.root_cause import End
 from paceline.launch.rank import failure_record
 from processes import paceline, script
 
@@ -24,21 +24,6 @@ def test_a_long_error_is_cut_to_a_few_kilobytes_everywhere(tmp_path: Path) -> No
     assert (tmp_path / "report.json").stat().st_size < 100_000
     first = json.loads((tmp_path / "report.json").read_text())["failures"][0]["first"]
     assert first["exception"]["type"] == "ValueError"
-
-
-@pytest.mark.parametrize("text", ["ACGT" * 25_000, "文" * 100_000, "1-" * 50_000, "1" + "-" * 100_000, "a." * 50_000])
-def test_errors_of_any_length_are_compared_in_linear_time(text: str) -> None:
-    # Not cut, as the expression itself has to be linear; the test's time-out is the limit.
-    assert identity(failure_record.Record(text, text, 0.0)) == identity(failure_record.Record(text, text, 1.0))
-
-
-def test_a_long_error_that_differs_in_numbers_alone_is_the_same() -> None:
-    def identity_of(number: int) -> str:
-        error = ValueError(f"row {number}: " + "no such column, " * 10_000)
-        record = failure_record.of(error)
-        return identity(failure_record.Record(record.message, failure_record.shortened(record.trace, 8_000), 0.0))
-
-    assert identity_of(7) == identity_of(123_456)
 
 
 def test_a_headline_is_one_line_on_a_terminal() -> None:

@@ -14,13 +14,6 @@ from paceline.launch.rank.failure_record import CUT, Record
 
 MAYBE, LOST_A_PEER = 1, 2
 _FRAME = re.compile(r'\s*File ".*')
-_VARIES = re.compile(
-    r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\btmp\w{8}\b"  # randomly generated names
-    r"|[-+]?(?<!\w)\w*\d\w*(?:[.,:+-]+\w*\d\w*)*(?: ?(?:[KMGTP]i?B|B|bytes|[mnu]?s)\b)?"
-)
-"""Parts of a message that may vary between occurrences of the same error: addresses, ports, processes, times, sizes.
-
-Numbers are matched only from the start of a word, because trying every letter takes quadratic time."""
 SETTLE_S = 0.3  # time to wait for other ranks to fail independently
 CAUSE_S = 1.0  # time to wait if all known failures are consequences
 LEAVE_S = 2.0  # time to wait if a rank is about to leave, which may be the cause
@@ -148,19 +141,9 @@ def cause(ends: Sequence[End]) -> Cause:
 
 
 def identity(record: Record) -> str:
-    """Return a key built from the error's class, location and message.
-
-    The key ignores numbers in the message. It also ignores word order, because sets print in a different order in each
-    process.
-    """
+    """Return a key built from the error's class and location, because messages contain addresses, times and sizes."""
     lines = record.trace.partition(CUT)[0].splitlines()
-    place = [line for line in lines if _FRAME.match(line)]
-    message, is_cut, _ = record.message.partition(CUT)
-    words = [message] if is_cut else [message, *(line for line in lines if not _FRAME.match(line))]
-    fixed = _VARIES.sub(" ", "\n".join(words))
-    if is_cut:  # keep only half, because the position of the cut depends on the number of digits
-        fixed = fixed[: len(message) // 2]
-    return "\n".join([message.partition(":")[0], *place, " ".join(sorted(re.findall(r"\w+", fixed)))])
+    return "\n".join([record.message.partition(":")[0], *(line for line in lines if _FRAME.match(line))])
 
 
 def headline(ends: Sequence[End]) -> str:
