@@ -193,7 +193,7 @@ def test_a_second_signal_ends_everything_at_once_and_nothing_is_requeued(tmp_pat
 
 
 def test_a_step_that_outlasts_the_grace_is_cut_off(tmp_path: Path) -> None:
-    arguments = ("--grace", "1", script(tmp_path, TRAIN), "slow=loop", "seconds=600")
+    arguments = ("--shutdown-timeout", "1", script(tmp_path, TRAIN), "slow=loop", "seconds=600")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for(*READY)
         job.process.send_signal(signal.SIGTERM)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from argparse import SUPPRESS
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -17,10 +16,9 @@ TIMEOUT_S = 600
 """Default timeout of collectives."""
 GRACE_S = 30
 """Default time for ranks to end after a signal to the launcher."""
-GRACE_HELP = (
+SHUTDOWN_HELP = (
     "Time for ranks to end after a signal to the launcher, and to save their last step if they use a Checkpointer; "
-    "then they are killed. The same as torchrun's --shutdown-timeout. "
-    f"Default {GRACE_S}."
+    f"then they are killed. Default {GRACE_S}."
 )
 REQUEUE_HELP = (
     "Exit code if a signal ended the job and its last step is saved, so that a batch system can requeue it. Default "
@@ -91,10 +89,6 @@ class Supervision:
 
 def add_options(group: Any) -> None:
     """Add the options to a group of an argument parser."""
-    # With SUPPRESS, the default is that of torchrun's option with the same destination.
-    group.add_argument(
-        "--grace", dest="shutdown_timeout", type=int, default=SUPPRESS, metavar="SECONDS", help=GRACE_HELP
-    )
     for name, kind, metavar, text in OPTIONS:
         group.add_argument(flag_of(name), type=kind, default=None, metavar=metavar, help=text)
 

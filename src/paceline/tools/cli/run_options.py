@@ -17,6 +17,7 @@ from paceline.errors import UsageError
 from paceline.launch.watching.settings import (
     MAX_RESTARTS_HELP,
     REPORT_HELP,
+    SHUTDOWN_HELP,
     TIMEOUT_S,
     add_options,
 )
@@ -90,6 +91,7 @@ def help_parser() -> ArgumentParser:
     add_own_options(parser)
     failures = parser._action_groups[-1]
     failures.add_argument("--max-restarts", type=int, metavar="N", help=MAX_RESTARTS_HELP)
+    failures.add_argument("--shutdown-timeout", type=int, metavar="SECONDS", help=SHUTDOWN_HELP)
     parser.add_argument("-h", "--help", action="store_true", help="Show this message and exit.")
     return parser
 
@@ -111,12 +113,7 @@ def parser() -> ArgumentParser:
 
     base: ArgumentParser = get_args_parser()
     if "--shutdown-timeout" not in base._option_string_actions:  # torch 2.11, whose launcher always waits 30 s
-        base.add_argument(
-            *("--shutdown-timeout", "--shutdown_timeout"),
-            action=env,
-            type=int,
-            help="Seconds that ranks have to end after a signal to the launcher. Default 30.",
-        )
+        base.add_argument("--shutdown-timeout", "--shutdown_timeout", action=env, type=int, help=SHUTDOWN_HELP)
     add_own_options(base)
     _set_defaults(base._option_string_actions)
     # Otherwise, the help would list all options of torchrun.
