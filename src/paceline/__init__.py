@@ -4,12 +4,11 @@ Importing it only registers the process group backend ``"paceline"`` with torch.
 imported when it is first used.
 """
 
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 from paceline import errors
-from paceline.core.torch_internals.versions import is_command_line as _is_command_line
-from paceline.core.torch_internals.versions import warn_if_untested as _warn_if_untested
 from paceline.errors import PacelineError, UsageError
 
 if TYPE_CHECKING:
@@ -73,8 +72,7 @@ _HOMES = {
 }
 """The module of each public name that is imported on first use. All other public names are modules themselves."""
 
-if not _is_command_line():
-    _warn_if_untested()  # before imports that could fail with an untested torch
+if "paceline_command" not in _sys.modules:  # the command imports torch only when it needs it
     _import_module("paceline.comm.c10d.own_backend").register()
 
 if not TYPE_CHECKING:  # so that type checkers report unknown names

@@ -21,7 +21,6 @@
 
     CheckpointWarning      UserWarning  a damaged checkpoint was skipped, or a folder is not locked
     UnusedParameterWarning UserWarning  a parameter had no gradient on some rank
-    UntestedTorchWarning   UserWarning  the installed torch is older or newer than the tested versions
 
 A message is one sentence: what happened, with values and rank; then the remedy.
 """
@@ -150,7 +149,3 @@ class CheckpointWarning(UserWarning):
 
 class UnusedParameterWarning(UserWarning):
     """A parameter had no gradient on some rank. This is allowed, but may be a mistake."""
-
-
-class UntestedTorchWarning(UserWarning):
-    """The installed torch is older or newer than the versions that Paceline was tested with."""

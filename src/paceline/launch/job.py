@@ -19,7 +19,6 @@ from paceline.core.output import messages
 from paceline.core.output.messages import say
 from paceline.core.processes.world import TIMEOUT
 from paceline.core.telemetry.job_directory import PARENT, JobFolder
-from paceline.core.torch_internals.versions import is_command_line, warn_if_untested
 from paceline.errors import UsageError
 from paceline.launch.agent import Agent, RankProgram, Times
 from paceline.launch.failures import root_cause
@@ -103,8 +102,6 @@ def launch(job: Job) -> int:
         step. 130 after Ctrl-C and 128 + n after another signal n, or ``requeue_exit_code`` if the last step was saved.
         Otherwise 1.
     """
-    if is_command_line():  # other programs have already been warned when they imported paceline
-        warn_if_untested()
     check_files(job.nproc)
     report = JobReport(job.report, say)
     with Caught(job.signals) as caught:
@@ -201,7 +198,7 @@ def title_of(command: Sequence[str]) -> str:
         while words and words[0] == "-u":
             words = words[1:]
     # Modules of this package receive their settings as JSON, so show the command that the user typed.
-    if is_command_line() and words[:1] == ["-m"] and words[1].startswith("paceline."):
+    if "paceline_command" in sys.modules and words[:1] == ["-m"] and words[1].startswith("paceline."):
         words = ["paceline", *sys.argv[1:]]
     return shorten(" ".join(words), TITLE, placeholder=" …")
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import paceline
 from paceline.comm.c10d.own_backend import register
 from paceline.core.processes import OWN_BACKEND
-from paceline.core.torch_internals.versions import RANGE, untested
 from paceline.launch.host_limits import cores
 
 SETTINGS = ("PACELINE_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "MASTER_")
@@ -27,7 +26,7 @@ def describe() -> dict[str, str]:
     default = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else OWN_BACKEND
     return {
         "paceline": f"{paceline.__version__}, {Path(paceline.__file__).parent}",
-        "torch": f"{torch.__version__}, {untested(str(torch.__version__)) or f'Paceline was tested with {RANGE}'}",
+        "torch": str(torch.__version__),
         "python": sys.executable,
         "packages": ", ".join(f"{name} {version(name)}" for name in ("safetensors", "rich", "typer")),
         "backends": f"{', '.join(_backends())}; paceline.init() uses {default}",

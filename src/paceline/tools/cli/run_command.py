@@ -15,7 +15,6 @@ from typing import Any
 
 from paceline.core.output.commands import or_near
 from paceline.core.output.messages import say
-from paceline.core.torch_internals.versions import is_command_line, warn_if_untested
 from paceline.errors import UsageError
 from paceline.launch.failures.job_report import OPTION
 from paceline.launch.fork_server.policy import source
@@ -51,8 +50,6 @@ def start(arguments: Sequence[str]) -> int:
         from paceline.launch.multi_host import launch_hosts
 
         single_host(options, command, nproc)  # refuses invalid values
-        if is_command_line():
-            warn_if_untested()
         # torchrun's launcher passes this process's environment to the ranks.
         os.environ.update(timeout_environment(options.timeout))
         return launch_hosts(options, command, nproc)
