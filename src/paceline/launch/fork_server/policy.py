@@ -5,7 +5,6 @@ The decision depends only on the script's source code, so it is the same for eve
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import sys
@@ -20,11 +19,6 @@ from paceline.errors import UsageError
 SETTING = "PACELINE_PRELOAD"
 """Environment variable; with ``0``, every rank starts as a new interpreter."""
 
-OTHER_WAYS = re.compile(r"\b(?:importlib|__import__|runpy|exec)\b")
-TRAINING = re.compile(r"optim|compile|[Tt]rain|paceline")
-"""Words that suggest that a script creates an optimizer, which makes torch import more modules."""
-LIKE_TORCH = {"torch", "torchvision", "torchaudio", "numpy"}
-
 LIBRARY = (
     "paceline",
     "paceline.train",
@@ -35,10 +29,11 @@ LIBRARY = (
 )
 """Modules to import for programs that use Paceline, because Paceline itself imports most modules lazily."""
 
-READ_AT_IMPORT = re.compile(r"(?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL)\w*_\w+")
-"""Environment variables that torch or one of its libraries reads when it is imported."""
-SETTERS = {"setdefault", "putenv", "update"}
-"""Methods that set environment variables."""
+_READ_AT_IMPORT = r"(?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL|ELASTIC_|I_)(?=\w*_\w)\w+"
+SET_BEFORE_IMPORT = re.compile(
+    rf"""(?<!\.get\()(?<!getenv\()["']({_READ_AT_IMPORT})["']|[(,](?:\s|#.*\n)*({_READ_AT_IMPORT})\s*=(?!=)"""
+)
+"""Environment variables that torch or one of its libraries reads when it is imported, in quotes or as keywords."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +58,10 @@ def decide(command: Sequence[str]) -> Preloading:
     name, text = source(command[2:])
     if text is None:
         return Preloading()
-    if variable := set_before_import(text):
+    if variable := SET_BEFORE_IMPORT.search(text):
         return Preloading(
-            note=f"note: every rank imports torch itself, because {name} sets {variable}, which torch reads during its "
-            "import; set the variable outside of the script for a faster start"
+            note=f"note: every rank imports torch itself, because {name} may set {variable[1] or variable[2]}, which "
+            "torch reads during its import; set the variable outside of the script for a faster start"
         )
     return Preloading(modules_for(text))
 
@@ -103,63 +98,20 @@ def _module_file(name: str) -> Path | None:
 
 
 def _read(file: Path | None) -> str:
-    """Return the source code of a program; if it cannot be read, return code that counts as importing everything."""
+    """Return the source code of a program; if it cannot be read, return code that counts as creating an optimizer."""
     try:
         return file.read_text(errors="replace") if file is not None and file.is_file() else "import torch.optim"
     except OSError:
         return "import torch.optim"
 
 
-def set_before_import(text: str) -> str | None:
-    """Return the name of an environment variable that the program sets and that torch reads during its import."""
-    for node in ast.walk(_parsed(text)):
-        if isinstance(node, ast.Assign):
-            targets = [target for expression in node.targets for target in ast.walk(expression)]
-            nodes: list[ast.AST] = [target.slice for target in targets if isinstance(target, ast.Subscript)]
-        elif isinstance(node, ast.AugAssign):
-            nodes = [node.value]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SETTERS:
-            nodes = [*node.args, *node.keywords]
-        else:
-            continue
-        for part in (part for parent in nodes for part in ast.walk(parent)):
-            name = part.arg if isinstance(part, ast.keyword) else part.value if isinstance(part, ast.Constant) else None
-            if isinstance(name, str) and READ_AT_IMPORT.fullmatch(name):
-                return name
-    return None
-
-
 def modules_for(text: str) -> tuple[str, ...]:
-    """Return the modules to import for the program; empty if it imports only the standard library."""
-    others = imported(text) - sys.stdlib_module_names
-    if not others and not OTHER_WAYS.search(text):
-        return ()
-    modules = ["torch"]
-    if TRAINING.search(text) or others - LIKE_TORCH:  # other modules are not inspected
-        modules.append(OPTIMIZERS_NEED)
+    """Return the modules to import for the program; empty if it does not mention torch."""
     if "paceline" in text:
-        modules += LIBRARY
-    return tuple(modules)
-
-
-def imported(text: str) -> set[str]:
-    """Return the top-level modules that the program imports anywhere; ``.`` for relative imports."""
-    modules = set()
-    for node in ast.walk(_parsed(text)):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            modules.add("." if node.level or node.module is None else node.module.partition(".")[0])
-    return modules
-
-
-def _parsed(text: str) -> ast.Module:
-    """Return the program's syntax tree. It is empty for invalid Python, because each rank reports that error."""
-    try:
-        return ast.parse(text)
-    # ValueError: null bytes. RecursionError and MemoryError: too deeply nested.
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ast.Module([], [])
+        return ("torch", OPTIMIZERS_NEED, *LIBRARY)
+    if "torch" in text:
+        return ("torch", OPTIMIZERS_NEED) if "optim" in text else ("torch",)
+    return ()
 
 
 def setting(descriptor: int, modules: Sequence[str]) -> Mapping[str, str]:
