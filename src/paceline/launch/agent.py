@@ -9,28 +9,41 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import start_processes
 
-from paceline.core.output.messages import end_echo
+from paceline.core.output.messages import end_echo, say
 from paceline.core.processes.private_store import STORE
 from paceline.core.telemetry.flight_record import FOLDER
 from paceline.core.telemetry.job_directory import JobFolder
 from paceline.core.telemetry.step_progress import STOP_SIGNALS
 from paceline.core.torch_internals.distributed.elastic import close_outputs
-from paceline.errors import UsageError
 from paceline.launch.failures import root_cause
 from paceline.launch.failures.exit_diagnosis import LastMoments
 from paceline.launch.failures.job_report import JobReport
 from paceline.launch.failures.root_cause import End
+from paceline.launch.failures.verdict import Verdict
 from paceline.launch.fork_server.client import ForkServer
-from paceline.launch.loopback import LOOPBACK, LoopbackStores
+from paceline.launch.job import (
+    Job,
+    black_boxes,
+    farewell,
+    fork_server,
+    rank_environment,
+    tied,
+    torchrun_environment,
+)
+from paceline.launch.loopback import LoopbackStores
 from paceline.launch.rank.channels import RankFiles
+from paceline.launch.rank.printed_lines import PrintedLines
 from paceline.launch.restart_policy import Restarts
 from paceline.launch.watching.hang_detection import HangWatch
 from paceline.launch.watching.preemption import Preemption
@@ -43,50 +56,6 @@ FAILURE_GRACE_S = 3.0  # after a failure the other ranks must end within 5 s
 _STARTING = threading.Lock()  # os.environ is shared by all threads, and jobs may start concurrently
 
 
-@dataclass(frozen=True)
-class RankProgram:
-    """The command and environment of each rank, copied from :class:`paceline.launch.job.Job`."""
-
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    run_id: str
-    max_restarts: int
-    role: str = "default"
-    virtual_local_rank: bool = False
-    start_options: Mapping[str, Any] = field(default_factory=dict)
-
-    def environment_of(self, rank: int, size: int, port: int) -> dict[str, str]:
-        """Return a rank's environment: torchrun's variables and the variables of the job."""
-        variables = {
-            **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size)),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "ROLE_NAME": self.role,
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
-            "TORCHELASTIC_RUN_ID": self.run_id,
-            "TORCHELASTIC_USE_AGENT_STORE": str(True),
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        }
-        if self.virtual_local_rank:  # each rank sees only one GPU
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            gpus = list(map(str, range(size))) if visible is None else visible.split(",")
-            if len(gpus) < size:
-                raise UsageError(f"--virtual-local-rank: {size} ranks, but CUDA_VISIBLE_DEVICES={visible}; start fewer")
-            variables |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus[rank].strip()}
-        return {**self.environment, **variables}
-
-
-class Times(NamedTuple):
-    """Times of a job in seconds: fields of :class:`paceline.launch.job.Job` and its supervision."""
-
-    grace: float
-    interval: float
-    hang_timeout: float | None
-
-
 class Agent:
     """Starts the ranks, watches them, and terminates them.
 
@@ -95,8 +64,7 @@ class Agent:
 
     def __init__(
         self,
-        program: RankProgram,
-        times: Times,
+        job: Job,
         files: RankFiles,
         caught: Caught,
         say: Callable[[str], None],
@@ -105,8 +73,7 @@ class Agent:
         boxes: JobFolder | None,
         report: JobReport,
     ) -> None:
-        self._times = times
-        self._program = program
+        self._job = job
         self._files = files
         self._caught = caught
         self._say = say
@@ -124,7 +91,7 @@ class Agent:
         self._makes_room = False  # whether ranks were signaled to save a step and exit so that more ranks can start
         self._moments = LastMoments(self._boxes)
         self._watch_processes({})
-        self._hangs = HangWatch(None if self._boxes is None else self._boxes.path, self._times.hang_timeout)
+        self._hangs = HangWatch(None if self._boxes is None else self._boxes.path, self._job.supervision.hang_timeout)
 
     def _watch_processes(self, processes: Mapping[int, Any]) -> None:
         self._ranks = RankProcesses(processes, self._files.errors, self._moments.note_failure)
@@ -151,9 +118,10 @@ class Agent:
         if self._boxes is not None:
             self._boxes.clear(range(self._boxes.note.nproc))
         self._restarts.begin()
-        program, ranks, size = self._program, range(self._restarts.size), self._restarts.size
+        job, ranks, size = self._job, range(self._restarts.size), self._restarts.size
+        of_job = rank_environment(job)
         of_start = {
-            **self._restarts.environment(program.environment),
+            **self._restarts.environment(of_job),
             FOLDER: "" if self._boxes is None else str(self._boxes.path),  # overrides the folder of an enclosing job
             STORE: stores.private,
         }
@@ -161,19 +129,19 @@ class Agent:
         if self._files.prefix:
             template = Template(self._files.prefix)
             prefixes = {
-                rank: template.safe_substitute(role_name=program.role, rank=rank, local_rank=rank) for rank in ranks
+                rank: template.safe_substitute(role_name=job.role, rank=rank, local_rank=rank) for rank in ranks
             }
         with _STARTING, self._fork_server.starting():
             # torchelastic's signal handlers may raise at any point, so give it a signal that is never sent.
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = SPARE.name
             self._context = start_processes(
-                program.role,
-                program.command[0],
-                dict.fromkeys(ranks, tuple(program.command[1:])),
-                {rank: program.environment_of(rank, size, stores.port) | of_start for rank in ranks},
+                job.role,
+                sys.executable,
+                dict.fromkeys(ranks, tuple(tied(job.command))),
+                {rank: of_job | torchrun_environment(job, rank, size, stores.port) | of_start for rank in ranks},
                 self._files,
                 prefixes,
-                **program.start_options,
+                **job.start_options,
             )
         self._watch_processes({rank: handler.proc for rank, handler in self._context.subprocess_handlers.items()})
         if self._boxes is not None:
@@ -185,7 +153,7 @@ class Agent:
         """Watch the ranks until all have exited; return whether to start them again."""
         while True:
             self._obey()
-            self._ranks.poll(self._hangs.pause(self._times.interval))
+            self._ranks.poll(self._hangs.pause(self._job.interval))
             self._hangs.check(self._ranks.pids(), self._say)
             if self._ranks.failed():
                 return self._has_made_room() or self._decide()
@@ -248,7 +216,7 @@ class Agent:
             self._say(f"{number.name}: the ranks end after this step and save it; another signal ends them at once")
             self._ranks.signalled.update(self._ranks.running())
             self._preemption.request_stop(number, pids)
-            self._ending.wait(number, self._times.grace)
+            self._ending.wait(number, self._job.grace)
             if not self._ranks.failed():
                 return  # the ranks had already ended
         elif number == signal.SIGINT:
@@ -256,7 +224,7 @@ class Agent:
         else:
             if number in STOP_SIGNALS and self._preemption.is_in_vain():
                 self._say("nothing is saved, because the training has no checkpoint folder")
-            self._ending.end(number, self._times.grace)
+            self._ending.end(number, self._job.grace)
         saved = self._preemption.saved()
         raise Stopped(number, None if saved is None else saved[1])
 
@@ -275,7 +243,7 @@ class Agent:
         saved = self._preemption.saved()
         if saved is None:
             return False
-        self._ending.wait(saved[0], self._times.grace)
+        self._ending.wait(saved[0], self._job.grace)
         if any(end.code not in (0, 128 + saved[0]) for end in self._ranks.ends.values()):
             return False
         if not self._makes_room:
@@ -294,3 +262,62 @@ class Agent:
         """Signal the ranks that mark their steps, so that they check whether another rank has exited."""
         self._ranks.signalled.update(self._ranks.running())
         self._preemption.request_stop(signal.SIGTERM, self._ranks.pids().values())
+
+
+def launch(job: Job) -> int:
+    """Start the ranks and wait for them. Restarts and failures are reported on stderr.
+
+    Returns:
+        0 if every rank succeeded. 2 after a :class:`UsageError` or an error that the script raised before the first
+        step. 130 after Ctrl-C and 128 + n after another signal n, or ``requeue_exit_code`` if the last step was saved.
+        Otherwise 1.
+    """
+    report = JobReport(job.report, say)
+    with Caught(job.signals) as caught:
+        try:
+            code = run(job, caught, report)
+        except Stopped as stop:
+            code = farewell(stop.number, stop.saved)
+            if stop.saved is not None:
+                code = job.supervision.requeue_exit_code or code
+    return report.end(code)
+
+
+def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
+    """Do the work of :func:`launch`, in any thread. The caller catches signals and completes the report."""
+    report = report or JobReport(None, say)
+    if sys.platform != "linux":
+        say(f"note: on {sys.platform} ranks outlive a launcher that is killed with SIGKILL; on Linux they end")
+    job = replace(job, run_id=job.run_id or uuid.uuid4().hex)
+    with (
+        PrintedLines(job.logs.prefix_ranks, lambda: bool(caught.received)) as printed,
+        RankFiles(job.logs, printed) as files,
+        ExitStack() as stack,
+    ):
+        if (boxes := black_boxes(job.run_id, job.command, job.nproc)) is not None:
+            stack.enter_context(boxes)
+        places = job.supervision.places(job.nproc)
+        restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts, places)
+        server = stack.enter_context(fork_server(job, printed.say))
+        agent = Agent(job, files, caught, printed.say, restarts, server, boxes, report)
+        try:
+            has_succeeded = agent.run()
+        except Stopped as stop:  # all ranks have exited
+            if raised := root_cause.raised(agent.outcome()):
+                printed.say("\n".join(raised))
+            rescued = restarts.keep_rescued(printed.say)
+            raise stop if stop.saved is not None else Stopped(stop.number, rescued) from None
+        finally:  # before the job's folder, with the ranks' records, is removed
+            report.note_progress(*restarts.progress())
+        ends = agent.outcome()
+        if not has_succeeded:
+            restarts.keep_rescued(printed.say)
+        lost = restarts.unsaved()
+        printed.end_start()  # print the ranks' last output before the messages below
+        if has_succeeded:
+            if lost is not None:
+                printed.say(f"error: the job ended, but no step is saved in {lost}; see its first warning")
+            return 0 if lost is None else 1
+        mistake = root_cause.usage(ends)
+        printed.say(f"error: {mistake}" if mistake is not None else root_cause.report(ends))
+        return 2 if mistake is not None or restarts.verdict is Verdict.MISTAKE else 1

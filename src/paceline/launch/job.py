@@ -1,13 +1,11 @@
-"""A job on this host: starts ranks, waits for them, and reports how they ended."""
+"""A job on this host: its settings, and the command and environment of its ranks."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
@@ -20,19 +18,14 @@ from paceline.core.output.messages import say
 from paceline.core.processes.world import TIMEOUT
 from paceline.core.telemetry.job_directory import PARENT, JobFolder
 from paceline.errors import UsageError
-from paceline.launch.agent import Agent, RankProgram, Times
-from paceline.launch.failures import root_cause
-from paceline.launch.failures.job_report import JobReport
-from paceline.launch.failures.verdict import Verdict
 from paceline.launch.fork_server.client import ForkServer
 from paceline.launch.fork_server.policy import Preloading, decide
 from paceline.launch.host_limits import check_files, check_room, cores
-from paceline.launch.rank.channels import Logs, RankFiles
+from paceline.launch.loopback import LOOPBACK
+from paceline.launch.rank.channels import Logs
 from paceline.launch.rank.failure_record import LAUNCHER
-from paceline.launch.rank.printed_lines import PrintedLines
-from paceline.launch.restart_policy import Restarts
 from paceline.launch.watching.settings import GRACE_S, TIMEOUT_S, Supervision
-from paceline.launch.watching.signals import FORWARDED, Caught, Stopped
+from paceline.launch.watching.signals import FORWARDED
 
 RANK = Path(__file__).parent / "rank"
 TITLE = 200
@@ -91,77 +84,8 @@ class Job:
                 raise UsageError(f"{name}={value} is less than {minimum}; give {minimum} or more")
         if self.interval <= 0:
             raise UsageError(f"monitor_interval={self.interval} is not positive; give seconds, such as 0.1")
+        check_files(self.nproc)
         self.supervision.places(self.nproc)
-
-
-def launch(job: Job) -> int:
-    """Start the ranks and wait for them. Restarts and failures are reported on stderr.
-
-    Returns:
-        0 if every rank succeeded. 2 after a :class:`UsageError` or an error that the script raised before the first
-        step. 130 after Ctrl-C and 128 + n after another signal n, or ``requeue_exit_code`` if the last step was saved.
-        Otherwise 1.
-    """
-    check_files(job.nproc)
-    report = JobReport(job.report, say)
-    with Caught(job.signals) as caught:
-        try:
-            code = run(job, caught, report)
-        except Stopped as stop:
-            code = farewell(stop.number, stop.saved)
-            if stop.saved is not None:
-                code = job.supervision.requeue_exit_code or code
-    return report.end(code)
-
-
-def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
-    """Do the work of :func:`launch`, in any thread. The caller catches signals and completes the report."""
-    report = report or JobReport(None, say)
-    if sys.platform != "linux":
-        say(f"note: on {sys.platform} ranks outlive a launcher that is killed with SIGKILL; on Linux they end")
-    run_id = job.run_id or uuid.uuid4().hex
-    program = RankProgram(
-        [sys.executable, *tied(job.command)],
-        rank_environment(job),
-        run_id,
-        job.max_restarts or 0,
-        job.role,
-        job.virtual_local_rank,
-        job.start_options,
-    )
-    with (
-        PrintedLines(job.logs.prefix_ranks, lambda: bool(caught.received)) as printed,
-        RankFiles(job.logs, printed) as files,
-        ExitStack() as stack,
-    ):
-        if (boxes := black_boxes(run_id, job.command, job.nproc)) is not None:
-            stack.enter_context(boxes)
-        places = job.supervision.places(job.nproc)
-        restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts, places)
-        server = stack.enter_context(fork_server(job, printed.say))
-        times = Times(job.grace, job.interval, job.supervision.hang_timeout)
-        agent = Agent(program, times, files, caught, printed.say, restarts, server, boxes, report)
-        try:
-            has_succeeded = agent.run()
-        except Stopped as stop:  # all ranks have exited
-            if raised := root_cause.raised(agent.outcome()):
-                printed.say("\n".join(raised))
-            rescued = restarts.keep_rescued(printed.say)
-            raise stop if stop.saved is not None else Stopped(stop.number, rescued) from None
-        finally:  # before the job's folder, with the ranks' records, is removed
-            report.note_progress(*restarts.progress())
-        ends = agent.outcome()
-        if not has_succeeded:
-            restarts.keep_rescued(printed.say)
-        lost = restarts.unsaved()
-        printed.end_start()  # print the ranks' last output before the messages below
-        if has_succeeded:
-            if lost is not None:
-                printed.say(f"error: the job ended, but no step is saved in {lost}; see its first warning")
-            return 0 if lost is None else 1
-        mistake = root_cause.usage(ends)
-        printed.say(f"error: {mistake}" if mistake is not None else root_cause.report(ends))
-        return 2 if mistake is not None or restarts.verdict is Verdict.MISTAKE else 1
 
 
 def fork_server(job: Job, say: Callable[[str], None] = messages.say) -> ForkServer:
@@ -229,6 +153,30 @@ def rank_environment(job: Job) -> dict[str, str]:
     path = environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join([str(RANK / "hook"), *([path] if path else [])])
     return environment
+
+
+def torchrun_environment(job: Job, rank: int, size: int, port: int) -> dict[str, str]:
+    """Return torchrun's environment variables for one of `size` ranks on one host."""
+    variables = {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": job.role,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts or 0),
+        "TORCHELASTIC_RUN_ID": job.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    if job.virtual_local_rank:  # each rank sees only one GPU
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = list(map(str, range(size))) if visible is None else visible.split(",")
+        if len(gpus) < size:
+            raise UsageError(f"--virtual-local-rank: {size} ranks, but CUDA_VISIBLE_DEVICES={visible}; start fewer")
+        variables |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus[rank].strip()}
+    return variables
 
 
 def timeout_environment(timeout: str | None) -> dict[str, str]:

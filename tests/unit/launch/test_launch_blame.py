@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from forked import REAL_END
-from paceline.launch.job import Job, launch
+from paceline.launch.agent import launch
+from paceline.launch.job import Job
 from paceline.launch.watching import rank_processes
 from processes import Running, paceline, script
 

@@ -195,7 +195,7 @@ ENDS = stack(f"{STDLIB}/threading.py in _shutdown").replace(
     "in wait\n\n", f'in wait\n  File "{OURS}/checkpoint/saving/writer.py", line 1 in write\n\n'
 )
 SLEEPS = ENDS.replace(f'{STDLIB}/threading.py", line 1 in _shutdown', '/home/me/train.py", line 1 in main')
-THREAD = stack(f"{STDLIB}/threading.py in join", "/home/me/train.py in main", f"{OURS}/launch/job.py in run")
+THREAD = stack(f"{STDLIB}/threading.py in join", "/home/me/train.py in main", f"{OURS}/launch/agent.py in run")
 
 HANGS: dict[str, tuple[list[Sight], tuple[int, ...]]] = {
     "one is waited for": ([sight(0, "bucket wait", 11), sight(1, "forward", 12)], (1,)),

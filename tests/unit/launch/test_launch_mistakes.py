@@ -10,7 +10,8 @@ import pytest
 
 from loops import loop
 from paceline.errors import UsageError
-from paceline.launch import job
+from paceline.launch import agent
+from paceline.launch.job import Job
 from processes import paceline, script
 
 LOOP = loop(
@@ -47,9 +48,9 @@ if step == 3 and how == "error" and world.rank == 1:
 def test_too_low_a_limit_is_one_line(monkeypatch: pytest.MonkeyPatch, limit: int, value: int, told: str) -> None:
     limits = {each: resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)}
     monkeypatch.setattr(resource, "getrlimit", (limits | {limit: (value, value)}).__getitem__)
-    monkeypatch.setattr(job, "run", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(agent, "run", lambda *_: pytest.fail("started"))
     with pytest.raises(UsageError, match=f"^{re.escape(told)}$"):
-        job.launch(job.Job(["true"], 2))
+        agent.launch(Job(["true"], 2))
 
 
 def test_mistakes_end_the_job_and_early_kills_do_not(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch import job
+from paceline.launch import agent
 from paceline.launch.failures.job_report import JobReport
+from paceline.launch.job import Job
 from processes import Running, paceline, script
 
 TRAIN = """
@@ -185,9 +186,9 @@ def test_a_running_job_and_one_that_was_told_to_end_are_not_ok(tmp_path: Path) -
 def test_a_report_that_cannot_be_written_is_refused_before_the_job(
     monkeypatch: pytest.MonkeyPatch, file: str, error: str
 ) -> None:
-    monkeypatch.setattr(job, "run", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(agent, "run", lambda *_: pytest.fail("started"))
     with pytest.raises(UsageError, match=f"^{error}"):
-        job.launch(job.Job(["true"], 1, report=file))
+        agent.launch(Job(["true"], 1, report=file))
 
 
 def test_a_report_that_cannot_be_written_any_more_is_said_and_not_ok(tmp_path: Path) -> None:

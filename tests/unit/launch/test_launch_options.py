@@ -12,8 +12,7 @@ from torch.distributed.run import get_args_parser
 
 from paceline.errors import UsageError
 from paceline.launch import host_limits, job
-from paceline.launch.agent import RankProgram
-from paceline.launch.job import Job, resolve_nproc
+from paceline.launch.job import Job, resolve_nproc, torchrun_environment
 from paceline.tools.cli import run_command, run_options
 from paceline.tools.cli.run_options import add_own_options
 
@@ -107,10 +106,10 @@ def test_what_follows_the_script_is_the_scripts(own: list[str], rest: list[str])
 
 def test_more_virtual_local_ranks_than_visible_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 3")
-    program = RankProgram(["true"], {}, "run", 0, virtual_local_rank=True)
-    assert program.environment_of(1, 2, 29500)["CUDA_VISIBLE_DEVICES"] == "3"
+    job = Job(["true"], 2, virtual_local_rank=True)
+    assert torchrun_environment(job, 1, 2, 29500)["CUDA_VISIBLE_DEVICES"] == "3"
     with pytest.raises(UsageError, match="3 ranks, but CUDA_VISIBLE_DEVICES=5, 3"):  # an IndexError before
-        program.environment_of(2, 3, 29500)
+        torchrun_environment(job, 2, 3, 29500)
 
 
 def test_ranks_are_told_how_long_a_collective_waits(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import job as launching
+from paceline.launch import agent
 from processes import run_here
 
 
@@ -25,7 +25,7 @@ def refusal(
     """Runs a command that must be refused in one line before any rank starts, and returns that line."""
 
     def refusal(*arguments: str) -> str:
-        monkeypatch.setattr(launching, "launch", lambda job: pytest.fail("ranks were started"))
+        monkeypatch.setattr(agent, "launch", lambda job: pytest.fail("ranks were started"))
         assert run(*arguments) == 2
         out, err = capsys.readouterr()
         lines = [line for line in err.splitlines() if not line.startswith("note: ")]

@@ -18,7 +18,8 @@ import typer
 
 import paceline
 from paceline.errors import UsageError
-from paceline.launch import job as launching
+from paceline.launch import agent
+from paceline.launch.job import Job
 from paceline.launch.watching.settings import Supervision
 from paceline.tools.bench.bench_config import OPS
 from paceline.tools.cli import main as cli
@@ -62,11 +63,11 @@ class Config:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[launching.Job]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """The jobs that would have been launched."""
-    jobs: list[launching.Job] = []
+    jobs: list[Job] = []
     monkeypatch.setitem(recipe_commands.RECIPES, "digits", Config)  # type: ignore[arg-type]
-    monkeypatch.setattr(launching, "launch", lambda job: jobs.append(job) or 0)
+    monkeypatch.setattr(agent, "launch", lambda job: jobs.append(job) or 0)
     return jobs
 
 
@@ -108,7 +109,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert message in refusal(*arguments)
 
 
-def test_train_supervises_as_run_does(started: list[launching.Job], run: Any) -> None:
+def test_train_supervises_as_run_does(started: list[Job], run: Any) -> None:
     options = ["--max-restarts", "5", "--report", "ended.json", "--hang-timeout", "90", "--min-nproc", "1"]
     assert run("train", "digits", "--nproc", "1", *options, "--timeout", "30") == 0
     assert run("train", "digits", "--nproc", "1") == 0
@@ -146,7 +147,7 @@ def test_a_commands_own_options_stand_anywhere_with_a_recipe(given: str, target:
 
 @pytest.mark.parametrize("command", ["profile --out {} digits", "train digits --profile {}"])
 def test_a_profile_of_a_recipe_bears_the_command_that_a_user_would_give(
-    run: Any, started: list[launching.Job], tmp_path: Path, command: str
+    run: Any, started: list[Job], tmp_path: Path, command: str
 ) -> None:
     """Its ranks run a module with the whole configuration as JSON, which nobody reads in a title."""
     arguments = [*command.format(tmp_path / "out").split(), "--epochs", "3", "--checkpoint-dir", "my runs", "--resume"]
@@ -157,7 +158,7 @@ def test_a_profile_of_a_recipe_bears_the_command_that_a_user_would_give(
 
 
 def test_a_recipes_options_are_the_fields_of_its_configuration(
-    run: Any, started: list[launching.Job], capsys: pytest.CaptureFixture[str]
+    run: Any, started: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     # They stood in cli.py by hand, so that a new field of a configuration was no option.
     assert run("train", "digits", "--help") == 0
@@ -178,7 +179,7 @@ def test_a_recipes_options_are_the_fields_of_its_configuration(
 def test_ctrl_c_says_how_to_continue(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launching, "launch", lambda job: 130)
+    monkeypatch.setattr(agent, "launch", lambda job: 130)
     points = tmp_path / "points"
     arguments = ("train", "digits", "--nproc", "1", "--checkpoint-dir", str(points))
     assert run(*arguments) == 130

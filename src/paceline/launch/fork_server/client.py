@@ -14,7 +14,6 @@ from multiprocessing.connection import wait
 from typing import IO, Any
 
 from paceline.core.torch_internals.distributed.elastic import starting_ranks_with
-from paceline.launch.fork_server.policy import setting
 from paceline.launch.fork_server.server import LONGEST
 from paceline.launch.watching.signals import sheltered
 
@@ -77,9 +76,10 @@ class ForkServer:
         launcher_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end, sheltered():
             server_end.set_inheritable(True)
+            setting = " ".join([str(server_end.fileno()), *self._modules])
             self._process = subprocess.Popen(
                 self._command,
-                env={**os.environ, **self._environment, **setting(server_end.fileno(), self._modules)},
+                env={**os.environ, **self._environment, "PACELINE_FORK_SERVER": setting},  # see hook/sitecustomize.py
                 pass_fds=[server_end.fileno()],
                 start_new_session=True,  # so that only the launcher receives Ctrl-C
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -112,8 +112,3 @@ def modules_for(text: str) -> tuple[str, ...]:
     if "torch" in text:
         return ("torch", OPTIMIZERS_NEED) if "optim" in text else ("torch",)
     return ()
-
-
-def setting(descriptor: int, modules: Sequence[str]) -> Mapping[str, str]:
-    """Return the environment that turns a rank's command into the fork server (see ``hook/sitecustomize.py``)."""
-    return {"PACELINE_FORK_SERVER": " ".join([str(descriptor), *modules])}

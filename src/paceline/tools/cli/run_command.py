@@ -16,9 +16,10 @@ from typing import Any
 from paceline.core.output.commands import or_near
 from paceline.core.output.messages import say
 from paceline.errors import UsageError
+from paceline.launch.agent import launch
 from paceline.launch.failures.job_report import OPTION
 from paceline.launch.fork_server.policy import source
-from paceline.launch.job import Job, launch, resolve_nproc, timeout_environment
+from paceline.launch.job import Job, resolve_nproc, timeout_environment
 from paceline.launch.rank.channels import Logs
 from paceline.launch.watching.settings import GRACE_S, Supervision, supervision_of
 from paceline.tools.cli.run_options import parse, parser

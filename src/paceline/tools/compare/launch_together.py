@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 
-from paceline.launch.host_limits import check_files
-from paceline.launch.job import Job, farewell, run
+from paceline.launch.agent import run
+from paceline.launch.job import Job, farewell
 from paceline.launch.watching.signals import Caught, Stopped
 
 
@@ -22,10 +22,8 @@ def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) 
         has_worked: returns whether the job with this name did its work; called only if its ranks ended without errors.
 
     Returns:
-        The exit code as from :func:`~paceline.launch.job.launch`, and the name of the first job to fail, if any.
+        The exit code as from :func:`~paceline.launch.agent.launch`, and the name of the first job to fail, if any.
     """
-    for job in jobs.values():
-        check_files(job.nproc)
     # In a thread, torchelastic warns that ranks may outlive their launcher, but Paceline's are tied to it.
     torchelastic = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     torchelastic.addFilter(lambda record: "running on a child thread" not in str(record.msg))

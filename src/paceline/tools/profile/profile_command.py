@@ -65,10 +65,11 @@ def rank_program(settings: ProfileSettings, program: Sequence[str]) -> list[str]
 
 def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int, env: Mapping[str, str]) -> int:
     """Run and record `program` on `nproc` ranks, show the results, and return the exit code."""
-    from paceline.launch import job
+    from paceline.launch.agent import launch
+    from paceline.launch.job import Job
 
     command = [sys.executable, "-u", "-m", *rank_program(settings, program)]
-    code = job.launch(job.Job(command, nproc, env=env))
+    code = launch(Job(command, nproc, env=env))
     show_results(Path(settings.folder), code)
     return code
 

@@ -74,13 +74,14 @@ def start_program(
         modules: modules to import before ranks are forked.
         settings: further fields of :class:`paceline.launch.job.Job`.
     """
-    from paceline.launch import job  # loads torchelastic, which --help does not need
+    from paceline.launch.agent import launch  # loads torchelastic, which --help does not need
+    from paceline.launch.job import Job
 
     if note:
         say(note)
     command = [sys.executable, "-u", "-m", *program, config.to_json()]
     try:
-        return job.launch(job.Job(command, nproc, env=env or {}, modules=modules, **settings))
+        return launch(Job(command, nproc, env=env or {}, modules=modules, **settings))
     finally:
         # Rank 0's progress bar hides the cursor, and a killed rank cannot restore it.
         with suppress(OSError):
