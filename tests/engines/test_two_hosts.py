@@ -179,20 +179,3 @@ def test_a_job_of_torchrun_starts_again_after_a_kill_and_ends_with_the_undisturb
     assert [code for code, _ in ends] == [0, 0], ends
     assert digest(tmp_path) == undisturbed
     assert "Traceback" not in ends[0][1] + ends[1][1]
-
-
-def test_the_root_cause_that_torchrun_names_is_the_killed_rank_and_its_peers_have_a_line_each(
-    hosts: list[Host], tmp_path: Path
-) -> None:
-    # torchrun named the first rank on the host, which had only lost its peer, and showed three tracebacks.
-    script(tmp_path, TRAIN, "train.py")
-    ends = torchrun(hosts, tmp_path, "killed")
-    assert [code for code, _ in ends] == [1, 1], ends
-    causes = [stderr.partition("Root Cause")[2] for _, stderr in ends]
-    assert re.search(r"^  rank      : 1 ", causes[0], re.MULTILINE), ends[0][1]
-    # Its ranks name the one that fell if the store, which ends with torchrun on the first host, lives long enough.
-    assert re.search(r"^  traceback : CommunicationError: rank [23]: the all-reduce of ", causes[1], re.MULTILINE)
-    for _, stderr in ends:
-        ours = stderr.partition("Traceback")[0]  # torchrun itself ends with one
-        assert stderr.count("Traceback") == 1, stderr
-        assert len(re.findall(r"^\[rank\d\]: error: CommunicationError: ", ours, re.MULTILINE)) <= 2
