@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-recipes train test test-slow test-long test-engines test-torch check wheel-check chaos bench bench-mpi pictures \
-	gallery notebooks docs clean
+.PHONY: help install install-recipes train test test-slow test-long test-engines test-torch check wheel-check chaos bench pictures notebooks \
+	docs clean
 
 help:  ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,17 +88,9 @@ chaos: $(VENV)/.dev  ## strike ranks at exact moments, and compare the bits they
 bench: $(VENV)/.dev  ## run the benchmarks; dated results go to benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
-bench-mpi: $(VENV)/.dev  ## the same for all-reduce, beside Open MPI, which it installs (Debian, as root)
-	apt-get install -y -qq openmpi-bin libopenmpi-dev
-	$(PIP) mpi4py
-	$(BIN)/paceline run --nproc 2 benchmarks/collectives.py $(ARGS)
-
 pictures: $(VENV)/.digits  ## draw the pictures of the docs again
 	for what in collectives ring tree halving-doubling broadcast reduce bucket-overlap workflow bubble data-parallel same-bits; do \
 		$(BIN)/paceline explain $$what --ranks 4 --out docs/pictures/$$what.svg || exit 1; done
-
-gallery: $(VENV)/.digits  ## take the screenshots of docs/index.md again, in headless Chromium
-	$(BIN)/python scripts/gallery.py $(ARGS)
 
 notebooks: $(VENV)/.dev  ## run the notebooks again, and keep what they show
 	$(BIN)/python scripts/run_notebooks.py $(ARGS)

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import paceline
 from harness import median_ratio, parser_of, report, slowest_timed, take_turns
-from memory import Peak
 from paceline.ddp.options.buckets import MIB
 from paceline.optim import ShardedOptimizer
 from step_time import torch_ddp
@@ -36,6 +36,32 @@ from workloads import WORKLOADS, language_model
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
 VARIANTS = ("torch DDP", "torch DDP + ZeRO", "paceline", "paceline, sharded")
+
+
+def proportional_bytes() -> int:
+    """Return the proportional set size of this process."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError("/proc/self/smaps_rollup has no Pss")
+
+
+class Peak:
+    """Samples the process's memory in a thread while it is open."""
+
+    def __enter__(self) -> Peak:
+        self.bytes, self._over = 0, threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.003):
+            self.bytes = max(self.bytes, proportional_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 def trained_by(

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chaos_training import FEATURES
 
 from paceline.core.telemetry.failpoints import VARIABLE
 
@@ -101,15 +100,6 @@ def sharded() -> Iterator[Case]:
     yield Case("sharded, in the gathering", 4, ("gather rank=0 at=5",), settings, (1, 1), "disk")
 
 
-def features() -> Iterator[Case]:
-    """Yield runs that each add one feature to the plain loop and have two failures."""
-    for feature, (first, second) in FEATURES.items():
-        yield Case(f"with {feature}", 2, (first, f"{second} start=1"), {"feature": feature, "steps": 12})
-    for end in ("kill", "raise"):
-        order = f"sample rank=1 at=20 do={end}"
-        yield Case(f"a DataLoader worker, {end}", 2, (order,), {"feature": "workers", "steps": 12})
-
-
 def cases() -> list[Case]:
     """Return all cases."""
     struck = "forward rank=1 at=5"
@@ -140,7 +130,7 @@ def cases() -> list[Case]:
         Case("one rank alone, saved on disk", 1, ("forward at=6",), saving, (2, 2), "disk"),
         Case("one rank alone, an exception", 1, ("forward at=6 do=raise",)),
         Case("always at the same step", 2, again, fails="Struck: "),
-        *features(),
+        Case("with accumulate", 2, ("forward rank=1 at=8", "gate rank=0 at=2 start=1"), {"accumulate": True}),
         *(Case(f"digits, {moment}", nproc, (f"{moment} rank={rank} at=30",), recipe=True)
           for moment, nproc, rank in (("forward", 2, 1), ("gate", 2, 0), ("prepared", 4, 3))),
     ]  # fmt: skip

@@ -29,14 +29,6 @@ FLAGS = (
     "--disable-sync",
 )
 PATIENCE_S = 300
-CONTRAST = """
-const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((one) => one / 255)
-  .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
-  .reduce((sum, one, index) => sum + one * [0.2126, 0.7152, 0.0722][index], 0);
-const contrast = (one, other) =>
-  (Math.max(light(one), light(other)) + 0.05) / (Math.min(light(one), light(other)) + 0.05);
-"""
-"""Functions for scripts: the contrast of two colors, by WCAG."""
 _REPORTS = """<script>
 const report = (value) => {
   const line = document.createElement("pre");

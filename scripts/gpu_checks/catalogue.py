@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from gpu_checks import bits, endurance, failures, graphs, one_rank, several_ranks, speed, stand_in, syncs, trainer
+from gpu_checks import bits, failures, graphs, one_rank, several_ranks, speed, stand_in, syncs
 from gpu_checks.rows import Place, Row
 from gpu_checks.timing import mlp, resnet50, smollm2
 
@@ -51,7 +51,6 @@ PARTS = {
     "speed": "speed and host time compared with torch's DDP",
     "memory": "peak memory in bf16",
     "graphs": "CUDA graphs and torch.compile",
-    "endurance": "200 aborted backward passes; wrappers created and discarded",
     "failures": "jobs of two ranks that share the GPU: a rank is killed or hangs, or the job gets SIGTERM",
     "hosts": "two ranks that share the GPU, over NCCL, which treats them as two hosts",
     "several": "the same checks with a GPU for each rank, over NCCL, and overlap",
@@ -66,7 +65,6 @@ WAITS = "correct but slow: the host waits at the named lines; send us the JSON"
 HANG = "send us the JSON, which has the stacks if it hung"
 GRAPH = "do not capture this kind of step; send us the JSON"
 RESTART = "restart jobs from checkpoints yourself; send us the JSON"
-LEAK = "resources leak: restart long runs from checkpoints, and send us the JSON"
 
 
 def _anywhere(part: str, ranks: Ranks) -> list[Check]:
@@ -77,8 +75,6 @@ def _anywhere(part: str, ranks: Ranks) -> list[Check]:
         Check(part, "checkpoint", one_rank.checkpoint, NUMBERS, ranks),
         Check(part, "same-bits", bits.same_bits, BITS, ranks),
         Check(part, "compute-check", bits.checked, BITS, ranks),
-        Check(part, "trainer", trainer.precisions, NUMBERS, ranks),
-        Check(part, "trainer-resumed", trainer.resumed, NUMBERS, ranks),
     ]
 
 
@@ -86,13 +82,6 @@ def _over_nccl(part: str, ranks: Ranks) -> list[Check]:
     """Return the checks of NCCL for any number of ranks."""
     return [
         Check(part, "own-group", one_rank.own_group, NUMBERS, ranks),
-    ]
-
-
-def _endurance(part: str, ranks: Ranks) -> list[Check]:
-    return [
-        Check(part, "aborts", endurance.aborts, LEAK, ranks, seconds=180),
-        Check(part, "wrappers", endurance.wrappers, LEAK, ranks, seconds=180),
     ]
 
 
@@ -113,7 +102,6 @@ def _among(part: str, ranks: Ranks) -> list[Check]:
         Check(part, "leave", one_rank.leave, HANG, ranks, joined=False),
         *checks,
         Check(part, "late-gradients", stand_in.late_gradients, STREAM, ranks),
-        *_endurance(part, ranks),
         *_over_nccl(part, ranks),
     ]
     if ranks is Ranks.HOSTS:  # times mean little, because NCCL uses sockets and the ranks share a GPU
@@ -152,7 +140,6 @@ CHECKS: Sequence[Check] = (
     Check("graphs", "sync-batch-norm", graphs.normed, GRAPH),
     Check("graphs", "callables", graphs.callables, GRAPH),
     Check("graphs", "compile", graphs.compiled, NUMBERS, seconds=240),
-    *_endurance("endurance", Ranks.ONE),
     Check("failures", "killed", failures.killed, RESTART, seconds=160, joined=False),
     Check("failures", "stuck-kernel", failures.stuck_kernel, RESTART, seconds=160, joined=False),
     Check("failures", "stopped", failures.stopped, RESTART, seconds=240, joined=False),

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 import paceline
-from gpu_checks.catalogue import Check, Ranks
+from gpu_checks.catalogue import CHECKS, Check, Ranks
 from gpu_checks.rows import NotRun, Place, Row, Verdict, not_run
 from paceline.launch.loopback import LOOPBACK, loopback_store
 
@@ -39,8 +38,6 @@ class Setting:
     on_gpu: bool
     gpus: int
     rounds: int
-    catalogue: str = "gpu_checks.catalogue"
-    """Name of the module that defines ``CHECKS``."""
 
 
 @dataclass
@@ -74,7 +71,7 @@ def serve(rank: int, size: int, port: int, path: str, setting: Setting, log: str
     faulthandler.enable()
     faulthandler.dump_traceback_later(seconds, exit=True)
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-    check: Check = next(check for check in import_module(setting.catalogue).CHECKS if check.path == path)
+    check: Check = next(check for check in CHECKS if check.path == path)
     try:
         _be_rank(rank, size, port, check, setting, pipe)
     except NotRun as reason:

@@ -205,7 +205,3 @@ def test_mixtures_whose_experts_are_idle_on_some_ranks(pools: Pools, name: str) 
     for mine, other in zip(first, second, strict=True):
         assert any(a - b for a, b in zip(mine, other, strict=True)), "an expert idle on rank 0 and busy on rank 1"
         assert any(b - a for a, b in zip(mine, other, strict=True)), "and one the other way round"
-
-
-def test_three_ranks(pools: Pools) -> None:
-    pools.run(3, train_all, "Switch", [Way(static_graph=True, micros=2, checkpointing="reentrant")])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import chain
@@ -16,10 +15,8 @@ from paceline import Checkpointer, compression
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
 from paceline.core.processes.world import World
 from paceline.core.state.digests import weights_sha256
-from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.tools.recipes.digits import LABEL_SMOOTHING, DigitsNet, load_digits
 from twins import Case, Pools, reentrant, same_tensor, train_beside_twin
 
 KINDS: dict[str, Callable[[nn.Module], Compressor]] = {
@@ -31,44 +28,6 @@ KINDS: dict[str, Callable[[nn.Module], Compressor]] = {
 
 
 # -- accuracy ----------------------------------------------------------------------------------------------------------
-
-
-def accuracy_on_digits(world: World, kind: str | None) -> tuple[float, float, str]:
-    train, test = load_digits()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(DigitsNet(), bucket_cap_mb=0.02)
-    state = KINDS[kind](model) if kind else None
-    if state is not None:
-        model.register_comm_hook(state, compression.hook)
-    epochs, loader = 7, DataLoader(train, batch_size=64, shuffle=True, seed=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, epochs * len(loader))
-    for _ in range(epochs):
-        for x, y in loader:
-            with model.weight(len(y)):
-                F.cross_entropy(model(x), y, reduction="sum", label_smoothing=LABEL_SMOOTHING).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-    x, y = test.tensors
-    with torch.no_grad():
-        right = (model.module(x).argmax(1) == y).float().mean()
-    return float(right), state.ratio if state else 1.0, weights_sha256(model)
-
-
-@pytest.fixture(scope="module")
-def uncompressed(pools: Pools) -> float:
-    return float(pools.run(2, accuracy_on_digits, None)[0][0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "topk", "powersgd"])
-def test_digits_are_learnt_within_one_percent_of_uncompressed(pools: Pools, uncompressed: float, kind: str) -> None:
-    (accuracy, ratio, weights), (_, _, others) = pools.run(2, accuracy_on_digits, kind)
-    assert uncompressed > 0.95  # it has learnt
-    assert accuracy > uncompressed - 0.01
-    assert ratio < 0.6
-    assert weights == others
 
 
 # -- in the loop -------------------------------------------------------------------------------------------------------

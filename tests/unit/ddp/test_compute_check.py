@@ -49,12 +49,6 @@ def test_a_check_raises_no_false_alarm_and_changes_no_bit(
 
 
 @pytest.mark.slow
-def test_hundreds_of_steps_raise_no_false_alarm(pools: Pools) -> None:
-    options = {"every": 1, "copies": 40, "bf16": True, "workers": 1}  # workers start once an epoch
-    pools.run(2, trained, "cnn", options, 200)
-
-
-@pytest.mark.slow
 def test_over_gloo_a_check_changes_no_bit_and_names_a_flip() -> None:
     plain, checked = (run_ranks(4, trained, "cnn", {"every": n}, 5, backend="gloo") for n in (None, 1))
     assert [weights for weights, _, _ in checked] == [weights for weights, _, _ in plain]

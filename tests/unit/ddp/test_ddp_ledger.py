@@ -12,79 +12,15 @@ import torch
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.mean_loss_warning import LOOKS
 from paceline.ddp.agreement.step_guard import StepGuard
-from paceline.ddp.agreement.weight_block import UNWEIGHTED, WEIGHTED
 from paceline.ddp.options.config import capacities
 from paceline.ddp.reducer.forwards import tensors_in
 from paceline.errors import UsageError
-
-
-def test_weights_add_up_until_synchronized() -> None:
-    ledger = Ledger()
-    for weight in (2, 3.5, 0):
-        with ledger.weigh(weight):
-            ledger.backward_began()
-    assert (ledger.report(1).weight, ledger.status.weighting) == (5.5, WEIGHTED)
-    ledger.synchronized()
-    assert (ledger.report(1).weight, ledger.status.weighting) == (0, 0)
-
-
-def test_a_backward_without_a_block_is_noticed() -> None:
-    ledger = Ledger()
-    with ledger.weigh(2):
-        ledger.backward_began()
-    ledger.backward_began()
-    assert ledger.status.weighting == WEIGHTED | UNWEIGHTED
-
-
-def test_a_block_that_raises_does_not_count() -> None:
-    ledger = Ledger()
-    with ledger.weigh(2):
-        ledger.backward_began()
-    with pytest.raises(ZeroDivisionError), ledger.weigh(5):
-        raise ZeroDivisionError
-    assert ledger.report(1).weight == 2
-
-
-def test_a_block_that_raises_after_synchronization_takes_nothing_back() -> None:
-    ledger = Ledger()
-
-    def synchronize_and_raise() -> None:
-        ledger.backward_began()
-        ledger.synchronized()
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), ledger.weigh(5):
-        synchronize_and_raise()
-    assert ledger.report(1).weight == 0
-
-
-def test_a_block_without_a_backward_does_not_count() -> None:
-    ledger = Ledger()
-    with torch.no_grad(), ledger.weigh(100):
-        pass
-    with ledger.weigh(100):
-        ledger.blocks.forward_ended()
-    with ledger.weigh(2):
-        ledger.backward_began(ledger.blocks.forward_ended())
-    assert ledger.report(1).weight == 2
-    ledger.synchronized()
-    with ledger.weigh(3):
-        ledger.backward_began(ledger.blocks.forward_ended())
-    assert ledger.report(1).weight == 3
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
 def test_a_weight_is_a_finite_number_not_below_zero(weight: float) -> None:
     with pytest.raises(UsageError, match=r"model\.weight\(\) takes a finite number >= 0"), Ledger().weigh(weight):
         pass
-
-
-def test_a_forward_is_taken_back() -> None:
-    ledger = Ledger()
-    ledger.forward(broadcasts=False)
-    ledger.forward(broadcasts=False)
-    ledger.take_back_forward()
-    assert ledger.forwards_since_sync == 1
 
 
 def test_only_optimizers_of_the_model_count() -> None:
@@ -149,14 +85,6 @@ ONE, TWO = torch.ones(1), torch.zeros(2)
 )
 def test_tensors_are_found_in_every_kind_of_output(output: Any, expected: list[torch.Tensor]) -> None:
     assert sorted(map(id, tensors_in(output))) == sorted(map(id, expected))
-
-
-def test_an_object_that_contains_itself_is_searched_once() -> None:
-    output = Plain(None)
-    output.value = [output, ONE]
-    assert list(map(id, tensors_in(output))) == [id(ONE)]
-    output.value = None
-    gc.collect()
 
 
 MIB = 2**20

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +14,12 @@ from torch.utils.data import Dataset
 
 import paceline
 from paceline import compression
-from paceline.checkpoint import Checkpointer
 from paceline.core.processes.world import World
 from paceline.core.state.rng import seed_all
 from paceline.core.state.virtual_ranks import seed_of_slice
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
-from paceline.errors import CheckpointWarning, UsageError
+from paceline.errors import UsageError
 from ranks import Pools, run_ranks
 from sliced import BATCH, SAMPLES, Steps, model_and_data
 
@@ -96,29 +93,6 @@ def test_a_step_is_that_of_a_plain_loop_over_all_slices(pools: Pools) -> None:
 
 
 # -- interruptions --------------------------------------------------------------------------------------------------
-
-
-def some_steps(world: World, folder: str, steps: int, kind: str, options: dict[str, Any]) -> tuple[int, bytes]:
-    """Resume if there is a checkpoint, and train so many steps; samples consumed, weights and buffers."""
-    training = Steps(kind, options)
-    with Checkpointer(folder) as checkpointer:
-        for name in ("model", "optimizer", "loader"):
-            checkpointer.register(name, getattr(training, name))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", CheckpointWarning)  # the number of ranks does not matter
-            taken = checkpointer.restore() if checkpointer.steps() else 0
-        training.number = taken + 1
-        weights = training.run(taken + steps)
-        checkpointer.save(taken + steps)
-    return training.loader.progress.samples_consumed, weights
-
-
-def test_resumes_in_mid_epoch_on_another_number_of_ranks(pools: Pools, tmp_path: Path) -> None:
-    options = {"workers": 1, "sharded": True}
-    whole = pools.run(2, some_steps, str(tmp_path / "whole"), 6, "cnn", options)[0]
-    for size in (4, 1, 2):
-        parts = pools.run(size, some_steps, str(tmp_path / "parts"), 2, "cnn", options)[0]
-    assert parts == whole
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------

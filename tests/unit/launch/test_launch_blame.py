@@ -70,33 +70,6 @@ def test_the_dead_rank_is_named_last_and_at_most_one_traceback_is_shown(
     assert not re.search(r"^\[rank\d\]:|SIGTERM|^Traceback", done.stderr, re.MULTILINE), done.stderr
 
 
-def test_a_rank_that_ends_with_a_code_of_its_own_because_of_another_is_not_named(tmp_path: Path) -> None:
-    # What it tells is when it began to leave; what the launcher sees of rank 1 is its end.
-    name = script(
-        tmp_path,
-        "import os, signal, sys, time\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    open('pid', 'w').write(str(os.getpid()))\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "def lives():\n"
-        "    try: return open(f'/proc/{open(\"pid\").read()}/stat').read().rpartition(')')[2].split()[0] != 'Z'\n"
-        "    except (FileNotFoundError, ValueError, ProcessLookupError): return not os.path.exists('pid')\n"
-        "while lives(): pass\n"
-        "sys.exit(1)\n",
-    )
-    done = paceline(tmp_path, "run", "--nproc", "2", "--max-restarts", "0", name)
-    assert done.stderr.splitlines()[-1].startswith("error: rank 1 failed first (signal SIGKILL"), done.stderr
-
-
-def test_a_rank_that_keeps_a_log_of_its_own_keeps_its_traceback_there(tmp_path: Path) -> None:
-    # The launcher shows the first rank's traceback on its own stderr; a log file without it would be of no use.
-    name = script(tmp_path, "raise OSError('no data')")
-    done = paceline(tmp_path, "run", "--redirects", "2", "--log-dir", "logs", name)
-    assert done.stderr.count("Traceback") == 1
-    [log] = (tmp_path / "logs").rglob("stderr.log")
-    assert log.read_text().splitlines()[-1] == "OSError: no data"
-
-
 def test_what_ranks_raise_when_the_job_is_stopped_is_shown(tmp_path: Path) -> None:
     # The ranks leave it to the launcher to show their errors, which has no failure to report here.
     name = script(

@@ -241,24 +241,6 @@ def twice(rank: int, first: tuple[str, int], second: tuple[str, int]) -> str:
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_with_one_rank_and_takes_the_other_in_again_with_the_same_bits(tmp_path: Path) -> None:
-    one = trained(tmp_path / "one", 1, 4)
-    orders = twice(1, ("forward", 6), ("stepped", 3))
-    job = trained(tmp_path / "elastic", 2, 4, 1, orders=orders)
-    assert job["ends"] == [[2, digest] for _, digest in one["ends"] * 2]
-    assert job["used"] == one["used"]
-    report = job["report"]
-    assert sizes(report) == [2, 1, 2]
-    assert [change["steps_redone"] for change in report["changes"]] == [0, 0]
-    assert (report["restarts"], report["steps_redone"], len(report["failures"])) == (3, 0, 2)
-    fewer, more = (line for line in job["stderr"].splitlines() if "instead of" in line)
-    assert "; starting 1 rank instead of 2 from step " in fewer
-    assert fewer.endswith(": place 1 is left out after two failures, for 1 s")
-    assert more.endswith(" is saved; starting 2 ranks instead of 1 (restart 3): place 1 is tried again")
-    assert "Warning" not in job["stderr"]  # a change of the number of ranks is invisible
-
-
-@pytest.mark.slow
 def test_kills_at_drawn_moments_with_4_2_and_4_ranks_end_with_the_bits_of_one(tmp_path: Path) -> None:
     one = trained(tmp_path / "one", 1, 8)
     # The last one strikes when the place is tried again.

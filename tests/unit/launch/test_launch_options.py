@@ -124,13 +124,6 @@ def test_ranks_are_told_how_long_a_collective_waits(script: str, monkeypatch: py
     assert told("--timeout", "7.5") == "7.5"
 
 
-def test_completions_of_the_command_torchrun_are_not_ours_to_print() -> None:
-    # `paceline run --help` of torch 2.15 offered a script that completes another command.
-    assert "print-completion" not in run_options.parser().format_help()
-    with pytest.raises(UsageError, match="has no option --print-completion"):
-        run_command.parse(["--print-completion", "zsh"])
-
-
 def test_the_help_names_options_that_torchrun_has() -> None:
     # It is not torchrun's own, which would import torch.
     named = set(re.findall(r"--[a-z-]+", run_options.help_parser().format_help()))

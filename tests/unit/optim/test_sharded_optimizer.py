@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import paceline
@@ -148,7 +148,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "scaled": (AdamW, {"lr": 1e-2, "fused": True}, "scaler"),
     "added": (Adagrad, {"lr": 0.1}, "added"),
     "bf16": (RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True}, "bf16"),
-    **{kind.__name__: (kind, {"lr": 1e-2}, "plain") for kind in (Adadelta, Adamax, NAdam, RAdam)},
     "rows": (Rowwise, {"lr": 1e-2}, "plain", {"by": "tensor"}),
     "rows and columns": (torch.optim.Adafactor, {"lr": 1e-2}, "plain", {"by": "tensor"}),
 }

@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from browser import CONTRAST, run_in_page
+from browser import run_in_page
 from paceline.core.telemetry.spans import Span
 from paceline.planner.critical_batch import NoiseScale
 from paceline.profiler.page import comparison_page, page
 from paceline.profiler.page.charts import find_outliers
 from paceline.profiler.report import step_parts
 from paceline.profiler.report.comparison import compare
-from paceline.profiler.report.formatting import sentence
 from paceline.profiler.report.report import Advice, BucketTimes, Operator, Report, Timeline
-from paceline.tools.profile.terminal_summary import parts_table, print_comparison, print_summary
+from paceline.tools.profile.terminal_summary import parts_table, print_comparison
 from profiles import holes, made_up
 
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">&amp;'
@@ -142,14 +141,6 @@ def test_sixty_four_ranks_and_a_thousand_steps_stay_small(large: Report) -> None
     assert len(record["outliers"]) == len(range(500, 1000, 97))
 
 
-def test_a_bar_is_as_long_as_its_parts_together() -> None:
-    made = made_up()
-    for rank, bar in enumerate(re.findall(r'<div class="bar".*?</div>', page(made), re.DOTALL)):
-        total = sum(float(width) for width in re.findall(r"width:([\d.]+)%", bar))
-        assert total == pytest.approx(100, abs=1)
-        assert ("slow" in bar) == (rank == 1)
-
-
 def test_outliers_are_steps_far_above_the_ranks_median() -> None:
     rows: list[list[float | None]] = [[0.1, 0.2], [0.101, 0.2], [0.3, 0.2], [None, 0.6], [0.1, 0.2], [0.099, None]]
     found = [(one.index, one.rank, one.seconds) for one in find_outliers(rows)]
@@ -228,100 +219,10 @@ def test_the_timeline_zooms_by_button_keys_wheel_and_mouse(tmp_path: Path) -> No
     ]
 
 
-LOOK = (
-    SEEN
-    + CONTRAST
-    + """
-const ground = () => getComputedStyle(document.body).backgroundColor;
-const worst = () => Math.min(...[...document.querySelectorAll("h1, h2, p, a, dt, dd, td, th, summary, .gain b, .who")]
-  .map((one) => contrast(getComputedStyle(one).color, ground())));
-(async () => {
-  await wait(300);
-  const first = light(ground()), charts = [...document.querySelectorAll(".plot canvas, .lanes")];
-  report({ wide: document.documentElement.scrollWidth <= innerWidth, ground: first, worst: worst(),
-    charts: charts.length, painted: charts.every((one) => painted(one) > 1) });
-  document.querySelector("#theme").click();
-  await wait(100);
-  report({ turned: (light(ground()) > 0.5) !== (first > 0.5), worst: worst(), problems,
-    fetched: performance.getEntriesByType("resource").length });
-})();
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])  # it turns to the other theme itself
-def test_the_page_can_be_read_in_both_themes_and_on_a_phone(theme: str, width: int, tmp_path: Path) -> None:
-    option = f"--blink-settings=preferredColorScheme={int(theme == 'light')}"
-    first, turned = run_in_page(page(made_up()), LOOK, tmp_path, option, f"--window-size={width},900")
-    assert first["wide"]
-    assert (first["ground"] > 0.5) == (theme == "light")
-    assert min(first["worst"], turned["worst"]) >= 4.5  # WCAG AA
-    assert (first["charts"], first["painted"]) == (2, True)
-    assert (turned["turned"], turned["problems"], turned["fetched"]) == (True, [], 0)
-
-
-QUIET = (
-    SEEN + "wait(300).then(() => report([document.title, problems, performance.getEntriesByType('resource').length]));"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [gappy, evil], ids=["holes", "evil"])
-def test_odd_reports_raise_no_error_in_the_browser(make: Any, tmp_path: Path) -> None:
-    made = make()
-    assert run_in_page(page(made), QUIET, tmp_path) == [[f"Profile of {made.title}", [], 0]]
-
-
-MANY = (
-    SEEN
-    + """
-(async () => {
-  await wait(300);
-  const few = lanes.clientHeight, ranks = document.querySelector("[name=ranks]");
-  ranks.value = "all";
-  ranks.onchange();
-  const chosen = document.querySelector("[name=rank]"), metric = document.querySelector("[name=metric]");
-  chosen.value = "13";
-  chosen.onchange();
-  const picked = document.querySelector("#steps .u-legend").textContent.includes("rank 13");
-  metric.value = "bubble";
-  metric.onchange();
-  const heat = document.querySelector(".heat"), box = heat.getBoundingClientRect();
-  const scale = box.width / heat.dataset.width, place = (rank) => (44 + heat.dataset.cell * (rank + 0.5)) * scale;
-  heat.dispatchEvent(new PointerEvent("pointermove",
-    { clientX: box.left + place(13), clientY: box.top + place(40), bubbles: true }));
-  report({ grew: lanes.clientHeight > 3 * few, picked, tip: document.querySelector(".tip").textContent, problems,
-    wide: document.documentElement.scrollWidth <= innerWidth });
-})();
-"""
-)
-
-
-@pytest.mark.slow
-def test_sixty_four_ranks_can_be_looked_through_on_a_phone(large: Report, tmp_path: Path) -> None:
-    [seen] = run_in_page(page(large), MANY, tmp_path, "--window-size=390,900")
-    assert re.fullmatch(r"rank 40 waits \d+\.\d ms per step for rank 13", seen.pop("tip"))
-    assert seen == {"grew": True, "picked": True, "problems": [], "wide": True}
-
-
 def printed(table: Any, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO())
     console.print(table)
     return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-@each_shape
-def test_the_summary_says_the_verdict_first_and_nothing_is_cut(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    made = make()
-    print_summary(made)
-    said = capsys.readouterr().out
-    assert said.startswith(f"{made.headline}\n")
-    assert "\x1b" not in said
-    assert "…" not in said
-    assert ("critical batch size is about 900 samples" in said) == (made.noise_scale is not None)
-    for one in made.advice[:3]:
-        assert f"{sentence(one.text)} {sentence(one.reason)}\n" in said
 
 
 def test_the_table_has_the_time_and_share_of_each_part() -> None:
@@ -330,13 +231,6 @@ def test_the_table_has_the_time_and_share_of_each_part() -> None:
     assert re.search(r"length +110 ms +110 ms +110 ms", said)
     assert re.search(r"forward +21\.\d ms +19% +51\.\d ms +46% +36\.\d ms +33%", said)
     assert "checkpoint" not in said  # there was none
-
-
-def test_the_table_of_many_ranks_has_those_that_say_most_and_fits_a_terminal(large: Report) -> None:
-    said = printed(parts_table(large, between="\n"), width=80)
-    assert "…" not in said
-    assert max(map(len, said.splitlines())) <= 80
-    assert re.search("rank 13.*mean *\n.*slow.*of 64", said)
 
 
 def test_two_runs_are_compared_by_the_sample_where_their_steps_differ() -> None:

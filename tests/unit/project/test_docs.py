@@ -35,7 +35,11 @@ def blocks(page: Path) -> list[re.Match[str]]:
 
 
 TRAINING, CHECKPOINTS = ROOT / "docs" / "training-loop.md", ROOT / "docs" / "checkpoints.md"
-OTHERS = [page for page in PAGES if blocks(page) and page not in (TRAINING, CHECKPOINTS)]
+OTHERS = [
+    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem == "trainer"))
+    for page in PAGES
+    if blocks(page) and page not in (TRAINING, CHECKPOINTS)
+]
 
 
 def run_page(world: World, page: Path, folder: str, blocks_wanted: slice = slice(None)) -> dict[str, Any]:
@@ -54,7 +58,7 @@ def run_page(world: World, page: Path, folder: str, blocks_wanted: slice = slice
     return {name: value for name, value in names.items() if isinstance(value, int | float | str)}
 
 
-@pytest.mark.parametrize("page", OTHERS, ids=[page.stem for page in OTHERS])
+@pytest.mark.parametrize("page", OTHERS)
 def test_snippets_run_as_pasted(page: Path, pools: Pools, tmp_path: Path) -> None:
     pools.run(2, run_page, page, str(tmp_path))
 

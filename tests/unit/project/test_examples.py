@@ -128,7 +128,7 @@ def test_the_mixture_of_experts_has_the_losses_of_one_process(tmp_path: Path) ->
 FRAMEWORKS = [
     pytest.param("accelerate_loop", "accelerate", marks=only_long),
     pytest.param("hugging_face_trainer", "transformers", marks=only_long),
-    pytest.param("fabric_loop", "lightning_fabric"),
+    pytest.param("fabric_loop", "lightning_fabric", marks=pytest.mark.slow),
 ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import re
 import subprocess
 import sys
 import typing
@@ -15,7 +14,6 @@ from types import ModuleType
 import pytest
 
 import paceline
-from paceline import errors
 from processes import TIMEOUT_S
 
 PACKAGES = ("checkpoint", "compression", "data", "ddp", "nn", "optim", "testing", "train")
@@ -86,32 +84,3 @@ def test_type_checkers_and_the_interpreter_find_a_name_in_the_same_module() -> N
     others = {name: getattr(paceline, name) for name in set(paceline.__all__) - set(homes)}
     own = ("paceline", "paceline.errors")
     assert [name for name, value in others.items() if not inspect.ismodule(value) and value.__module__ not in own] == []
-
-
-@each_module
-def test_every_public_name_has_a_docstring(module: ModuleType) -> None:
-    values = {name: getattr(module, name) for name in module.__all__}
-    for name, value in list(values.items()):
-        if inspect.isclass(value) and value.__module__.startswith("paceline."):
-            members = {member: found for member, found in vars(value).items() if not member.startswith("_")}
-            values |= {f"{name}.{member}": found for member, found in members.items() if inspect.isroutine(found)}
-    assert [name for name, value in values.items() if not (getattr(value, "__doc__", "") or "").strip()] == []
-
-
-def test_the_tree_of_errors_shows_every_class_and_no_other() -> None:
-    # A class that nothing raised stood in the tree for long.
-    own = [value for value in vars(errors).values() if getattr(value, "__module__", "") == errors.__name__]
-    classes = [value.__name__ for value in own if inspect.isclass(value)]
-    tree = re.findall(r"^    [│├└─ ]*([A-Z]\w+)  ?", errors.__doc__ or "", re.MULTILINE)
-    assert sorted(tree) == sorted(classes)
-
-
-def test_an_error_stands_under_its_base_in_the_tree() -> None:
-    lines = [line for line in (errors.__doc__ or "").splitlines() if re.match(r"    [│├└─ ]*[A-Z]", line)]
-    path: list[str] = []
-    for line in lines:
-        name = re.findall(r"[A-Z]\w+", line)[0]
-        depth = (line.index(name) - 4) // 4
-        path = [*path[:depth], name]
-        if depth:
-            assert path[depth - 1] in [base.__name__ for base in getattr(errors, name).__bases__], name

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,11 @@ from typing import Any
 import pytest
 
 from paceline.comm.algorithms import build
-from paceline.core.output.tables import print_table
 from paceline.errors import UsageError
 from paceline.tools.bench import measure
 from paceline.tools.bench.backends import OURS
 from paceline.tools.bench.bench_config import OPS, parse_ops, parse_sizes
-from paceline.tools.bench.plot import plot
-from paceline.tools.bench.report import document, table
+from paceline.tools.bench.report import document
 from paceline.tools.bench.rows import Row
 from paceline.tools.bench.turns import take_turns
 from processes import Running, gone_after, paceline, until
@@ -51,14 +47,6 @@ def test_every_algorithm_that_is_measured_does_what_its_op_says() -> None:
         assert {build(name, 4).result for name in names} == {op.replace("_", "-")}
 
 
-def rows_of_sizes() -> list[Row]:
-    return [
-        Row("all_reduce", name, 4, size, (seconds,), 0)
-        for size in (4096, 2**20, 2**24)
-        for name, seconds in (("ring", 1e-4 + 1e-9 * size), ("tree", 2e-4 + 2e-9 * size), ("gloo", 0.001))
-    ]
-
-
 def test_the_time_is_the_median_of_the_rounds_beside_its_quartiles() -> None:
     row = Row("all_reduce", "gloo", 2, 8, (5.0, 1.0, 2.0, 3.0, 40.0), 0)
     assert (row.seconds, row.quartiles, row.spread) == (3, (2, 5), 0.5)
@@ -68,59 +56,6 @@ def test_the_time_is_the_median_of_the_rounds_beside_its_quartiles() -> None:
     assert told["seconds"] == 3  # type: ignore[index]
     assert told["times"] == row.times  # type: ignore[index]
     assert told["quartiles"] == (2, 5)  # type: ignore[index]
-
-
-def noisy(rows: list[Row], factors: tuple[float, ...] = (0.9, 1.0, 1.2)) -> list[Row]:
-    return [replace(row, times=tuple(factor * row.seconds for factor in factors)) for row in rows]
-
-
-def test_the_plot_has_a_point_and_quartiles_for_each_row_where_its_numbers_say() -> None:
-    rows = noisy(rows_of_sizes())
-    [axes] = plot(rows, 2).axes
-    containers = {container.get_label(): container for container in axes.containers}
-    for name in containers:
-        points, _, [bars] = containers[name].lines
-        own = [row for row in rows if row.variant == name]
-        assert points.get_xdata().tolist() == pytest.approx([row.nbytes for row in own], rel=0.2)
-        assert points.get_ydata().tolist() == pytest.approx([row.seconds / 0.001 for row in own]), "relative to Gloo"
-        quartiles = [[quartile / 0.001 for quartile in row.quartiles] for row in own]
-        assert [[end[1] for end in bar] for bar in bars.get_segments()] == [pytest.approx(pair) for pair in quartiles]
-    places = [container.lines[0].get_xdata()[0] for container in axes.containers]
-    assert places == sorted(set(places)), "beside each other"
-
-
-def test_the_plot_has_a_title_that_names_the_reference_and_axes_with_units() -> None:
-    rows = rows_of_sizes()
-    [axes] = plot(rows, 2).axes
-    assert axes.get_title().startswith("all-reduce: time relative to gloo's median, 4 ranks on 2 cores")
-    assert axes.get_xlabel() == "size of the whole tensor (bytes), and gloo's median time"
-    assert axes.get_ylabel() == "time ÷ gloo's median time"
-    assert "1M\n1.0 ms" in [label.get_text() for label in axes.get_xticklabels()]
-    [axes] = plot([row for row in rows if row.variant != "gloo"], 2).axes
-    assert "relative to ring's median" in axes.get_title()
-    alone = [Row("all_reduce", "gloo", 1, 4096, (1e-5,), 0)]
-    assert "1 rank on 1 core\n" in plot(alone, 1).axes[0].get_title()
-    once = [Row("broadcast", "gloo", 2, 4096, (1e-5,), 0)]
-    assert plot(once, 2).axes[0].lines[0].get_xydata().tolist() == [[4096, 1.0]]
-
-
-PLAIN = re.compile(r"\x1b\[[\d;]*m")
-
-
-def test_the_table_of_the_default_sizes_fits_a_terminal_of_80(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """There «busbw» was cut, because rich asks for no more than the longest word of a name."""
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    names = (*OURS["all_reduce"], "gloo", "paceline", "paceline zero-copy")
-    times = (0.0012345, 0.0512345, 0.7234567)
-    rows = [Row("all_reduce", name.removesuffix("_all_reduce"), 128, 25 * 2**20, times, 0) for name in names]
-    print_table(table("all_reduce", rows, 128))
-    out = PLAIN.sub("", capsys.readouterr().out)
-    assert max(map(len, out.splitlines())) <= 80
-    assert "…" not in out
-    assert re.search(r"time µs +± +algbw +busbw +#wrong", out)
 
 
 def test_variants_take_turns_and_the_first_round_may_warm_up() -> None:

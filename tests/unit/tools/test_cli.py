@@ -21,9 +21,7 @@ from paceline.errors import UsageError
 from paceline.launch import agent
 from paceline.launch.job import Job
 from paceline.launch.watching.settings import Supervision
-from paceline.tools.bench.bench_config import OPS
 from paceline.tools.cli import main as cli
-from paceline.tools.explain.explain_command import KNOWN
 from paceline.tools.recipes import commands as recipe_commands
 from paceline.tools.shared.program import option
 from processes import TIMEOUT_S
@@ -120,15 +118,6 @@ def test_train_supervises_as_run_does(started: list[Job], run: Any) -> None:
     assert [job.env["PACELINE_TIMEOUT"] for job in started] == ["30", "600"]
 
 
-@pytest.mark.usefixtures("started")
-@pytest.mark.parametrize("options", ["--min-nproc 3", "--hang-timeout -1"])
-def test_train_and_run_refuse_the_same_values_in_the_same_words(refusal: Any, tmp_path: Path, options: str) -> None:
-    (tmp_path / "script.py").touch()
-    told = refusal("train", "digits", "--nproc", "2", *options.split())
-    assert told.startswith(f"error: {options.split()[0]}")
-    assert refusal("run", "--nproc", "2", *options.split(), str(tmp_path / "script.py")) == told
-
-
 ORDERS = {
     "around": ("--steps=3 digits --resume --lr 1 --nproc=2", "digits", "2", "--resume --lr 1"),
     "the recipe's help": ("--nproc 2 digits --help", "digits", "2", "--help"),
@@ -175,55 +164,6 @@ def test_a_recipes_options_are_the_fields_of_its_configuration(
     assert "'--width'" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("started")
-def test_ctrl_c_says_how_to_continue(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(agent, "launch", lambda job: 130)
-    points = tmp_path / "points"
-    arguments = ("train", "digits", "--nproc", "1", "--checkpoint-dir", str(points))
-    assert run(*arguments) == 130
-    assert capsys.readouterr().err == "", "there is nothing to continue"
-    (points / "step-00000012").mkdir(parents=True)
-    assert run(*arguments) == 130
-    assert "points are kept; to continue" in capsys.readouterr().err
-    assert run("train", "digits", "--nproc", "1") == 130
-    assert capsys.readouterr().err == ""
-
-
-HELP = {
-    "top": ([], ["run", "train", "--version"]),
-    "explain": (["explain", "--help"], [*KNOWN, "--ranks", "--out", ".svg"]),
-    "bench collectives": (["bench", "collectives", "--help"], [*OPS, "--sizes", "--plot", "--nproc"]),
-    "run": (["run", "--help"], ["--nproc", "--timeout", "10 minutes", "--max-restarts", "--rdzv-endpoint", "loopback"]),
-    "run, later": (["run", "--nproc", "2", "--nnodes", "1", "--help"], ["--nproc", "--max-restarts"]),
-}
-
-
-def test_help_of_run_begins_with_what_most_people_need(
-    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("run", "--help") == 0
-    first = capsys.readouterr().out.splitlines()[:16]
-    assert "    paceline run --nproc 2 train.py --lr 0.1   as 'python train.py --lr 0.1'" in first
-    assert any(line.startswith("  --nproc N ") for line in first)
-    assert not any("--nnodes" in line for line in first)
-    monkeypatch.setenv("COLUMNS", "60")
-    assert run("run", "--help") == 0
-    _, *narrow = capsys.readouterr().out.splitlines()
-    assert max(map(len, narrow)) <= 60, "lines of 120 characters were printed as they are"
-
-
-@pytest.mark.usefixtures("started")
-def test_help_shows_types_of_values_and_none_of_flags(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    # '--resume <bool>' reads as if a value had to follow.
-    assert run("train", "digits", "--help") == 0
-    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("│ --")}
-    assert "int" in lines["--epochs"].lower()
-    assert "SECONDS" in lines["--timeout"]
-    assert "bool" not in "".join(lines.values()).lower()
-
-
 def test_env_prints_what_a_report_of_a_defect_needs(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,22 +181,6 @@ def test_env_prints_what_a_report_of_a_defect_needs(
     assert facts["cores"].split()[0] == str(len(os.sched_getaffinity(0)))
     assert "PACELINE_TIMEOUT=90" in facts["settings"]
     assert "hidden" not in out
-
-
-@pytest.mark.usefixtures("started")
-@pytest.mark.parametrize(("arguments", "words"), HELP.values(), ids=HELP)
-def test_help_names_what_there_is(
-    arguments: list[str],
-    words: list[str],
-    run: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    assert run(*arguments) == 0
-    out, err = capsys.readouterr()
-    assert [word for word in words if word not in out] == []
-    assert err == ""
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

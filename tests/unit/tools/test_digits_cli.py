@@ -106,33 +106,6 @@ def test_json_holds_what_was_promised_and_another_file_is_kept(finished: tuple[P
     assert [line["step"] for line in lines if "eval/test_loss" in line] == [5, 10, 12]
 
 
-def test_the_table_says_that_the_replicas_are_identical(finished: tuple[Path, Any]) -> None:
-    folder, done = finished
-    lines = [" ".join(line.replace("│", " ").split()) for line in done.stdout.splitlines()]
-    assert {"digits, 2 ranks", "replicas identical yes", "steps 12", "gradient bytes per step 122,536"} <= set(lines)
-    for word in ("epoch 1/1 train/loss", "accuracy", "seconds", "samples/s", "waiting for communication"):
-        assert any(line.startswith(word) for line in lines), word
-    assert "\x1b" not in done.stdout
-    sha = json.loads((folder / "report.json").read_text())["replica_sha256"][0]
-    assert sha in "".join(line.split()[-1] for line in lines if line)
-
-
-def test_a_finished_run_resumes_to_the_same_report(points: Path, finished: tuple[Path, Any]) -> None:
-    done = digits(points, *SHORT, *KEPT, "--resume", "--json", "report.json", nproc=2)
-    assert (done.returncode, done.stderr) == (0, "")
-    report, before = (json.loads((folder / "report.json").read_text()) for folder in (points, finished[0]))
-    assert report["resumed_from_step"] == report["steps"] == 12
-    for name in ("accuracy", "test_loss", "replica_sha256"):
-        assert report[name] == before[name]
-    assert "resumed from step" in done.stdout
-
-
-def test_a_folder_of_another_run_is_refused_and_says_in_what_it_differs(points: Path) -> None:
-    before = contents(points)
-    message = "lr of group 0 of 'optimizer' is 0.01 in this run and 0.1 in the checkpoint of step 12"
-    assert_refused(points, digits(points, *SHORT, *KEPT, "--lr", "0.01", "--resume"), before, message)
-
-
 def test_ctrl_c_ends_all_ranks_after_a_saved_step(tmp_path: Path) -> None:
     options = ["--nproc", "2", "--epochs", "1000", *KEPT, "--checkpoint-every", "10"]
     with Running(tmp_path, "train", "digits", *options, fork="all") as job:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from browser import CONTRAST, run_in_page
+from browser import run_in_page
 from paceline.comm.algorithms import NAMES, Schedule, build
-from paceline.tools.explain.explain_command import KNOWN, MOST_RANKS, SCHEDULES, scenes
+from paceline.tools.explain.explain_command import KNOWN, scenes
 from paceline.tools.explain.page import page
 from paceline.tools.explain.scene import Frame
 from paceline.tools.explain.sheet import sheet
@@ -64,45 +63,6 @@ def test_frames_show_what_ranks_hold_when_the_schedule_is_run_with_numbers(name:
     assert shown == [(state * mask).tolist() for state, mask in zip(play(schedule), needed, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "name", ["ring_all_reduce", "halving_doubling_all_reduce", "tree_reduce", "ring_reduce_scatter"]
-)
-def test_what_is_not_drawn_can_be_spoilt_and_nothing_else(name: str) -> None:
-    size = 4
-    schedule = build(name, size, root=0)
-    result = [
-        (rank, chunk)
-        for rank in range(size)
-        for chunk in range(schedule.chunks)
-        if {"reduce": rank == 0, "reduce-scatter": rank == chunk}.get(schedule.result, True)
-    ]
-    want = [play(schedule)[-1][place] for place in result]
-    for number, state in enumerate(schedules.used_later(schedule)):
-        for rank, row in enumerate(state):
-            for chunk, needed in enumerate(row):
-                final = play(schedule, (number, rank, chunk))[-1]
-                assert ([final[place] for place in result] != want) == needed, (number, rank, chunk)
-
-
-@pytest.mark.parametrize("what", ["ring", "collectives", "broadcast", "data-parallel"])
-def test_what_flies_lands_on_what_the_next_frame_frames(what: str) -> None:
-    for scene in scenes(what, 4):
-        for frame in scene.frames:
-            ways = re.findall(
-                r'--dx: ([-\d.]+)px; --dy: ([-\d.]+)px"><use href="\S+" x="(\S+)" y="(\S+)"', frame.moving
-            )
-            landed = {(float(x) + float(dx), float(y) + float(dy)) for dx, dy, x, y in ways}
-            framed = re.findall(r'<rect x="(\S+)" y="(\S+)" [^>]*class="came"', frame.drawing.svg)
-            assert landed == {(float(x), float(y)) for x, y in framed}
-
-
-def test_the_cost_below_a_picture_is_the_rings_law() -> None:
-    for size in (2, 3, 5, 8):
-        said = schedules.scene(build("ring_all_reduce", size)).summary
-        [(steps, tensors)] = re.findall(r"([\d.]+) steps; a rank sends and receives up to ([\d.]+) times", said)
-        assert (int(steps), float(tensors)) == (2 * (size - 1), pytest.approx(2 * (size - 1) / size, rel=1e-3))
-
-
 @pytest.mark.parametrize("ranks", [1, 9])
 @pytest.mark.parametrize("what", KNOWN)
 def test_a_sheet_and_a_page_are_whole_and_need_no_network(what: str, ranks: int) -> None:
@@ -118,57 +78,6 @@ def test_a_sheet_and_a_page_are_whole_and_need_no_network(what: str, ranks: int)
     assert made.count('<p class="watch">') == len([scene for scene in drawn if scene.hint])
     assert set(re.findall(r"https?://[^\"' ]+", made)) <= {"http://www.w3.org/2000/svg"}
     assert not re.search(r"<(link|img|script src|iframe)|@import|url\((?!#tip)", made)
-
-
-@pytest.mark.parametrize("what", list(SCHEDULES))
-def test_with_many_ranks_a_cell_says_in_a_number_what_it_holds(what: str) -> None:
-    # Beyond 8 ranks cells had stripes and no number, although the text above spoke of numbers.
-    for scene in scenes(what, 9):
-        looks = {name: drawing for name, drawing in scene.symbols.items() if name != "tip"}
-        assert looks
-        for name, drawing in looks.items():
-            said = [one.text for one in ElementTree.fromstring(drawing).iter("text")]
-            assert said == [str(len(name.split("-")[1].split(".")))] or what == "broadcast"
-        assert "how many" in scene.reading
-
-
-SEEN = """
-const meets = (one, other) => one.left + 0.5 < other.right && other.left + 0.5 < one.right
-  && one.top + 3 < other.bottom && other.top + 3 < one.bottom;  // the box of a line is higher than its letters
-for (const picture of document.querySelectorAll(".stage svg")) {
-  const edges = picture.getBoundingClientRect(), least = 7.5 * picture.viewBox.baseVal.width / edges.width;
-  const words = [...picture.querySelectorAll(".frame.shown text")].map((one) => [one, one.getBoundingClientRect()]);
-  for (const [one, box] of words) {
-    const others = words.filter(([other, at]) => other !== one && meets(box, at)).map(([other]) => other.textContent);
-    if (parseFloat(getComputedStyle(one).fontSize) < least || box.left < edges.left || box.right > edges.right
-      || others.length) report([one.textContent, ...others]);
-  }
-}
-const fill = (name) => getComputedStyle(document.querySelector("svg " + name)).fill;
-const ground = getComputedStyle(document.body).backgroundColor;
-report({
-  fits: document.documentElement.scrollWidth <= innerWidth,
-  ground: light(ground),
-  text: contrast(getComputedStyle(document.body).color, ground),
-  reading: contrast(getComputedStyle(document.querySelector(".reading")).color, ground),
-  heading: contrast(fill(".heading"), ground),
-  digits: Math.min(...[0, 1, 2].map((kind) => contrast(fill(".digit"), fill(".k" + kind)))),
-});
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "ranks", "theme"), [(400, MOST_RANKS, "light"), (1200, 8, "dark")])
-def test_a_page_can_be_read_in_any_window_and_in_both_themes(
-    width: int, ranks: int, theme: str, tmp_path: Path
-) -> None:
-    # On a phone pictures shrank: 16 ranks had words of two pixels. Now they scroll, and the page around them does not.
-    last = [replace(scene, frames=scene.frames[-1:]) for what in KNOWN for scene in scenes(what, ranks)]
-    options = f"--window-size={width},900", f"--blink-settings=preferredColorScheme={int(theme == 'light')}"
-    [seen] = run_in_page(page(last), CONTRAST + SEEN, tmp_path, *options, milliseconds=500)
-    assert seen.pop("fits")
-    assert (seen.pop("ground") > 0.5) == (theme == "light")
-    assert {name: ratio for name, ratio in seen.items() if ratio < 4.5} == {}  # WCAG AA
 
 
 PLAYED = """
@@ -234,27 +143,6 @@ def test_the_table_says_whose_parts_are_in_each_sum() -> None:
         for pairs in (zip(*row, strict=True) for row in zip(state.tolist(), mask, strict=True))
     ]
     assert rows == want
-
-
-@pytest.mark.parametrize(("what", "words"), [("broadcast", "whose parts"), ("reduce", "how many parts")])
-def test_with_many_ranks_the_table_counts_the_parts_of_sums_but_not_of_copies(what: str, words: str) -> None:
-    for scene in scenes(what, 8):
-        assert scene.table is not None
-        assert f"A cell shows {words} it contains" in str(scene.table.caption)
-
-
-@pytest.mark.parametrize("what", ["reduce", "workflow"])
-def test_tables_lose_nothing_through_a_pipe_and_on_a_narrow_terminal(
-    what: str, run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole, out = printed(what, 4, width=1000), {}
-    for columns in ("", "60"):
-        monkeypatch.setenv("COLUMNS", columns)
-        assert run("explain", what) == 0
-        out[columns] = capsys.readouterr().out
-        assert "…" not in out[columns]
-    assert {word for word in whole.split() if "─" not in word} <= set(re.split(r"\s+", out["60"]))
-    assert {line.strip() for line in whole.splitlines() if len(line) < 150} <= set(map(str.strip, out[""].splitlines()))
 
 
 def test_overlap_pictures_say_what_the_arithmetic_says() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
-from paceline.tools.explain.subjects.slices import Sum, expression, scenes, steps
+from paceline.tools.explain.subjects.slices import expression, steps
 from ranks import Pools
 
 
@@ -50,15 +50,3 @@ def test_every_number_of_ranks_makes_each_sum_of_the_tree_once(slices: int, rank
     share = slices // ranks
     assert all((each.rank is None) == (each.size > share) for each in made)
     assert all(each.rank in (None, each.first // share) for each in made)
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 16])
-def test_there_is_a_scene_for_each_number_of_ranks_and_the_last_frame_has_the_whole_tree(ranks: int) -> None:
-    drawn = scenes(ranks)
-    counts = [count for count in (1, 2, 4, 8, 16) if count <= ranks]
-    assert [scene.title for scene in drawn] == [f"the same bits, {count} rank{'s' * (count > 1)}" for count in counts]
-    for scene in drawn:
-        last = scene.frames[-1]
-        assert last.caption == f"{expression(0, max(8, counts[-1]))[1:-1]}, on any number of ranks"
-        assert "ghost" not in last.drawing.svg
-        assert Sum(0, 2, 0).name in last.drawing.svg

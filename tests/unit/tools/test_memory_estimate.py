@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import paceline
-from hub_server import Hub
 from insides import under_way
 from paceline.core.processes.world import World
 from paceline.errors import installing
@@ -30,10 +28,8 @@ from paceline.tools.memory_estimate.activations import Activations, Batch, activ
 from paceline.tools.memory_estimate.footprints import DDP, FSDP2, SHARDED, TORCH_DDP, Footprint, Training
 from paceline.tools.memory_estimate.models import BuiltModel
 from paceline.tools.memory_estimate.optimizer_state import parse_optimizer
-from processes import paceline as command
 from twins import Pools
 
-PAGE = Path(__file__).parents[3] / "docs" / "sharded-optimizer.md"
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -477,23 +473,3 @@ def test_totals_are_sums_and_dtypes_are_those_asked_for(estimate: Any) -> None:
     assert sharded["weights"] == 2 * 676
     assert fsdp2["weights"] == 2 * 676 / 4
     assert plain["state"] / 4 < sharded["state"] < plain["state"] / 2  # 128 elements are not cut
-
-
-def sample() -> tuple[list[str], list[str]]:
-    """The command that the page shows, and the lines that it says are printed."""
-    first, *lines = PAGE.read_text("utf-8").partition("    paceline estimate-memory ")[2].splitlines()
-    shown = list(takewhile(lambda line: not line or line.startswith("    "), lines))
-    return first.split(), [line.removeprefix("    ").rstrip() for line in shown if line.strip()]
-
-
-@pytest.mark.slow
-def test_a_name_on_the_hub_gives_the_table_of_the_page(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SMOLLM2))
-    arguments, shown = sample()
-    with Hub({f"models/{arguments[0]}": tmp_path / "model"}) as hub:
-        environment = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
-        done = command(tmp_path, "estimate-memory", *arguments, **environment)
-        assert done.returncode == 0, done.stderr
-        assert not [request for request in hub.requests if "safetensors" in request]
-    assert [line.rstrip() for line in done.stdout.splitlines() if line.strip()] == shown

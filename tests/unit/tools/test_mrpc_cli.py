@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from forked import call
-from hub_server import Hub
-from paceline.errors import UsageError
-from paceline.tools.recipes.configs import DEFAULT_MODEL, MrpcConfig
-from paceline.tools.recipes.pairs import COLUMNS
+from paceline.tools.recipes.configs import DEFAULT_MODEL
 from processes import paceline
-
-ROW = "1\t1\t2\tA cat .\tThe cat ."
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for name, ids in (("train.tsv", "1\t2"), ("dev.tsv", "3\t4")):
-        lines = ["\t".join(COLUMNS), ROW.replace("1\t2", ids)]
-        (folder / name).write_text("\n".join(lines) + "\n")
-    return folder
 
 
 @pytest.fixture
@@ -89,53 +70,3 @@ def test_a_hub_that_does_not_answer_is_waited_for_seconds_not_minutes(monkeypatc
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------
-
-
-def check_with_hub(environment: dict[str, str], options: list[dict[str, Any]], again: bool = False) -> Any:
-    """Check in a process of its own, as the command does; the refusals. With `again`, read as ranks do afterwards."""
-    os.environ.update({**environment, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"})
-    refusals = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries while they are imported
-        for config in [MrpcConfig(**each) for each in options]:
-            try:
-                config.check()
-            except UsageError as error:
-                refusals.append(str(error))
-        return (config.folder(), config.pairs()) if again else refusals
-
-
-def test_a_model_of_the_hub_is_fetched_once_and_then_found_without_network(
-    tmp_path: Path, data: Path, model: Path
-) -> None:
-    options, unknown = ({"data": str(data), "model": name} for name in ("org/name", "org/unknown"))
-    environment = {"HF_HOME": str(tmp_path / "home")}
-    with Hub({"models/org/name": model}) as hub:
-        environment["HF_ENDPOINT"] = hub.url
-        [refusal] = call(check_with_hub, environment, [options, unknown])
-        assert "cannot download the model org/unknown" in refusal
-        assert "\n" not in refusal
-        assert any("resolve" in request and request.endswith("model.safetensors") for request in hub.requests)
-    weights, _ = call(check_with_hub, environment, [options], True)  # by a hub that has ended
-    assert (weights / "model.safetensors").read_text() == "{}"
-
-
-@pytest.mark.slow
-def test_the_data_of_the_hub_are_fetched_once_and_then_found_without_network(tmp_path: Path, model: Path) -> None:
-    glue = tmp_path / "glue"
-    (glue / "mrpc").mkdir(parents=True)
-    files = "\n".join(f"  - split: {split}\n    path: mrpc/{split}.jsonl" for split in ("train", "validation"))
-    (glue / "README.md").write_text(f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{files}\n---\n")
-    for split, label in (("train", 1), ("validation", 0)):
-        row = {"sentence1": f'A "{split}"', "sentence2": "B", "label": label, "idx": label}
-        (glue / "mrpc" / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
-    options = {"model": str(model), "data": "glue/mrpc"}
-    environment = {"HF_HOME": str(tmp_path / "home")}
-    with Hub({"datasets/nyu-mll/glue": glue}) as hub:
-        assert call(check_with_hub, environment | {"HF_ENDPOINT": hub.url}, [options]) == []
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "1"}  # as in the ranks
-    _, (train, dev) = call(check_with_hub, environment, [options], True)
-    assert [(pair.first, pair.second, pair.label) for pair in (*train, *dev)] == [
-        ('A "train"', "B", 1),
-        ('A "validation"', "B", 0),
-    ]

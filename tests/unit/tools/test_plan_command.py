@@ -86,15 +86,6 @@ def test_the_number_of_devices_that_stops_paying_is_marked(
     assert "Stops paying at 8 devices" in capfd.readouterr().out
 
 
-def test_a_plan_is_drawn_beside_the_rule_of_thumb(tmp_path: Path, run: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.svg"
-    assert run(*DESCRIBED, "--price", "2", "--plot", str(file)) == 0
-    assert "efficiency" in capfd.readouterr().out
-    text = file.read_text("utf-8")
-    assert "rule of thumb" in text
-    assert "80 % interval" in text
-
-
 def test_a_validation_is_printed_drawn_and_written_as_json(
     planned: Planned, run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

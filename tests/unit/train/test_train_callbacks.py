@@ -424,11 +424,3 @@ class Box:
 
     def load_state_dict(self, saved: dict[str, int]) -> None:
         self.value = saved["value"]
-
-
-def test_states_of_callbacks_and_registered_objects_come_back(pools: Pools, tmp_path: Path) -> None:
-    for rank, (counts, value, names, refused) in enumerate(pools.run(2, counted, str(tmp_path))):
-        assert counts == [5, 5]
-        assert value == rank
-        assert names == ["callback_0_counts", "callback_1_early_stopping", "callback_2_counts"]
-        assert "callback" in refused

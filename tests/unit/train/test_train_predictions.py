@@ -102,32 +102,6 @@ def test_rows_come_as_often_as_the_order_names_them(pools: Pools, kind: str) -> 
         assert indices.tolist() == twice
 
 
-def of_slices(world: World, kind: str, samples: int, batch_size: int, count: int) -> tuple[list[int], Tensor]:
-    """Rows by batches that are cut for virtual ranks, with noise of their own: their samples, and the whole rows."""
-    model = DistributedDataParallel(net(replace(RUN, dtype=torch.float32)), virtual_ranks=count)
-
-    def noisy(module: nn.Module, batch: Any) -> Tensor:
-        rows = module((batch[0] + torch.randn(batch[0].shape)).float())
-        in_batch = torch.arange(float(len(rows)))[:, None]
-        return torch.cat([batch[2][:, None], rows, rows.sum(0).expand_as(rows), in_batch], 1)
-
-    rows: Tensor = predict(model, loader_of(kind, samples, batch_size), noisy)
-    return rows[:, 0].int().tolist(), rows
-
-
-@pytest.mark.parametrize(
-    ("kind", "samples", "batch_size"),  # slices, or all of a rank's, are empty
-    [("in order", 2, 8), ("stream", 23, 6), ("repeated", 23, 6)],
-)
-def test_with_virtual_ranks_rows_have_the_same_bits_on_1_2_and_4_ranks(
-    pools: Pools, kind: str, samples: int, batch_size: int
-) -> None:
-    outcomes = [each for size in (1, 2, 4) for each in pools.run(size, of_slices, kind, samples, batch_size, 4)]
-    indices, rows = outcomes[0]
-    assert indices == [index for index in range(samples) for _ in range(1 + (kind == "repeated") * (index % 2))]
-    assert [each for each in outcomes if each[0] != indices or not torch.equal(each[1], rows)] == []
-
-
 def in_a_training(world: World) -> list[Any]:
     model = DistributedDataParallel(net(replace(RUN, dtype=torch.float32)))  # autocast leaves float64 alone
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

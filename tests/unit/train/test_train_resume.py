@@ -29,19 +29,6 @@ def interrupted(pools: Pools, size: int, run: Run, step: int) -> list[Outcome]:
     return outcomes
 
 
-def test_the_number_of_workers_may_change_on_resume(pools: Pools, tmp_path: Path) -> None:
-    # Workers are ahead of the step that is saved.
-    run = Run(config(tmp_path / "whole", epochs=1), dropout=0.3, augment=True)
-    whole = pools.run(2, train, run)
-    cut = config(tmp_path / "cut", epochs=1)
-    pools.run(2, train, replace(run, config=cut, workers=2, stop_after=2))
-    cut = replace(cut, resume=True)
-    pools.run(2, train, replace(run, config=cut, stop_after=2))
-    again = pools.run(2, train, replace(run, config=cut, workers=2))
-    assert [other.result.resumed_from_step for other in again] == [4, 4]
-    assert [other.bits() for other in again] == [one.bits() for one in whole]
-
-
 def test_a_line_of_metrics_after_a_resume_on_other_ranks_counts_all_of_them(pools: Pools, tmp_path: Path) -> None:
     options = {"log_every": 5, "epochs": 1}
     run = Run(config(tmp_path / "whole", metrics_file=str(tmp_path / "whole.jsonl"), **options))

@@ -15,7 +15,7 @@ from paceline.comm.shm.engine import Compute, Engine, Operation
 from paceline.comm.shm.header import Header, Shown
 
 STAGE_BYTES = 4 * 2**20
-"""Size of one half of the stage, measured in ``benchmarks/collectives.py``."""
+"""Size of one half of the stage, chosen by measurement."""
 HALVES = 2
 Begun = tuple[Header, Shown, Compute]
 """An operation to post: its header, this rank's operand, and the function that computes it."""
