@@ -1,4 +1,4 @@
-"""Trainings with compression: as accurate as without, resumed to the same bits, the same in torch's DDP."""
+"""Trainings with compression: as one process without loss, resumed to the same bits, the same in torch's DDP."""
 
 from __future__ import annotations
 
@@ -25,9 +25,6 @@ KINDS: dict[str, Callable[[nn.Module], Compressor]] = {
     "topk": lambda model: TopK(model, 0.02),
     "powersgd": lambda model: PowerSGD(model, rank=2),
 }
-
-
-# -- accuracy ----------------------------------------------------------------------------------------------------------
 
 
 # -- in the loop -------------------------------------------------------------------------------------------------------

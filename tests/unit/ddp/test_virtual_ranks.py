@@ -92,9 +92,6 @@ def test_a_step_is_that_of_a_plain_loop_over_all_slices(pools: Pools) -> None:
         assert max(pools.run(size, beside_plain_loop, "cnn")) < 1e-5
 
 
-# -- interruptions --------------------------------------------------------------------------------------------------
-
-
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 

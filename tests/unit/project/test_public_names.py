@@ -1,4 +1,4 @@
-"""What is public is listed, sorted and described."""
+"""What is public is listed and sorted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline explain workflow|bubble|reduce``: what is drawn of a training step is what its functions compute."""
+"""``paceline explain bubble``: the bubbles of late ranks, computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline train mrpc``: what it takes from the hub, and what it says without a network."""
+"""``paceline train mrpc``: what it says without a network, without data, and without a hub that answers."""
 
 from __future__ import annotations
 
@@ -67,6 +67,3 @@ def test_a_hub_that_does_not_answer_is_waited_for_seconds_not_minutes(monkeypatc
         begin = time.monotonic()
         assert f"{url} cannot be reached" in str(hub.out_of_reach())
         assert time.monotonic() - begin < 60
-
-
-# -- the hub -----------------------------------------------------------------------------------------------------------
