@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from insides import backward_of, engine_of
@@ -97,10 +98,12 @@ def train(world: World, scenario: str, how: str) -> tuple[list[Any], list[str], 
     options = {"check_finite": True} if scenario == "not finite" else {}
     options |= {"reduce_dtype": torch.float64} if "float64" in scenario else {}
     model, optimizer = make(how, lambda: Net(sparse=scenario == "sparse"), **options)
+    if scenario.startswith("hook"):
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
     seen, said, phases = [], [], []
     for step in range(STEPS):
         turn = step == 3
-        parts = "late" if turn and scenario.startswith("late") and (world.rank == 1 or "both" in scenario) else ""
+        parts = "late" if turn and "late" in scenario and (world.rank == 1 or "both" in scenario) else ""
         if turn and (scenario == "unused everywhere" or (scenario == "unused on one" and world.rank == 0)):
             parts = "without"
         x = data(world, step)
@@ -139,7 +142,7 @@ def train(world: World, scenario: str, how: str) -> tuple[list[Any], list[str], 
 SCENARIOS = [
     "accumulated", "zeros", "a collective between", "unused on one", "unused everywhere", "late on one",
     "late on both", "late on one, in float64", "late and dropped", "sparse", "without data", "weighted", "not finite",
-    "another count",
+    "another count", "hook", "hook, late on one",
 ]  # fmt: skip
 
 

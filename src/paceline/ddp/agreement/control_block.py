@@ -54,8 +54,6 @@ class Status:
     """Whether this rank has no gradients at all, for example because it has no data."""
     joined: bool = False
     """Whether this rank has run out of data inside ``join``; comparisons between ranks skip it."""
-    hook_failed: bool = False
-    """Whether a communication hook raised on this rank, or returned no future."""
     has_new_parameters: bool = False
     """Whether this rank's module has parameters that are not averaged yet."""
     asks_to_stop: bool = False
@@ -196,8 +194,7 @@ class ControlBlock:
     def is_without_surprise(self, statuses: Sequence[Status]) -> bool:
         """Return whether all ranks ran an unweighted backward pass and need only the averages in the buckets."""
         plain = all(
-            status.weighting == UNWEIGHTED
-            and not (status.aborted or status.joined or status.hook_failed or status.has_new_parameters)
+            status.weighting == UNWEIGHTED and not (status.aborted or status.joined or status.has_new_parameters)
             for status in statuses
         )
         return plain and self.is_usual()

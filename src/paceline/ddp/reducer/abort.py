@@ -24,6 +24,7 @@ from paceline.core.torch_internals.autograd import current_task, has_ended
 from paceline.ddp.consistency.module_changes import Trained
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.extension import Extensions
+from paceline.ddp.transport.finisher import Finisher
 
 
 class Member(Protocol):
@@ -33,6 +34,8 @@ class Member(Protocol):
     """The averaged parameters."""
     extensions: Extensions
     """The rare cases."""
+    finisher: Finisher
+    """Averages buckets over the ranks."""
     backward: Backward | None = None
     """The backward pass in progress, or one with collectives still to run or blocks still to read; else None."""
     number: int
@@ -100,7 +103,7 @@ def _ended_by_exception(member: Member, backward: Backward) -> None:
         if not backward.is_under_way:
             return
         backward.is_cut_short = backward.phase is Phase.LAUNCHING
-        backward.enter(Phase.ABORTED)
+        backward.enter(Phase.BROKEN if member.finisher.has_failed else Phase.ABORTED)
         for index, parameter in enumerate(member.trained.parameters):
             if index in backward.averaged_elsewhere:
                 continue

@@ -22,7 +22,7 @@ class Phase(Enum):
     WAITING = "everything is launched, results are awaited"
     UNREAD = "averages are published, the other ranks' control blocks are not read yet"
     ABORTED = "an exception ended backward; collectives that the other ranks wait for are still owed"
-    BROKEN = "a collective failed"
+    BROKEN = "a collective or a communication hook failed"
     OVER = "averages are published, and ranks agree"
 
 

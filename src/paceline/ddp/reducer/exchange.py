@@ -132,7 +132,6 @@ class Exchange:
         status = self.ledger.report(
             self.channel.size,
             aborted=backward.is_cut_short,
-            hook_failed=self.finisher.failed,
             has_new_parameters=has_new_parameters,
         )
         with recorder.span(CONTROL):
@@ -174,7 +173,6 @@ class Exchange:
             and backward.task is not None  # not in sync_gradients()
             and not (backward.is_cut_short or backward.is_resyncing)
             and self.arrivals.order_known
-            and self.finisher.reads_late
             and not (backward.is_shared or backward.reads_in_backward)
             and not self.ledger.is_weight_pending  # blocks contain the scale of a weighted step
             and (self.ledger.synchronizations < self.ledger.compare_at or self.ledger.compares_out_of_turn)
@@ -207,7 +205,7 @@ class Exchange:
     def _wait_for(self, backward: Backward, block: Launched | None) -> None:
         """Wait for the buckets, and for the control block unless it is read later."""
         with recorder.span(WAIT, group=self.channel.name), self.exposed_time:
-            self.finisher.wait(backward.launched, block, self.control)
+            self.finisher.wait(backward.launched, block)
 
     def _wait_for_block(self, backward: Backward) -> None:
         """Wait for the other ranks' control blocks, if this has not been done yet."""

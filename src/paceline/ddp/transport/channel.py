@@ -12,9 +12,8 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import time
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -200,14 +199,6 @@ class Channel:
     def abandon(self, _launched: Launched) -> None:
         """Count a collective on host data as done without waiting. The channel may be closed while it is running."""
         self._outstanding.count -= 1
-
-    def linger(self, launched: Any, seconds: float) -> None:
-        """Advance `launched` for up to `seconds` until it has finished or failed. Never raises."""
-        end = time.monotonic() + seconds
-        with suppress(Exception):
-            while not launched.is_completed() and time.monotonic() < end:
-                self.host.progress()
-                time.sleep(0.001)
 
     def run(self, label: str, function: Any, *arguments: Any, **options: Any) -> None:
         """Call the collective `function`. A failure raises an error that names `label`."""

@@ -5,11 +5,11 @@ the mean over the N ranks. With ``model.weight(w)`` around summed losses, the wr
 N/Σw. The hook is called once for each bucket in each synchronized backward pass, in the same order on every rank.
 Control blocks and late deltas do not pass through the hook; they are all-reduced directly.
 
-If a hook fails on one rank, the step ends on all ranks. A failed call is reported in the control block, before the
-other ranks wait for collectives that the hook did not launch on that rank. An invalid result is reported in a second
-exchange, after the wait.
+A hook that fails raises on its own rank, like any other exception in backward, and the wrapper cannot be used again.
+The other ranks do not exchange anything to learn of it: they get an error when that rank exits or at the group's
+timeout.
 
-Decision 0007 gives the reasons; decision 0019 describes how failures of a hook are handled.
+Decision 0007 gives the reasons.
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ import torch
 from torch import Tensor
 
 from paceline.core.output.wording import with_article
-from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.telemetry.spans import BUCKET_WAIT, Recorder
 from paceline.core.torch_internals.distributed.ddp import Future
 from paceline.core.torch_internals.distributed.ddp import GradBucket as TorchGradBucket
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 from paceline.core.torch_internals.tensors import multiply_each
-from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import compute_correction
 from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.transport.channel import Channel, Launched
-from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, AlreadyDone, Finisher, show_own
+from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, Finisher, show_own
 from paceline.ddp.transport.hook_signature import Hook, name_of
-from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError
+from paceline.errors import CommunicationError, HookError, PacelineError
 
 
 class GradBucket(TorchGradBucket):
@@ -110,16 +108,11 @@ class GradBucket(TorchGradBucket):
             self._when_waited.pop(0)()
 
 
-GRACE_S = 5.0
-"""Seconds that a rank whose hook failed waits before it raises, so that the other ranks learn of the failure."""
-
-
 class HookFinisher(Finisher):
     """Finishes buckets by calling `hook`."""
 
     is_capturable = False
     """False, because a hook may run arbitrary code on the host."""
-    reads_late = False
     carries_tail = False
     layers_first: bool
     """Whether buckets are launched at the end of backward, after the layers' own collectives."""
@@ -140,15 +133,6 @@ class HookFinisher(Finisher):
         self._state, self._hook, self._parameters = state, hook, parameters
         self._ledger, self._timeout = ledger, timeout
         self._rank, self._channel, self._recorder = channel.rank, channel, recorder
-        # The hook's first error. After an error, the hook is never called again.
-        self._failure: BaseException | None = None
-        # The same error until it is raised, at the end of backward.
-        self._untold: Exception | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether the hook raised in this backward pass or returned no future."""
-        return self._untold is not None
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Return True if ranks without data take part, because they do not know when buckets fill."""
@@ -159,71 +143,33 @@ class HookFinisher(Finisher):
         return 1.0
 
     def launch(self, bucket: Bucket, number: int) -> Launched:
-        """Call the hook, unless it has already failed in this backward pass; :meth:`wait` then raises its error."""
+        """Call the hook."""
         if self._recorder.bucket_watch is not None:
             show_own(self._recorder.bucket_watch, self._ledger, bucket.flat, 1.0)
-        if self._untold is not None:
-            return AlreadyDone()
         where = f"rank {self._rank}: communication hook {name_of(self._hook)!r}, called for bucket {number}"
-        if self._failure is not None:
-            raise HookError(
-                f"rank {self._rank}: communication hook {name_of(self._hook)!r} failed earlier "
-                f"({self._failure!r}), so the ranks are out of step; start again from the last checkpoint"
-            )
         shown = GradBucket.of(bucket, self._parameters, number, last=bucket.is_last)
+        self.has_failed = True  # until the hook has returned a future
         try:
             future = self._hook(self._state, shown)
-            if not isinstance(future, Future):
-                raise HookError(
-                    f"{where}, returned {with_article(type(future).__qualname__)}; return a "
-                    "torch.futures.Future[torch.Tensor]"
-                )
-        except Exception as error:
-            self._failure = error
-            if isinstance(error, CommunicationError | DesyncError):
-                raise  # immediately, because the other ranks are unreachable or already know
-            # Do not raise yet: backward continues, so that layers run their collectives and the control block reports
-            # the error.
-            self._untold = error
-            if not isinstance(error, PacelineError):
-                self._untold = HookError(f"{where}, raised {type(error).__qualname__}: {error}; fix the hook")
-                self._untold.__cause__ = error
-            return AlreadyDone()
-        except BaseException as error:
-            self._failure = error
+        except PacelineError:
             raise
+        except Exception as error:
+            raise HookError(f"{where}, raised {type(error).__qualname__}: {error}; fix the hook") from error
+        if not isinstance(future, Future):
+            raise HookError(
+                f"{where}, returned {with_article(type(future).__qualname__)}; return a "
+                "torch.futures.Future[torch.Tensor]"
+            )
+        self.has_failed = False
         return _Answer(future, bucket.flat, shown, where, self._timeout)
 
-    def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
-        """Wait for the hook's results and copy them into the buckets."""
-        assert block is not None, "the block reports failed hooks, and must be read before waiting for the buckets"
-        if (error := self._untold) is not None:
-            self._untold = None
-            # Give waiting ranks time to read the block, but not forever: a rank may be stuck inside the hook.
-            self._channel.linger(block, GRACE_S)
-            raise error
-        # Check before waiting for buckets, because a hook that failed on another rank launched no collectives.
-        self._channel.wait(block, CONTROL_EXCHANGE)
-        _check_none([rank for rank, status in enumerate(control.statuses()) if status.hook_failed], self._rank)
-        failure: Exception | None = None
+    def wait(self, buckets: Sequence[Launched], block: Launched | None) -> None:
+        """Wait for the hook's results and copy them into the buckets, then wait for the block."""
         for number, answer in enumerate(buckets):
-            try:
-                with self._recorder.span(BUCKET_WAIT, number):
-                    answer.wait()
-            except Exception as error:  # still wait for the other buckets' collectives
-                failure = failure or error
-        self._agree(failure)
-
-    def _agree(self, failure: Exception | None) -> None:
-        """Raise on every rank if any rank has a `failure`. Collective."""
-        if isinstance(failure, CommunicationError):
-            raise failure
-        verdict, launched = self._channel.gather_rows(torch.tensor(float(failure is not None), dtype=torch.float64))
-        if failure is not None:
-            self._channel.linger(launched, GRACE_S)
-            raise failure
-        self._channel.wait(launched, "exchange of communication hook failures")
-        _check_none(verdict.nonzero().flatten().tolist(), self._rank)
+            with self._recorder.span(BUCKET_WAIT, number):
+                answer.wait()
+        if block is not None:
+            self._channel.wait(block, CONTROL_EXCHANGE)
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Turn the mean over all ranks into the weighted mean, or into the mean over the ranks that count."""
@@ -233,14 +179,6 @@ class HookFinisher(Finisher):
         if (watch := self._recorder.bucket_watch) is not None:
             for bucket in buckets:
                 watch.averaged(bucket.flat)
-
-
-def _check_none(failed: Sequence[int], rank: int) -> None:
-    if failed:
-        raise DesyncError(
-            f"rank {rank}: the communication hook failed on {named_ranks(failed)}, so the gradients of this step are "
-            "incomplete; see that rank's error, and start again from the last checkpoint"
-        ).because_of(())  # the launcher names the rank that raised the cause, not this one
 
 
 class _Answer:

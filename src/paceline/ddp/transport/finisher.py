@@ -21,7 +21,6 @@ from paceline.core.state.device_streams import is_queued
 from paceline.core.telemetry.spans import BUCKET_WAIT, COLLECTIVE, DONE, SENT, BucketWatch, Recorder, recorder
 from paceline.core.torch_internals.profiler import is_profiling
 from paceline.core.torch_internals.tensors import multiply_each
-from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import Notes
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import WEIGHTED, compute_correction, compute_scale
@@ -38,18 +37,13 @@ NOT_RECORDED = nullcontext()
 class Finisher(Protocol):
     """Averages the buckets of a backward pass. Called for each bucket in launch order, on every rank."""
 
-    reads_late: bool
-    """Whether :meth:`wait` may be called without the control block, which is read later."""
     carries_tail: bool
     """Whether the tail of the last bucket is summed along with the bucket."""
 
+    has_failed: bool = False
+    """Whether a launch failed on this rank, so that it may have launched fewer collectives than the others."""
     is_capturable: bool
     """Whether a CUDA graph can capture its work, that is, whether everything runs on the device."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether a launch in this backward pass failed on this rank. The control block reports this."""
-        return False
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Return whether buckets must be launched after backward has ended rather than as they fill.
@@ -64,11 +58,8 @@ class Finisher(Protocol):
     def launch(self, bucket: Bucket, number: int) -> Launched:
         """Start communicating a bucket; `number` is its index in launch order."""
 
-    def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
-        """Wait for the results of :meth:`launch` in launch order, and for the `block` that is read into `control`.
-
-        `block` is None if the control block is read later, which requires :attr:`reads_late`.
-        """
+    def wait(self, buckets: Sequence[Launched], block: Launched | None) -> None:
+        """Wait for the results of :meth:`launch` in launch order, then for the control block unless it is None."""
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Turn the sums in the buckets into averages."""
@@ -89,7 +80,6 @@ class AllReduce(Finisher):
     """The sum over the ranks, scaled to the mean or by the weights."""
 
     is_capturable = True
-    reads_late = True
 
     def __init__(
         self, channel: Channel, recorder: Recorder, ledger: Ledger, sums: Sums | None = None, *, prescales: bool = True
@@ -134,7 +124,7 @@ class AllReduce(Finisher):
     def _reduce(self, bucket: Bucket, _number: int) -> Launched:
         return self.sums.all_reduce(bucket.memory)
 
-    def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
+    def wait(self, buckets: Sequence[Launched], block: Launched | None) -> None:
         """Wait for the buckets in the order of launch, then for the block."""
         recorder, wait = self._recorder, self._channel.wait
         box, is_recorded = recorder.box, recorder.on or is_profiling()

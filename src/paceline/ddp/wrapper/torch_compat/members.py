@@ -117,7 +117,6 @@ class TorchMembers:
             HookError: if `hook` is not callable or does not have a hook's signature. In backward: if it raises, or
                 returns anything but a future of one tensor like ``bucket.buffer()``.
             UsageError: if a hook is already registered.
-            DesyncError: in backward, if the hook failed on another rank.
         """
         from paceline.ddp.transport.hook_signature import check_hook
         from paceline.ddp.wrapper.torch_compat.hooks import put_hook  # few wrappers need this import
