@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core.processes.missing_ranks import named_ranks
@@ -24,7 +23,7 @@ RESULTS = ("summary.json", "trace.json", "report.html")
 
 def write_results(folder: Path) -> Report:
     """Write the results into `folder`, and return the report."""
-    with _one_line(folder):
+    try:
         facts = read_facts(folder)
         report = report_of(facts)
         write_trace(folder, facts)
@@ -35,23 +34,6 @@ def write_results(folder: Path) -> Report:
         for name, text in texts.items():
             with new_file(folder / name) as file:
                 file.write(text + "\n")
-    # Raise only after writing the files, because the trace is useful even if no step was measured.
-    if not report.steps or not any(record.wrapper for record in facts.records):
-        raise UsageError(_why_nothing(facts.records))
-    return report
-
-
-def read_report(folder: Path) -> Report:
-    """Return the report of the profile in `folder`."""
-    with _one_line(folder):
-        return report_of(read_facts(folder))
-
-
-@contextmanager
-def _one_line(folder: Path) -> Iterator[None]:
-    """Turn errors about files into a :class:`UsageError`, which prints as one line."""
-    try:
-        yield
     except OSError as error:
         raise UsageError(f"the results cannot be written to {folder}: {error.strerror}; make room there") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -59,6 +41,10 @@ def _one_line(folder: Path) -> Iterator[None]:
             raise
         # Each record is valid by itself, but they do not fit together, for example because one was edited.
         raise UsageError(f"the records in {folder} contradict each other ({shown(error)}); profile again") from error
+    # Raise only after writing the files, because the trace is useful even if no step was measured.
+    if not report.steps or not any(record.wrapper for record in facts.records):
+        raise UsageError(_why_nothing(facts.records))
+    return report
 
 
 def _why_nothing(records: Sequence[RankRecord]) -> str:

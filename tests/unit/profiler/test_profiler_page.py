@@ -1,4 +1,4 @@
-"""The profiler's page, its summary in the terminal, and two runs side by side."""
+"""The profiler's page, and its summary in the terminal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from rich.console import Console
 from browser import run_in_page
 from paceline.core.telemetry.spans import Span
 from paceline.planner.critical_batch import NoiseScale
-from paceline.profiler.page import comparison_page, page
+from paceline.profiler.page import page
 from paceline.profiler.page.charts import find_outliers
 from paceline.profiler.report import step_parts
-from paceline.profiler.report.comparison import compare
 from paceline.profiler.report.report import Advice, BucketTimes, Operator, Report, Timeline
-from paceline.tools.profile.terminal_summary import parts_table, print_comparison
+from paceline.tools.profile.terminal_summary import parts_table
 from profiles import holes, made_up
 
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">&amp;'
@@ -231,40 +230,3 @@ def test_the_table_has_the_time_and_share_of_each_part() -> None:
     assert re.search(r"length +110 ms +110 ms +110 ms", said)
     assert re.search(r"forward +21\.\d ms +19% +51\.\d ms +46% +36\.\d ms +33%", said)
     assert "checkpoint" not in said  # there was none
-
-
-def test_two_runs_are_compared_by_the_sample_where_their_steps_differ() -> None:
-    one, two = made_up(slow=None), made_up(slow=None, samples_per_step=128.0)
-    # Steps of the same length for twice the samples: half the time for a sample, and for each part of it.
-    found = compare(one, two, ("before", "after"))
-    assert found.headline == "after takes 50% less time for a sample than before."
-    by_name = {pair.name: pair for pair in found.pairs}
-    assert by_name["forward, 1,000 samples"].ratio == pytest.approx(0.5)
-    assert by_name["samples per second"].ratio == pytest.approx(2.0)
-    assert by_name["step, median"].verdict == ""
-    assert by_name["samples per second"].verdict == "better"
-
-
-def test_the_part_that_made_the_difference_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    slow, even = made_up(), made_up(slow=None)
-    found = compare(slow, even)
-    assert re.fullmatch(r"B takes 2\d% less time for a sample than A\.", found.headline)
-    assert re.fullmatch(r"Most of it is \w+: [\d.]+ ms for a step in A, [\d.]+ ms in B\.", found.detail)
-    back = compare(even, slow)
-    assert " more time " in back.headline
-    print_comparison(found)
-    said = capsys.readouterr().out
-    assert said.startswith(f"{found.headline}\n{found.detail}\n")
-    assert re.search(r"bubble, a step +15\.\d ms +\d\.\d ms +× 0\.\d\d better", said)
-
-
-def test_equal_runs_and_runs_without_steps_are_called_that() -> None:
-    one = made_up()
-    assert compare(one, one).headline == "A and B take the same time for a sample, within 2.0%."
-    assert compare(one, empty()).headline == "No step was measured in B."
-    assert compare(empty(), empty()).headline == "No step was measured in A and B."
-
-
-@pytest.mark.parametrize("other", [empty, gappy, evil, lambda: made_up(64, 20)], ids=["nothing", "holes", "evil", "64"])
-def test_any_two_runs_have_a_page(other: Any) -> None:
-    assert Elements(comparison_page(compare(made_up(), other(), ("a<b>", EVIL)))).open == []

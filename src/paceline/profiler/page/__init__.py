@@ -8,6 +8,6 @@ uPlot, in ``uplot/``, draws the charts; decision 0027 gives the reasons.
 
 from __future__ import annotations
 
-from paceline.profiler.page.layout import comparison_page, page
+from paceline.profiler.page.layout import page
 
-__all__ = ["comparison_page", "page"]
+__all__ = ["page"]

@@ -1,4 +1,4 @@
-"""The HTML documents: templates filled with the figures of a report, including the styles and scripts."""
+"""The HTML document: templates filled with the figures of a report, including the styles and scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from paceline.core.output.wording import counted, digits, nbytes
 from paceline.profiler.page.charts import step_chart, timeline_chart
 from paceline.profiler.page.waits import picture
 from paceline.profiler.report import step_parts
-from paceline.profiler.report.comparison import Comparison
 from paceline.profiler.report.formatting import (
     kind_name,
     mean_parts,
@@ -33,35 +32,30 @@ FILES = "paceline.profiler.page"
 
 
 def page(report: Report) -> str:
-    """Return the HTML document of one run."""
-    return _document(
+    """Return the HTML document of a run."""
+    links: list[tuple[str, str]] = []  # filled by the sections as they render
+    sections = _render(
         "report.html",
-        f"Profile of {report.title}",
+        links=links,
         report=report,
         enough=ENOUGH,
         circumstances=_circumstances(report),
         tiles=_tiles(report),
         mean_parts=mean_parts(report),
         rows=report.rank_parts,
-        longest=_longest(report.rank_parts),
+        longest=max((sum(row.values()) for row in report.rank_parts if row), default=0.0) or 1.0,
         timeline=timeline_chart(report),
         waits=picture(report),
         steps=step_chart(report),
         peaks=[record for record in report.ranks if record.peak_memory is not None],
     )
-
-
-def comparison_page(comparison: Comparison) -> str:
-    """Return the HTML document of two runs side by side."""
-    rows = [comparison.a.rank_parts, comparison.b.rank_parts]
-    return _document(
-        "comparison.html",
-        f"{comparison.names[0]} and {comparison.names[1]}",
-        comparison=comparison,
-        runs=list(zip(comparison.names, (comparison.a, comparison.b), strict=True)),
-        rows=rows,
-        longest=_longest(comparison.parts),
-        longest_rank=max(map(_longest, rows)),
+    # uPlot's license requires its notice in every copy.
+    plot = f"/* uPlot, {_static('uplot', 'LICENSE').strip()} */\n{_static('uplot', 'uPlot.iife.min.js')}"
+    return html.document(
+        f"Profile of {report.title}",
+        _render("frame.html", links=links, sections=sections),
+        _static("uplot", "uPlot.min.css") + _static("page.css"),
+        [plot, *map(_static, SCRIPTS)],
     )
 
 
@@ -80,23 +74,12 @@ def _data_block(name: str, value: Any) -> Markup:
     return Markup(html.data_block(name, value))
 
 
-def _document(template: str, title: str, **values: Any) -> str:
-    links: list[tuple[str, str]] = []  # filled by the sections as they render
-    sections = Markup(_templates().get_template(template).render(links=links, **values))
-    body = _templates().get_template("frame.html").render(links=links, sections=sections)
-    # uPlot's license requires its notice in every copy.
-    plot = f"/* uPlot, {_static('uplot', 'LICENSE').strip()} */\n{_static('uplot', 'uPlot.iife.min.js')}"
-    styles = _static("uplot", "uPlot.min.css") + _static("page.css")
-    return html.document(title, body, styles, [plot, *map(_static, SCRIPTS)])
+def _render(template: str, **values: Any) -> Markup:
+    return Markup(_templates().get_template(template).render(**values))
 
 
 def _static(*path: str) -> str:
     return html.resource(FILES, "static", *path)
-
-
-def _longest(rows: Any) -> float:
-    """Return the length of the longest bar in seconds."""
-    return max((sum(row.values()) for row in rows if row), default=0.0) or 1.0
 
 
 def _circumstances(report: Report) -> str:

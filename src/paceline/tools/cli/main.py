@@ -143,9 +143,6 @@ def profile(
     noise_scale: Annotated[
         bool, typer.Option("--noise-scale", help="Measure the gradient noise scale, for paceline plan.")
     ] = False,
-    compare: Annotated[
-        tuple[str, str] | None, typer.Option(metavar="FOLDER FOLDER", help="Compare two profiles.")
-    ] = None,
 ) -> None:
     """Run a program on N ranks, and report the time of each part of a step, which ranks wait, and what to change.
 
@@ -159,8 +156,6 @@ def profile(
     from paceline.tools.profile import profile_command
     from paceline.tools.shared.program import validate_script
 
-    if compare is not None:
-        raise typer.Exit(profile_command.compare_profiles(*compare))
     if target is None:
         raise UsageError("no program given; name a recipe or a script to profile (see paceline profile --help)")
     if target == "report":

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.core.output.messages import say
-from paceline.core.untrusted_files import new_file
 from paceline.errors import UsageError
 from paceline.profiler.records.rank_file import FOLDER, make_folder
 from paceline.profiler.records.steps import MOST
@@ -92,26 +91,6 @@ def show_results(folder: Path, code: int = 0) -> None:
         return
     print_summary(report)
     print(f"{folder / 'report.html'}: open it in a browser; {folder / 'trace.json'}: in https://ui.perfetto.dev")
-
-
-def compare_profiles(first: str, second: str) -> int:
-    """Print two profiles side by side, and write ``compare.html`` into the second folder."""
-    from paceline.profiler.page import comparison_page
-    from paceline.profiler.report.comparison import compare
-    from paceline.profiler.results import read_report
-    from paceline.tools.profile.terminal_summary import print_comparison
-
-    reports = read_report(Path(first)), read_report(Path(second))
-    comparison = compare(*reports, (first, second))
-    print_comparison(comparison)
-    page = Path(second) / "compare.html"
-    try:
-        with new_file(page) as file:
-            file.write(comparison_page(comparison))
-    except OSError as error:
-        raise UsageError(f"cannot write {page}: {error.strerror}; choose another folder") from error
-    print(f"{page}: open it in a browser")
-    return 0
 
 
 def report_again(arguments: Sequence[str]) -> int:

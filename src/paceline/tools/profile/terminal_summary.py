@@ -13,14 +13,12 @@ from rich.text import Text
 from paceline.core.output.tables import print_table
 from paceline.planner.critical_batch import verdict
 from paceline.profiler.report import step_parts
-from paceline.profiler.report.comparison import Comparison, Pair
 from paceline.profiler.report.formatting import kind_name, mean_parts, ms, notable_ranks, percent, sentence
 from paceline.profiler.report.report import Advice, Report
 
 MOST_RANKS = 5
 """Maximum number of ranks in the table. For larger jobs, it has only the most notable ranks and the mean."""
 MOST_ADVICE = 3
-STYLES = {"better": "green", "worse": "red", "": ""}
 
 
 def print_summary(report: Report) -> None:
@@ -79,31 +77,6 @@ def advice_line(number: int, advice: Advice) -> Text:
     if advice.gain > 0:
         line.append(f" (saves {percent(advice.gain)}, predicted)", "not bold green")
     return line.append(f": {sentence(advice.text)} ", "not bold").append(sentence(advice.reason), "not bold dim")
-
-
-def print_comparison(comparison: Comparison) -> None:
-    """Print the headline and the table of a comparison."""
-    console = Console()
-    _print(console, Text(comparison.headline, style="bold"))
-    if comparison.detail:
-        _print(console, Text(comparison.detail))
-    print_table(comparison_table(comparison))
-
-
-def comparison_table(comparison: Comparison) -> Table:
-    """Return a table with the figures of both runs and the change between them."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for name in (*comparison.names, "change"):
-        table.add_column(Text(name), justify="right")
-    for pair in comparison.pairs:
-        table.add_row(pair.name, *_pair_cells(pair))
-    return table
-
-
-def _pair_cells(pair: Pair) -> list[str | Text]:
-    first, second, change = pair.shown()
-    return [first, second, Text(f"{change} {pair.verdict}".rstrip(), style=STYLES[pair.verdict])]
 
 
 def _print(console: Console, text: Text) -> None:
