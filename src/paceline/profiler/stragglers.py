@@ -6,7 +6,6 @@ Internal tensors of times have shape (ranks, steps). NaN marks a missing time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +37,6 @@ class Straggler:
     """A rank that computed longer than the others for at least part of the job."""
 
     rank: int
-    name: str | None
-    """The rank's entry in `names`."""
     first_step: int
     last_step: int
     """Last slow step, inclusive."""
@@ -54,24 +51,8 @@ class Straggler:
     seconds_lost: float
     """Sum, over the slow steps, of its time minus the median of the others."""
 
-    def __str__(self) -> str:
-        """Return a sentence that names the rank, the steps and the cost."""
-        who = f"rank {self.rank}" + (f" ({self.name})" if self.name else "")
-        when = {
-            "persistent": "in all steps",
-            "emerging": f"from step {self.first_step} on",
-            "recovered": f"from step {self.first_step} to {self.last_step}",
-            "fluctuating": f"in {self.steps_slow} of the steps {self.first_step} to {self.last_step}",
-        }[self.kind]
-        return (
-            f"{who} computed {self.slowdown:.2f}x as long as the median of the others {when}: "
-            f"{self.seconds_lost:.3g} s lost, {self.kind}"
-        )
 
-
-def find_stragglers(
-    seconds: Any, names: Sequence[str | None] | None = None, *, min_slowdown: float = DEFAULT_SLOWDOWN
-) -> list[Straggler]:
+def find_stragglers(seconds: Any, *, min_slowdown: float = DEFAULT_SLOWDOWN) -> list[Straggler]:
     """Return the ranks that computed longer than the others, costliest first.
 
     Pass compute times, not step times: ranks wait for each other, so a step takes equally long on all of them. A rank
@@ -83,14 +64,15 @@ def find_stragglers(
     docs/stragglers.md describes the method and its accuracy.
 
     Args:
-        seconds: compute time of each step on each rank, shape (steps, ranks): a list, tensor, array or DataFrame.
-        names: a name for each rank, such as its host name.
+        seconds: compute time of each step on each rank, shape (steps, ranks): a tensor, an array, or a list of lists of
+            numbers, with NaN for a missing time.
         min_slowdown: smallest slowdown to report.
+
+    Raises:
+        UsageError: if `seconds` has another shape or a negative or infinite number, or `min_slowdown` is not above 1.
     """
     table = _as_table(seconds)
     steps, ranks = table.shape
-    if names is not None and len(names) != ranks:
-        raise UsageError(f"there are {len(names)} names for {ranks} ranks; give one name for each rank")
     if not (min_slowdown > 1 and math.isfinite(min_slowdown)):
         raise UsageError(f"min_slowdown must be a finite number above 1, not {min_slowdown}")
     if ranks < 2 or steps < SHORTEST:
@@ -110,7 +92,7 @@ def find_stragglers(
         slow[:, begin:] = _find(log_ratio[:, begin:] - differences[:, None], limit)
     reference = _reference(times, ~slow, of_all)
     stragglers = [
-        _describe(rank, times[rank], reference[rank], slow[rank], begin, names[rank] if names is not None else None)
+        _describe(rank, times[rank], reference[rank], slow[rank], begin)
         for rank in slow.any(1).nonzero().flatten().tolist()
     ]
     stragglers = [straggler for straggler in stragglers if straggler.slowdown >= min_slowdown]
@@ -120,25 +102,14 @@ def find_stragglers(
 def _as_table(seconds: Any) -> Tensor:
     """Return `seconds` as float64, shape (steps, ranks), after checking every value."""
     try:
-        if hasattr(seconds, "to_numpy"):  # a DataFrame; iterating over it would yield column names
-            seconds = seconds.to_numpy()
-        if isinstance(seconds, (list, tuple)):  # JSON has no NaN, so a missing time may be None
-            rows = [[math.nan if time is None else float(time) for time in row] for row in seconds]
-            table = torch.tensor(rows, dtype=torch.float64)
-        elif isinstance(seconds, Tensor):
-            table = seconds.detach().cpu()
+        if isinstance(seconds, Tensor):
+            table = seconds.detach().cpu().double()
         else:
-            # Use the array's own method, because torch may be installed without NumPy.
-            table = torch.as_tensor(seconds.__array__().astype("float64"))
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            table = torch.tensor(seconds, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"seconds must be numbers of shape (steps, ranks) ({error}); give NaN for a missing time"
         ) from None
-    if table.ndim == 1 and table.numel() == 0:
-        return table.reshape(0, 0)
-    if table.is_complex():
-        raise UsageError("seconds are complex numbers; give real ones of shape (steps, ranks)")
-    table = table.double()
     if table.ndim != 2:
         raise UsageError(
             f"seconds has shape {tuple(table.shape)}; give one row for each step and one column for each rank"
@@ -296,7 +267,7 @@ def _slow_steps(log_ratio: Tensor, first: int, end: int, threshold: float, scale
     return slow
 
 
-def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: int, name: str | None) -> Straggler:
+def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: int) -> Straggler:
     """Describe the `slow` steps of `rank`; the steps before `begin` are warm-up."""
     measured = (~(times / reference).isnan()).nonzero().flatten()
     judged = slow[measured[measured >= begin]]
@@ -310,7 +281,6 @@ def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: 
     steps = slow.nonzero().flatten()
     return Straggler(
         rank=rank,
-        name=name,
         first_step=int(measured[0] if judged[0] else steps[0]),
         last_step=int(steps[-1]),
         slowdown=float((times[steps] / reference[steps]).median()),

@@ -1,7 +1,5 @@
 """find_stragglers: who was slow, from when to when, and nobody who was not."""
 
-from types import SimpleNamespace
-
 import numpy
 import pytest
 import torch
@@ -24,8 +22,8 @@ def only(seconds, **options):
 def test_a_rank_that_is_always_slow_is_persistent():
     seconds = times(300, 8)
     seconds[:, 5] *= 1.4
-    found = only(seconds, names=[f"host-{rank // 4}" for rank in range(8)])
-    assert (found.rank, found.name, found.kind) == (5, "host-1", "persistent")
+    found = only(seconds)
+    assert (found.rank, found.kind) == (5, "persistent")
     assert (found.first_step, found.last_step, found.steps_slow) == (0, 299, 300)
     assert found.slowdown == pytest.approx(1.4, rel=0.02)
     assert found.seconds_lost == pytest.approx(300 * 0.04, rel=0.05)
@@ -38,8 +36,6 @@ def test_a_rank_that_becomes_slow_is_emerging_from_that_step_on(ranks):
     found = only(seconds)
     assert (found.rank, found.kind, found.last_step) == (1, "emerging", 399)
     assert abs(found.first_step - 310) <= 2
-    assert str(found).startswith("rank 1 computed 1.4")
-    assert "x as long as the median of the others from step 3" in str(found)
 
 
 @pytest.mark.parametrize("first", [0, 120])
@@ -196,7 +192,7 @@ def test_times_below_the_clock_decide_nothing():
     assert find_stragglers(seconds) == []
 
 
-@pytest.mark.parametrize("seconds", [[], [[1.0]] * 30, [[None, None]] * 30, [[1, None, 3.0]] * 4])
+@pytest.mark.parametrize("seconds", [[[1.0]] * 30, [[numpy.nan, numpy.nan]] * 30, [[1, numpy.nan, 3.0]] * 4])
 def test_too_little_to_compare_has_no_stragglers(seconds):
     assert find_stragglers(seconds) == []
 
@@ -204,9 +200,8 @@ def test_too_little_to_compare_has_no_stragglers(seconds):
 def test_every_kind_of_table_gives_the_same_answer():
     seconds = times(100, 4)
     seconds[:, 2] *= 1.5
-    frame = SimpleNamespace(to_numpy=lambda: seconds)  # as pandas has it, which takes long to import
-    kinds = [seconds, seconds.tolist(), torch.tensor(seconds), frame]
-    assert [find_stragglers(kind) for kind in kinds] == [find_stragglers(seconds)] * 4
+    kinds = [seconds.tolist(), torch.tensor(seconds)]
+    assert [find_stragglers(kind) for kind in kinds] == [find_stragglers(seconds)] * 2
     assert only(torch.tensor(seconds, requires_grad=True).float()).rank == 2
 
 
@@ -216,9 +211,10 @@ def test_every_kind_of_table_gives_the_same_answer():
         ([[1.0, 2.0], [1.0, -2.0]], "the time of rank 1 in step 1 is -2"),
         ([[float("inf"), 2.0]], "the time of rank 0 in step 0 is inf"),
         ([[1.0, 2.0], [1.0]], "shape"),
-        ([["fast", 1.0]], "could not convert"),
-        (torch.zeros(2, 2, dtype=torch.complex64), "complex"),
-        ("text", "numbers"),
+        ([["fast", 1.0]], "numbers of shape"),
+        ([[None, 1.0]], "give NaN for a missing time"),
+        ([1.0, 2.0], "one row for each step"),
+        ("text", "numbers of shape"),
     ],
 )
 def test_bad_times_are_refused(seconds, message):
@@ -226,9 +222,7 @@ def test_bad_times_are_refused(seconds, message):
         find_stragglers(seconds)
 
 
-def test_names_and_limit_are_checked():
-    with pytest.raises(UsageError, match="1 names for 2 ranks"):
-        find_stragglers([[1.0, 2.0]], names=["a"])
+def test_the_limit_is_checked():
     for limit in (1.0, 0.5, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="min_slowdown"):
             find_stragglers([[1.0, 2.0]], min_slowdown=limit)
