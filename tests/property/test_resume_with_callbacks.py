@@ -22,15 +22,7 @@ from paceline.core.state.rng import rng_state, set_seed
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.optim import ShardedOptimizer
-from paceline.train import (
-    EarlyStopping,
-    Evaluation,
-    ExponentialMovingAverage,
-    LearningRateMonitor,
-    ThroughputMonitor,
-    TrainConfig,
-    Trainer,
-)
+from paceline.train import EarlyStopping, Evaluation, ExponentialMovingAverage, TrainConfig, Trainer
 from trainings import Points, Run, Settings, digest, net, scalers_made, squared
 from twins import Pools
 
@@ -140,8 +132,6 @@ def train(world: World, case: Case, folder: str, resume: bool) -> dict[str, Any]
         User(case, world.rank),
         EarlyStopping("loss", patience=case.patience),
         ExponentialMovingAverage(model, 0.7),
-        LearningRateMonitor(),
-        ThroughputMonitor(counts_tokens=True),
     ]
     config = Settings(
         epochs=None if case.by_steps else 3,

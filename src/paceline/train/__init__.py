@@ -1,7 +1,6 @@
 """The Trainer and its parts, with evaluation and prediction that also work in your own loop."""
 
 from paceline.train.callbacks.early_stopping import EarlyStopping
-from paceline.train.callbacks.monitors import LearningRateMonitor, ThroughputMonitor
 from paceline.train.callbacks.moving_average import ExponentialMovingAverage
 from paceline.train.callbacks.protocol import Callback
 from paceline.train.config import TrainConfig
@@ -19,13 +18,11 @@ __all__ = [
     "Evaluation",
     "ExponentialMovingAverage",
     "JsonLines",
-    "LearningRateMonitor",
     "Logger",
     "MLflow",
     "Result",
     "Run",
     "TensorBoard",
-    "ThroughputMonitor",
     "TrainConfig",
     "Trainer",
     "WeightsAndBiases",

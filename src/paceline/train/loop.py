@@ -163,7 +163,7 @@ class Loop:
             self.scheduler.step()
         self.state.is_stopped |= self.model.stop_agreed
         # Call these before marking the end of the step, so that a rescued step includes their state; see decision 0053.
-        self.run.is_line_due, self.run.is_evaluation_due = self._is_line_due, self._is_evaluation_due
+        self.run.is_evaluation_due = self._is_evaluation_due
         self.callbacks.on_step()
         if self.checkpointer is not None:
             self._is_save_due = self.checkpointer.mark_step(saving=self.views.evaluating)

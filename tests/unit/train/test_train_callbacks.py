@@ -21,15 +21,7 @@ from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.errors import CallbackError, UsageError
-from paceline.train import (
-    EarlyStopping,
-    Evaluation,
-    ExponentialMovingAverage,
-    LearningRateMonitor,
-    TrainConfig,
-    Trainer,
-)
-from paceline.train.callbacks.monitors import ThroughputMonitor
+from paceline.train import EarlyStopping, Evaluation, ExponentialMovingAverage, TrainConfig, Trainer
 from trainings import (
     LR,
     Points,
@@ -63,7 +55,7 @@ def trainer(
     parameters: Any = model.parameters()
     if groups:
         weights = [{"params": list(model.module[0].parameters())}, {"params": list(model.module[2].parameters())}]
-        parameters = [*weights, {"params": list(model.module[5].parameters()), "name": "head", "lr": LR / 10}]
+        parameters = [*weights, {"params": list(model.module[5].parameters()), "lr": LR / 10}]
     optimizer = torch.optim.SGD(parameters, lr=LR, momentum=0.9)
     data = Points(RUN.samples, RUN.dtype)
 
@@ -186,7 +178,7 @@ def collectives(world: World, steps: int, with_callbacks: bool) -> int:
         return call
 
     model = DistributedDataParallel(net(RUN))
-    callbacks = [Counts(), ExponentialMovingAverage(model), LearningRateMonitor(), ThroughputMonitor()]
+    callbacks = [Counts(), ExponentialMovingAverage(model), Speed()]
     run = trainer(callbacks if with_callbacks else [], {"max_steps": steps, "log_every": 100}, model, evaluates=False)
     with ExitStack() as stack:
         for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
@@ -360,25 +352,30 @@ def test_early_stopping_counts_evaluations_without_improvement(
             break
 
 
+class Speed:
+    """The callback in docs/trainer.md."""
+
+    def on_step(self, run: Any) -> None:
+        run.log({f"lr/{number}": rate for number, rate in enumerate(run.result.learning_rates)})
+        run.log({"samples_per_second": run.result.samples_per_second})
+
+
 def monitored(world: World, file: str) -> list[float]:
-    speeds = ThroughputMonitor(counts_tokens=True)
     config = {"epochs": 2, "log_every": 3, "metrics_file": file, "schedule": {"warmup_steps": 4}, "evaluate_every": 100}
-    run = trainer([LearningRateMonitor(), speeds], config, groups=True)
+    run = trainer([Speed()], config, groups=True)
     run.fit()
-    return [run.result.samples, run.result.weight, run.result.seconds]
+    return [run.result.samples, run.result.weight, run.result.samples_per_second]
 
 
-def test_monitors_add_rates_and_speeds_to_the_lines(pools: Pools, tmp_path: Path) -> None:
-    for samples, weight, seconds in pools.run(2, monitored, str(tmp_path / "m")):
+def test_what_a_callback_logs_is_in_the_next_line_of_metrics(pools: Pools, tmp_path: Path) -> None:
+    for samples, weight, speed in pools.run(2, monitored, str(tmp_path / "m")):
         assert (samples, weight) == (90, 90.0)
-        assert seconds > 0
+        assert speed > 0
     lines = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 6, 9, 12, 12]
     rates = [LR * 3 / 4, LR, LR, LR]
     for line, rate in zip(lines[:4], rates, strict=True):
-        assert [line["lr"], line["lr/0"], line["lr/1"], line["lr/head"]] == pytest.approx([rate, rate, rate, rate / 10])
-        # Each sample weighs one token, here.
-        assert line["tokens_per_second"] == pytest.approx(line["samples_per_second"])
+        assert [line["lr"], line["lr/0"], line["lr/1"], line["lr/2"]] == pytest.approx([rate, rate, rate, rate / 10])
         assert line["samples_per_second"] > 0
     assert sorted(lines[4]) == ["eval/error", "step"]
 

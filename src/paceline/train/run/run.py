@@ -58,8 +58,6 @@ class Run:
         self.optimizer = optimizer
         self.settings = settings
         """The settings of the :class:`~paceline.train.TrainConfig`, by name."""
-        self.is_line_due = False
-        """Whether a line of metrics follows this step."""
         self.is_evaluation_due = False
         """Whether an evaluation follows this step; also set when a logger is opened."""
         self.stops = StopRequest(model, state)
