@@ -59,6 +59,7 @@ class Interrupted(Exception):
 class Settings(TrainConfig):
     """The Trainer's settings, and those of the objects that it gets beside them."""
 
+    virtual_ranks: int | None = None
     checkpoint_dir: str | None = None
     checkpoint_every: int | None = None
     keep: int = 3

@@ -97,7 +97,7 @@ class Training:
         if case.sharded:
             self.optimizer = ShardedOptimizer(self.model, torch.optim.AdamW, lr=1e-3)
         rank, size = (place.rank, place.size) if group is None else (0, 1)
-        sampler = GlobalBatchSampler(SAMPLES, BATCH, seed=5, virtual_ranks=SLICES, rank=rank, world_size=size)
+        sampler = GlobalBatchSampler(SAMPLES, BATCH, seed=5, rank=rank, world_size=size)
         self.loader = DataLoader(TensorDataset(data), batch_sampler=sampler)
         self.scaler = GradScaler(place.device.type, enabled=case.dtype is torch.float16)
         self.number, self.repeats = 1, 0

@@ -63,16 +63,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     Args:
         dataset: a map-style data set, or a :class:`GlobalBatchStream` around an iterable data set.
         batch_size: samples in a *global* batch; the loader then creates the sampler. Required by `shuffle`, and by the
-            arguments from `drop_last` to `virtual_ranks`.
+            arguments from `drop_last` to `speed`.
         shuffle: as in torch, off by default.
         batch_sampler: a :class:`GlobalBatchSampler`, instead of `batch_size`.
         drop_last: whether to drop a short last batch.
         seed: decides the order and all random streams.
         cost, padded, accumulate: for slices of equal cost, see :class:`GlobalBatchSampler`.
         speed: for slices in proportion to the ranks' speed, see :class:`GlobalBatchSampler`.
-        virtual_ranks: the number of slices per global batch, for a wrapper with ``virtual_ranks``. The loader yields
-            this rank's slices as a list with their ``seeds``; random streams are seeded by slice, not by rank. By
-            default :func:`paceline.accumulate` sets the wrapper's number.
         collate_fn: as in torch; it runs with the same seeds as the fetch.
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor`` and the other options of torch's DataLoader.
 
@@ -97,14 +94,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         padded: bool = False,
         accumulate: int = 1,
         speed: Sequence[float] | None = None,
-        virtual_ranks: int | None = None,
         collate_fn: Collate | None = None,
         **options: Any,
     ) -> None:
         for name in REFUSED.keys() & options.keys():
             raise UsageError(f"paceline.data.DataLoader takes no {name}=: {REFUSED[name]}")
         collate = collate_fn or default_collate
-        shared_options = {"seed": seed, "drop_last": drop_last, "speed": speed, "virtual_ranks": virtual_ranks}
+        shared_options = {"seed": seed, "drop_last": drop_last, "speed": speed}
         of_samplers = {"shuffle": shuffle, "cost": cost, "padded": padded, "accumulate": accumulate}
         if batch_size is None:
             self.progress = _given(dataset, batch_sampler, shared_options | of_samplers)
@@ -150,7 +146,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self.progress.slicing.virtual_ranks
 
     def use_virtual_ranks(self, count: int) -> None:
-        """Cut every global batch into `count` slices, the same number for each rank, from the next pass on."""
+        """Cut every global batch into `count` slices, the same number for each rank, from the next pass on.
+
+        The loader then yields this rank's slices as a list with their ``seeds``, and random streams are seeded by slice
+        instead of by rank. :func:`paceline.accumulate`, the Trainer, :func:`paceline.train.evaluate` and
+        :func:`paceline.train.predict` call this method with the wrapper's ``virtual_ranks``.
+        """
         self.progress.slicing.use_virtual_ranks(count)
 
     def __len__(self) -> int:
@@ -274,8 +275,8 @@ def _given(
     """Return the user's stream or sampler; `options` are allowed only if the loader creates it."""
     if any(value is not None and value is not False and (name, value) not in _UNSET for name, value in options.items()):
         raise UsageError(
-            "shuffle, drop_last, seed, cost, padded, accumulate, speed and virtual_ranks need batch_size; give them to "
-            "the sampler or the stream"
+            "shuffle, drop_last, seed, cost, padded, accumulate and speed need batch_size; give them to the sampler or "
+            "the stream"
         )
     if isinstance(dataset, GlobalBatchStream):
         if sampler is not None:

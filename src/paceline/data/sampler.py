@@ -58,9 +58,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         speed: the speed of each rank, such as ``[2, 1, 1]``, to cut slices in proportion to it. The global batches,
             their order and the exact mean do not change; losses must be weighted with ``model.weight(len(batch))``.
             Every rank gets at least one sample. With `cost`, the slices' costs are in proportion to the speeds.
-        virtual_ranks: the number of slices per global batch, regardless of the number of ranks, for a wrapper with
-            ``virtual_ranks``; :class:`paceline.data.DataLoader` yields lists of slices. By default the wrapper's
-            number.
         rank: this rank; by default the process group's, or 0 without one.
         world_size: the number of ranks; by default the process group's, or 1 without one.
 
@@ -81,7 +78,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         padded: bool = False,
         accumulate: int = 1,
         speed: Sequence[float] | None = None,
-        virtual_ranks: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -104,8 +100,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self._assumed = False  # the latest pass was fetched to its end, so it counts as consumed
         if cost is not None:
             self.slicing.unlike_by = "cost"
-        if virtual_ranks is not None:
-            self.slicing.use_virtual_ranks(virtual_ranks)
         self._check_not_empty()
 
     def _check_not_empty(self) -> None:

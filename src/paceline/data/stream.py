@@ -49,7 +49,7 @@ class GlobalBatchStream(Position):
         batch_size: samples in a *global* batch, all ranks together.
         seed: determines the random streams that the data set sees.
         drop_last: whether to drop a short last batch.
-        speed, virtual_ranks: as for :class:`GlobalBatchSampler`.
+        speed: as for :class:`GlobalBatchSampler`.
         rank: this rank; by default the process group's, or 0 without one.
         world_size: the number of ranks; by default the process group's, or 1 without one.
 
@@ -65,14 +65,11 @@ class GlobalBatchStream(Position):
         seed: int = 0,
         drop_last: bool = False,
         speed: Sequence[float] | None = None,
-        virtual_ranks: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, drop_last, (rank, world_size), speed)
         self.dataset = reiterable(dataset)
-        if virtual_ranks is not None:
-            self.slicing.use_virtual_ranks(virtual_ranks)
         self.describe(dataset)
 
     def tickets(self) -> Iterator[Ticket]:

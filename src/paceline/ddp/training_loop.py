@@ -72,6 +72,11 @@ def _windows(
 ) -> Generator[Batch, None, None]:
     if every is None:
         raise UsageError("pass every= to accumulate(), or virtual_ranks= to the model")
+    if (count := getattr(batches, "virtual_ranks", None)) is not None:
+        raise UsageError(
+            f"the loader cuts batches for a model with virtual_ranks={count}, but this model has none; create a loader "
+            "for each model"
+        )
     if every < 1:
         raise UsageError(f"accumulate(every={every}): a window holds at least 1 micro-batch")
     if total is not None and total < 0:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from paceline.core.option_rules import choice, flag, positive, text, whole_number
-from paceline.core.state.virtual_ranks import check_virtual_ranks
 from paceline.errors import UsageError
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -33,9 +32,6 @@ class TrainConfig:
     """Number of steps, over as many passes as needed. Required for data of unknown length."""
     accumulate: int = 1
     """Number of the loader's batches in each step; the step's global batch is larger by this factor."""
-    virtual_ranks: int | None = None
-    """Number of slices of each global batch, a power of two. Training is bit-identical on every number of ranks that
-    divides it. Applies to the model and the loaders, and replaces ``accumulate``."""
     clip_norm: float | None = None
     """Maximum norm of the gradient over all parameters in the optimizer; None for no clipping."""
     precision: Precision = "fp32"
@@ -74,7 +70,6 @@ def _optional(rule: Rule) -> Rule:
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("accumulate", "log_every"), whole_number),
     **dict.fromkeys(("epochs", "max_steps", "evaluate_every"), _optional(whole_number)),
-    "virtual_ranks": _optional(check_virtual_ranks),
     "clip_norm": _optional(positive),
     "precision": partial(choice, choices=get_args(Precision)),
     "monitor": lambda name, value: text(name, value).removeprefix("eval/"),
@@ -102,9 +97,4 @@ def check_settings(settings: Mapping[str, Any], named: Callable[[str], str] = st
         )
     if epochs is None and max_steps is None:
         raise UsageError(f"the length of the training is missing; give {named('epochs')} or {named('max_steps')}")
-    if (count := values["virtual_ranks"]) and (accumulate := values["accumulate"]) > 1:
-        raise UsageError(
-            f"{named('virtual_ranks')} {count} already cuts a step into micro-batches; leave {named('accumulate')} "
-            f"{accumulate} out, or give a larger {named('virtual_ranks')}"
-        )
     return values

@@ -14,7 +14,7 @@ from paceline.core.state.unwrapping import unwrap
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.train.config import TrainConfig, check_settings
+from paceline.train.config import TrainConfig
 
 
 def validate_config(config: Any, loss: Any) -> None:
@@ -55,17 +55,17 @@ def validate_training_loader(loader: Any, config: TrainConfig) -> None:
         raise UsageError("the length of a stream is unknown; give TrainConfig(max_steps=…) instead of epochs")
 
 
-def share_virtual_ranks(config: TrainConfig, model: DistributedDataParallel, loaders: Iterable[DataLoader]) -> None:
-    """Give the model and all `loaders` the number of virtual ranks set in the config, the model or a loader."""
-    loaders = list(loaders)
-    counts = [config.virtual_ranks, model.virtual_ranks, *(loader.virtual_ranks for loader in loaders)]
-    count = next((count for count in counts if count is not None), None)
-    if count is None:
+def share_virtual_ranks(model: DistributedDataParallel, config: TrainConfig, loaders: Iterable[DataLoader]) -> None:
+    """Give all `loaders` the model's number of virtual ranks, if it has one."""
+    if (count := model.virtual_ranks) is None:
         return
-    check_settings({**vars(config), "virtual_ranks": count})  # again, with the number from the model or a loader
+    if config.accumulate > 1:
+        raise UsageError(
+            f"virtual_ranks={count} already cuts a step into micro-batches; leave out accumulate={config.accumulate} "
+            "(--micro-batches), or use more virtual ranks"
+        )
     for loader in loaders:
         loader.use_virtual_ranks(count)
-    model.use_virtual_ranks(count)
 
 
 def validate_optimizer(optimizer: Any, model: nn.Module) -> None:

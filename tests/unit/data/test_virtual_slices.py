@@ -32,10 +32,12 @@ class Stream(IterableDataset[Tensor]):
 
 def loader_of(kind: str, rank: int, size: int, **options: Any) -> DataLoader:
     if kind == "stream":
-        stream = GlobalBatchStream(Stream(), BATCH, rank=rank, world_size=size, virtual_ranks=COUNT)
-        return DataLoader(stream, **options)
-    sampler = GlobalBatchSampler(Drawn(), BATCH, rank=rank, world_size=size, virtual_ranks=COUNT)
-    return DataLoader(Drawn(), batch_sampler=sampler, **options)
+        loader = DataLoader(GlobalBatchStream(Stream(), BATCH, rank=rank, world_size=size), **options)
+    else:
+        sampler = GlobalBatchSampler(Drawn(), BATCH, rank=rank, world_size=size)
+        loader = DataLoader(Drawn(), batch_sampler=sampler, **options)
+    loader.use_virtual_ranks(COUNT)
+    return loader
 
 
 def slices_of_all(kind: str, size: int, **options: Any) -> list[list[tuple[int, Any]]]:
@@ -80,32 +82,32 @@ def test_a_position_means_the_same_to_another_number_of_ranks() -> None:
 
 
 def test_a_sample_that_fails_is_named() -> None:
-    sampler = GlobalBatchSampler(8, 8, shuffle=False, rank=0, world_size=1, virtual_ranks=4)
-
     class Broken(Dataset[int]):
         def __getitem__(self, index: int) -> int:
             raise KeyError(index)
 
+    sampler = GlobalBatchSampler(8, 8, shuffle=False, rank=0, world_size=1)
+    loader = DataLoader(Broken(), batch_sampler=sampler)
+    loader.use_virtual_ranks(4)
     with pytest.raises(DataError, match="sample 0 of batch 0 of epoch 0"):
-        next(iter(DataLoader(Broken(), batch_sampler=sampler)))
+        next(iter(loader))
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("count", "options", "words"),
     [
-        ({"virtual_ranks": 6}, "must be a power of two"),
-        ({"virtual_ranks": True}, "must be a power of two"),
-        ({"virtual_ranks": 32}, "a global batch of 16 samples cannot be cut into virtual_ranks=32 slices"),
-        ({"virtual_ranks": 8, "speed": [1]}, "speed= cuts batches into slices of different lengths"),
-        ({"virtual_ranks": 8, "cost": range(1, SAMPLES + 1)}, "cost= cuts batches into slices of different lengths"),
-        ({"virtual_ranks": 1, "rank": 0, "world_size": 2}, "2 ranks do not divide virtual_ranks=1"),
+        (32, {}, "a global batch of 16 samples cannot be cut into virtual_ranks=32 slices"),
+        (8, {"speed": [1]}, "speed= cuts batches into slices of different lengths"),
+        (8, {"cost": range(1, SAMPLES + 1)}, "cost= cuts batches into slices of different lengths"),
+        (1, {"rank": 0, "world_size": 2}, "2 ranks do not divide virtual_ranks=1"),
     ],
 )
-def test_what_cannot_be_cut_so_is_refused(options: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_cut_so_is_refused(count: int, options: dict[str, Any], words: str) -> None:
+    loader = DataLoader(Drawn(), batch_sampler=GlobalBatchSampler(SAMPLES, BATCH, **options))
     with pytest.raises(UsageError, match=words):
-        GlobalBatchSampler(SAMPLES, BATCH, **options)
+        loader.use_virtual_ranks(count)
 
 
 def test_another_loader_than_ours_is_refused() -> None:
     with pytest.raises(UsageError, match=r"use paceline\.data\.DataLoader"):
-        next(iter(GlobalBatchSampler(SAMPLES, BATCH, virtual_ranks=8)))
+        next(iter(loader_of("map", 0, 1).progress))

@@ -137,6 +137,13 @@ def unpicklable() -> None:
     next(accumulate(wrap(check_compute_every=10), DataLoader(Unpicklable(), 8, collate_fn=list)))
 
 
+def cut_loader() -> DataLoader:
+    """A loader that a model with 8 virtual ranks has used."""
+    loader = DataLoader([1.0] * 8, 8)
+    loader.use_virtual_ranks(8)
+    return loader
+
+
 IN_A_HOOK = "the call runs in a hook, before this backward has averaged its gradients"
 SAME_BITS = "check_compute_every=10 compares slices and needs virtual_ranks; also give virtual"
 EVERY = "check_compute_every must be a number of optimizer steps >= 1, or None, not"
@@ -144,6 +151,7 @@ LOOP = "loop over paceline.accumulate(model, loader)"
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "not divided": (lambda: wrap(count=1), "2 ranks do not divide virtual_ranks=1; start 1"),
     "no power of two": (lambda: wrap(count=6), "virtual_ranks must be a power of two"),
+    "no number": (lambda: wrap(count=True), "virtual_ranks must be a power of two"),
     "fp16": (lambda: wrap(nn.Linear(4, 4).half()), "'weight' is float16"),
     "sync batch norm": (lambda: wrap(nn.SyncBatchNorm(4)), "normalizes over all ranks at once"),
     "cumulative": (lambda: wrap(nn.BatchNorm1d(4, momentum=None)), "momentum=None"),
@@ -163,8 +171,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "a global batch of 2 samples cannot be cut into virtual_ranks=4 slices",
     ),
     "other count": (
-        lambda: next(accumulate(wrap(), DataLoader([1.0] * 8, 8, virtual_ranks=8))),
-        "the loader has virtual_ranks=8, not 4",
+        lambda: next(accumulate(wrap(), cut_loader())),
+        "the loader already cuts batches for a model with virtual_ranks=8, not 4",
+    ),
+    "no count": (
+        lambda: next(accumulate(DistributedDataParallel(nn.Linear(4, 4)), cut_loader(), every=1)),
+        "the loader cuts batches for a model with virtual_ranks=8, but this model has none",
     ),
     "check without": (lambda: DistributedDataParallel(nn.Linear(4, 4), check_compute_every=10), SAME_BITS),
     "check every 0": (lambda: wrap(check_compute_every=0), f"{EVERY} 0"),

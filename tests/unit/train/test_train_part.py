@@ -33,7 +33,7 @@ class EndsAt:
 
 
 def trainer(model: nn.Module, parameters: Any, callbacks: Any, **config: Any) -> Trainer:
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, virtual_ranks=config.get("virtual_ranks"))
     data = Points(RUN.samples, RUN.dtype)
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:

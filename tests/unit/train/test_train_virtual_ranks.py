@@ -20,7 +20,7 @@ from paceline.core.state.digests import weights_sha256
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.optim import ShardedOptimizer
-from paceline.train import Evaluation, TrainConfig, Trainer
+from paceline.train import Evaluation, Trainer
 from ranks import Pools, run_ranks
 from trainings import Interrupted, Settings, digest, interruption, refusal
 
@@ -76,8 +76,7 @@ def trained(
 ) -> dict[str, Any]:
     """Train on this rank; what must have the same bits."""
     module = network()
-    checked = {"virtual_ranks": SLICES, "check_compute_every": check} if check else {}
-    model = DistributedDataParallel(module, **checked)
+    model = DistributedDataParallel(module, virtual_ranks=config.virtual_ranks, check_compute_every=check or None)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if sharded:
         optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
@@ -162,50 +161,39 @@ def test_another_number_of_slices_is_refused_at_a_resume_and_can_be_allowed(pool
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
-def trainer(
-    module: nn.Module,
-    change: Callable[[DistributedDataParallel], Any] = lambda _: None,
-    batch: int = BATCH,
-    given: TrainConfig | None = None,
-    **options: Any,
-) -> None:
+def trainer(loader: DataLoader, **options: Any) -> None:
     """Make a Trainer with virtual ranks, which trains nothing."""
-    model = DistributedDataParallel(module)
-    optimizer = change(model) or torch.optim.SGD(model.parameters(), lr=0.1)
-    Trainer(model, optimizer, loss, DataLoader(Pictures(), batch, **options), given or config(evaluate_every=None))
+    model = DistributedDataParallel(network(), virtual_ranks=SLICES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Trainer(model, optimizer, loss, loader, config(evaluate_every=None, **options))
 
 
-def hook(state: object, bucket: Any) -> Any:
-    raise AssertionError
+def cut_for_another_model() -> DataLoader:
+    loader = DataLoader(Pictures(), BATCH)
+    loader.use_virtual_ranks(4)
+    return loader
 
 
 MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
-    "ranks": (
-        lambda: trainer(network(), given=config(virtual_ranks=1, evaluate_every=None)),
-        "2 ranks do not divide virtual_ranks=1; start 1",
-    ),
     "batch": (
-        lambda: trainer(network(), batch=4),
+        lambda: trainer(DataLoader(Pictures(), 4)),
         "a global batch of 4 samples cannot be cut into virtual_ranks=8 slices; give a batch_size of at least",
     ),
-    "speed": (lambda: trainer(network(), speed=[2, 1]), "speed= cuts batches into slices of different lengths"),
+    "speed": (
+        lambda: trainer(DataLoader(Pictures(), BATCH, speed=[2, 1])),
+        "speed= cuts batches into slices of different lengths",
+    ),
     "cost": (
-        lambda: trainer(network(), cost=[float(at) for at in range(SAMPLES)]),
+        lambda: trainer(DataLoader(Pictures(), BATCH, cost=[float(at) for at in range(SAMPLES)])),
         "cost= cuts batches into slices of different lengths",
     ),
     "accumulate": (
-        lambda: config(accumulate=2),
-        "virtual_ranks 8 already cuts a step into micro-batches; leave accumulate 2 out",
+        lambda: trainer(DataLoader(Pictures(), BATCH), accumulate=2),
+        "virtual_ranks=8 already cuts a step into micro-batches; leave out accumulate=2 (--micro-batches)",
     ),
-    "hook": (
-        lambda: trainer(network(), lambda model: model.register_comm_hook(None, hook)),
-        "a communication hook adds up gradients in another order; leave it out with virtual_ranks=8",
-    ),
-    "layer": (lambda: trainer(nn.Sequential(nn.Conv2d(2, 2, 3), nn.SyncBatchNorm(2))), "'1' is a SyncBatchNorm"),
-    "half": (lambda: trainer(network().half()), "is float16, whose gradients are divided"),
     "two": (
-        lambda: trainer(network(), virtual_ranks=4),
-        "the loader has virtual_ranks=4, not 8; use the same number for loader and model",
+        lambda: trainer(cut_for_another_model()),
+        "the loader already cuts batches for a model with virtual_ranks=4, not 8",
     ),
 }
 

@@ -24,12 +24,6 @@ def check_virtual_ranks(name: str, count: Any) -> int:
     return index(count)
 
 
-def check_same_count(owner: str, present: int | None, count: int) -> None:
-    """Raise if `owner` already has a number of virtual ranks, `present`, that is not `count`."""
-    if present not in (None, count):
-        raise UsageError(f"{owner} has virtual_ranks={present}, not {count}; use the same number for loader and model")
-
-
 def virtual_ranks_of(object: Any) -> int:
     """Return the number of virtual ranks of a wrapper or a loader; 0 for anything without them."""
     count = getattr(object, "virtual_ranks", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.state.virtual_ranks import check_same_count, check_virtual_ranks, slices_of_rank
+from paceline.core.state.virtual_ranks import slices_of_rank
 from paceline.data.split.speeds import checked_speeds, shares_by_speed
 from paceline.errors import UsageError
 
@@ -59,8 +59,11 @@ class Slicing:
 
     def use_virtual_ranks(self, count: int) -> None:
         """Cut every global batch into `count` slices, from the next pass on."""
-        count = check_virtual_ranks("virtual_ranks", count)
-        check_same_count("the loader", self.virtual_ranks, count)
+        if self.virtual_ranks not in (None, count):
+            raise UsageError(
+                f"the loader already cuts batches for a model with virtual_ranks={self.virtual_ranks}, not {count}; "
+                "create a loader for each model"
+            )
         slices_of_rank(count, self._rank, self._world_size)  # refuses a count that ranks cannot share equally
         if self.unlike_by:
             raise UsageError(

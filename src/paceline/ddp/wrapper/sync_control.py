@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from paceline.core.state.virtual_ranks import check_same_count, slices_of_rank
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.agreement.weight_block import total_weight
 from paceline.ddp.engine.connection import Connection
 from paceline.ddp.engine.local import GradientEngine
 from paceline.ddp.engine.replica import Replica
-from paceline.ddp.options.config import Options, check_summable
+from paceline.ddp.options.config import Options
 from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import UsageError
 
@@ -37,7 +36,7 @@ class SyncControl(Joinable):
     _guard: StepGuard
     """Refuses optimizer steps with gradients that were not averaged."""
     _options: Options
-    """Checked settings; only ``check_finite`` and ``virtual_ranks`` may change."""
+    """Checked settings; only ``check_finite`` may change."""
     _replica: Replica
     """The parameters and buffers that are synchronized."""
     _comm_hooks: list[Any]
@@ -199,27 +198,6 @@ class SyncControl(Joinable):
         """Whether the current slice is a repetition for ``check_compute_every``, whose results do not count."""
         slices = None if self._connection is None else self._connection.virtual_ranks
         return slices is not None and slices.is_repeat
-
-    def use_virtual_ranks(self, count: int) -> None:
-        """Sum each gradient over `count` slices, starting with the next step, like the argument ``virtual_ranks``.
-
-        Call this method on all ranks, between steps; the Trainer does so according to its config.
-
-        Raises:
-            UsageError: if the model cannot be trained this way, or already has a different number.
-        """
-        check_same_count("the model", self.virtual_ranks, count)
-        if self.virtual_ranks == count:
-            return
-        options = replace(self._options, virtual_ranks=check_summable(count, self._options.reduce_dtype))
-        slices_of_rank(count, 0, dist.get_world_size(self.process_group))
-        self._engine.check_idle()
-        if self._comm_hooks:
-            raise UsageError(
-                f"a communication hook adds up gradients in another order; leave it out with virtual_ranks={count}"
-            )
-        self._connection = self._connected().with_virtual_ranks(options)
-        self._options = options
 
     def _connected(self) -> Connection:
         if self._connection is None:

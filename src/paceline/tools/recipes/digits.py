@@ -78,7 +78,7 @@ def train_digits(config: DigitsConfig, world: World) -> tuple[Report, Result]:
     train_data, test_data = load_digits()
     with set_seed(config.seed):
         net = DigitsNet().to(world.device)
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(net, virtual_ranks=config.virtual_ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
     evaluation = Evaluation(DataLoader(test_data, batch_size=256), sums, ("accuracy", "test_loss"))
     result = config.train(model, optimizer, loss, train_data, evaluation)

@@ -94,7 +94,7 @@ def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[Distribute
     with set_seed(config.seed):
         net = GPT(corpus.tokenizer.size, config.context, config.width, config.layers, config.heads).to(world.device)
     optimizer = optimizer_for(net, config.lr)
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(net, virtual_ranks=config.virtual_ranks)
     # A larger batch than in training, because no activations are kept.
     held_out = DataLoader(corpus.validation, batch_size=4 * config.batch_size // config.micro_batches)
     result = config.train(model, optimizer, loss, corpus.training, Evaluation(held_out, sums, ("loss",)))

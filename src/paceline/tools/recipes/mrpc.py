@@ -76,7 +76,7 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     validate_fitting(net, len(tokenizer), max(train_data.lengths + dev_data.lengths))
     size = sum(parameter.numel() for parameter in net.parameters())
     world.print(f"{type(net).__name__}, {size:,} parameters; {len(train_data):,} pairs, {len(dev_data):,} held out")
-    model = DistributedDataParallel(net.to(world.device))
+    model = DistributedDataParallel(net.to(world.device), virtual_ranks=config.virtual_ranks)
     collate: Any = DataCollatorWithPadding(tokenizer)
     held_out = DataLoader(dev_data, batch_size=8 * (config.virtual_ranks or world.size), collate_fn=collate)
     evaluation = Evaluation(held_out, sums, SUMS, scores)

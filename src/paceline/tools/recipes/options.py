@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.train import Evaluation, Result
     from paceline.train.training_step import Loss
 
-SETTINGS = "max_steps virtual_ranks clip_norm precision evaluate_every resume allow_changed_settings allow_changed_data"
+SETTINGS = "max_steps clip_norm precision evaluate_every resume allow_changed_settings allow_changed_data"
 """Options that have the same name as a setting of the Trainer."""
 PANELS = {
     "Training": "epochs max_steps batch_size lr warmup_steps decay dropout clip_norm precision seed "
@@ -114,11 +114,11 @@ class TrainingOptions(ProgramConfig):
 
     def environment(self, ranks: int) -> dict[str, str]:
         """Return environment variables for the ranks."""
-        from paceline.core.state.virtual_ranks import slices_of_rank
+        from paceline.core.state.virtual_ranks import check_virtual_ranks, slices_of_rank
 
         if self.virtual_ranks is None:
             return {}
-        slices_of_rank(self.virtual_ranks, 0, ranks)
+        slices_of_rank(check_virtual_ranks("--virtual-ranks", self.virtual_ranks), 0, ranks)
         # Kernels split sums among threads, and the default number of threads depends on the number of ranks.
         return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
 
