@@ -59,11 +59,10 @@ class Settings:
 class Optimizer(torch.optim.AdamW):
     """AdamW with a failpoint between the updates of its first and its second parameter group."""
 
-    is_training = False
-    """Whether training has begun. Before that, ShardedOptimizer calls the class to inspect it."""
+    updates_tensors_separately = True  # for ShardedOptimizer
 
     def _init_group(self, group: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-        if self.is_training and len(self.param_groups) > 1 and group is self.param_groups[1]:
+        if len(self.param_groups) > 1 and group is self.param_groups[1]:
             strike("optimizer")
         return super()._init_group(group, *arguments, **options)  # type: ignore[no-untyped-call]
 
@@ -138,7 +137,6 @@ class Run:
         """Train from the restored step to the last step."""
         if self.checkpointer.steps():
             self.checkpointer.restore()
-        Optimizer.is_training = True
         turn, done = 0, self.checkpointer.step()
         while done < self.settings.steps:
             for inputs, labels, samples in self._batches():

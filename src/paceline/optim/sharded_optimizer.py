@@ -32,7 +32,7 @@ from paceline.errors import UsageError
 from paceline.optim import states
 from paceline.optim.arguments import Subject, describe_groups, subject_of, validate_group, validate_step
 from paceline.optim.owned_shard import Owned
-from paceline.optim.separable import check_class, check_separable, is_elementwise, template_parameters
+from paceline.optim.separable import check_class, template_parameters
 from paceline.optim.sharding import Sharding
 
 
@@ -54,8 +54,9 @@ class ShardedOptimizer(Optimizer):
         optimizer_class: class of the optimizer, such as ``torch.optim.AdamW``.
         process_group: the ranks that share the work; by default the ranks of the wrapper, or all ranks.
         by: ``"element"`` cuts parameters into pieces, so that all ranks have equal shares. It is available for torch's
-            elementwise optimizers. ``"tensor"`` gives each rank whole parameters, and is for all other optimizers
-            (Muon, Adafactor, Shampoo).
+            elementwise optimizers. ``"tensor"`` gives each rank whole parameters. It is also available for torch's Muon
+            and Adafactor, for subclasses that change only the constructor of an optimizer of torch, and for classes
+            with ``updates_tensors_separately = True``.
         master_dtype: the dtype of master copies, such as ``torch.float32``. Each rank then keeps and trains copies of
             its pieces of bf16 and fp16 parameters in this dtype.
         defaults: settings of the optimizer, such as ``lr=1e-3, fused=True``.
@@ -91,7 +92,6 @@ class ShardedOptimizer(Optimizer):
         self._is_made = False
         """Whether the inner optimizer and the sharding exist."""
         super().__init__(self._subject.groups, template.defaults)
-        self._check_separable()
         self._sharding = Sharding(self._subject, by, master_dtype, self._description())
         if self._sharding.channel is not None:
             finalize(self, self._sharding.channel.close)
@@ -141,14 +141,9 @@ class ShardedOptimizer(Optimizer):
             self._sharding.follow()
         super().add_param_group(param_group)
         if self._is_made:
-            self._check_separable()
             self._sharding.check_equal(self._description())
             self._sharding.add(param_group["params"])
             self._inner.add_param_group(self._inner_group(param_group))
-
-    def _check_separable(self) -> None:
-        if not is_elementwise(self._class):
-            check_separable(self._make, self._class.__name__, self.param_groups)
 
     def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         members = {id(parameter) for parameter in group["params"]}

@@ -129,6 +129,8 @@ def trained(
 class Rowwise(torch.optim.Optimizer):
     """Divides by the norm of the whole gradient, as LARS does."""
 
+    updates_tensors_separately = True
+
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
@@ -207,7 +209,7 @@ def refusals(world: World) -> dict[str, str]:
 def test_bad_input_is_refused_in_one_line(pools: Pools) -> None:
     first, second = pools.run(2, refusals)
     parts = {
-        "lbfgs": "LBFGS needs a closure",
+        "lbfgs": "LBFGS may combine tensors in an update; use it without ShardedOptimizer",
         "rows": 'Rowwise is not an elementwise optimizer of torch, .* by="tensor"',
         "views": "ScheduleFree has train() and eval()",
         "twice": "parameter 'scale' is in two parameter groups",

@@ -1,0 +1,103 @@
+"""A sharded optimizer takes classes that update each tensor separately, and refuses all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.optim import ShardedOptimizer
+
+
+class Marked(torch.optim.Optimizer):
+    """Has factors for parameters that are marked, and says that it updates each tensor separately."""
+
+    updates_tensors_separately = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] * getattr(parameter, "factor", 1.0))
+
+
+class Undeclared(Marked):
+    updates_tensors_separately = False
+
+
+class Configured(torch.optim.Rprop):
+    """Differs only in its defaults."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr, etas=(0.6, 1.1))
+
+
+class Clipped(torch.optim.AdamW):
+    """Clips by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([parameter for group in self.param_groups for parameter in group["params"]], 0.1)
+        return super().step(closure)
+
+
+class Collected(torch.optim.Adam):
+    """Changes what the update gets, not the update itself."""
+
+    def _init_group(self, *arguments: Any, **options: Any) -> Any:
+        return super()._init_group(*arguments, **options)  # type: ignore[no-untyped-call]
+
+
+class Scaling:
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)  # type: ignore[misc]
+
+
+class Mixed(Scaling, torch.optim.SGD):  # type: ignore[misc]
+    pass
+
+
+def refused(net: nn.Module, kind: Any, **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        ShardedOptimizer(net, kind, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Marked, Configured, torch.optim.Adafactor, torch.optim.Muon, torch.optim.Adam])
+def test_classes_that_update_each_tensor_separately_are_taken(kind: Any) -> None:
+    net = nn.Linear(4, 4, bias=False)
+    for _ in range(2):  # the first instance makes torch wrap the step() of its class, but not that of a base class
+        assert ShardedOptimizer(net, kind, by="tensor").optimizer_class is kind
+    if kind is not torch.optim.Adam:  # an element's update may need the whole tensor
+        assert 'give by="tensor"' in refused(net, kind)
+
+
+@pytest.mark.parametrize("kind", [Undeclared, Clipped, Collected, Mixed, torch.optim.LBFGS])
+@pytest.mark.parametrize("by", ["element", "tensor"])
+def test_other_classes_are_refused_with_the_declaration_that_they_lack(kind: Any, by: str) -> None:
+    assert refused(nn.Linear(4, 4), kind, by=by) == (
+        f"{kind.__name__} may combine tensors in an update; use it without ShardedOptimizer, or declare that it does "
+        f"not: {kind.__name__}.updates_tensors_separately = True"
+    )
+
+
+def test_a_class_that_needs_matrices_gets_the_shapes_of_the_parameters() -> None:
+    with pytest.raises(ValueError, match=r"Muon only supports 2D parameters .*\[4\]"):
+        ShardedOptimizer(nn.Linear(4, 4), torch.optim.Muon, by="tensor")
+
+
+def test_marks_of_parameters_reach_the_optimizer() -> None:
+    net = nn.Linear(4, 4)
+    net.weight.factor = 0.0  # type: ignore[assignment]
+    before = net.weight.clone(), net.bias.clone()
+    optimizer = ShardedOptimizer(net, Marked, by="tensor")
+    net(torch.ones(4)).sum().backward()
+    optimizer.step()
+    assert torch.equal(net.weight, before[0])
+    assert not torch.equal(net.bias, before[1])
