@@ -24,10 +24,6 @@ GENERATORS = "rng"
 _FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")  # no slash or leading dot, so that the file is in the folder
 
 
-class NewerFormat(ValueError):
-    """A manifest in a newer format."""
-
-
 @dataclass(frozen=True)
 class File:
     """One file of a checkpoint; ``size`` in bytes. ``tensors`` is empty unless it is a safetensors file."""
@@ -76,11 +72,6 @@ def parse(raw: bytes) -> Manifest:
     if not isinstance(body, dict):
         raise ValueError("it is not a JSON object")
     version = body.get("format_version")
-    if type(version) is int and version > FORMAT_VERSION:
-        raise NewerFormat(
-            f"its format_version is {strict_json.shown(version)}, but this Paceline reads {FORMAT_VERSION}; "
-            "use the version of Paceline that wrote it, or a newer one"
-        )
     if version != FORMAT_VERSION:
         raise ValueError(f"format_version is {strict_json.shown(version)}, but this Paceline reads {FORMAT_VERSION}")
     try:

@@ -154,14 +154,14 @@ def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 def read_specs(path: Path) -> dict[str, Spec]:
     """Return the names and specs of the tensors in the file `path`."""
-    with opened(path) as file:
+    with _opened(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {name: Spec(tuple(part.get_shape()), NAMES[part.get_dtype()]) for name, part in slices.items()}
 
 
 def read_aliases(path: Path) -> dict[str, str]:
     """Return the additional names of tied tensors in the file `path`, mapped to the stored names."""
-    with opened(path) as file:
+    with _opened(path) as file:
         names = set(file.keys())
         metadata = file.metadata() or {}
     return {alias: target for alias, target in metadata.items() if target in names and alias not in names}
@@ -169,13 +169,13 @@ def read_aliases(path: Path) -> dict[str, str]:
 
 def read(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return copies of the tensors in the file `path` by name, on the CPU."""
-    with opened(path) as file:
+    with _opened(path) as file:
         # Cloned: the library maps the file, and a tensor must outlive the pruning of its checkpoint.
         return {name: file.get_tensor(name).clone() for name in names}
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Iterator[Any]:
     """Open the file `path` with the safetensors library, which checks the header."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

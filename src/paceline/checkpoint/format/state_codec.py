@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -177,28 +177,6 @@ def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         case "dtype":
             return DTYPES[content]
     raise ValueError(f"a node has the unknown tag {tag[:40]!r}")
-
-
-def tensors_in(node: Any) -> Iterator[tuple[str, bool]]:
-    """Yield the name of each tensor in `node`, in order, and whether the tensor is complex."""
-    pending = [node]
-    while pending:  # without recursion, because a node may be deeply nested
-        current = pending.pop()
-        if isinstance(current, list):
-            pending += reversed(current)
-        elif isinstance(current, dict):
-            try:
-                ((tag, content),) = current.items()
-                if tag in ("tensor", "complex tensor"):
-                    yield content, tag == "complex tensor"
-                elif tag in ("OrderedDict", "Counter", "tuple", "Size"):
-                    pending.append(content)
-                elif tag == "dict":
-                    pending += reversed(content.values())
-                elif tag == "items":
-                    pending += [item for _, item in reversed(content)]
-            except (TypeError, ValueError, AttributeError) as error:
-                raise ValueError(f"a node cannot be read: {str(error)[:80]}") from None
 
 
 def _from_items(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

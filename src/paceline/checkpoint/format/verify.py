@@ -22,10 +22,6 @@ class Damaged(Exception):
     """A checkpoint that cannot be used; the message is the reason."""
 
 
-class Newer(Damaged):
-    """A checkpoint in a newer format, which cannot be verified."""
-
-
 def read_whole(folder: Path, step: int) -> Manifest:
     """Verify every file of the checkpoint `folder` by size and SHA-256; return its manifest."""
     listed = read_manifest(folder, step)
@@ -52,8 +48,6 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     """Return the manifest of the checkpoint `folder`, without reading the listed files."""
     try:
         listed = manifest.parse(read_document(folder / manifest.NAME))
-    except manifest.NewerFormat as error:
-        raise Newer(f"{manifest.NAME}: {error}") from None
     except ValueError as error:
         raise Damaged(f"{manifest.NAME}: {error}") from None
     if listed.step != step:

@@ -1,4 +1,4 @@
-"""The subcommands of ``paceline checkpoint``: list, verify, show and export.
+"""The subcommands of ``paceline checkpoint``: list, verify and export.
 
 Modules that need torch are imported inside functions, so that ``--help`` does not load it. So are tables, because every
 ``paceline`` command imports this module.
@@ -10,9 +10,6 @@ import json as json_text
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,10 +22,7 @@ from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.tools.checkpoints.inspection import Inspected, SavedObject, SavedTensor
-
-MOST_SHOWN = 20
-"""Maximum number of differences to print."""
+    from paceline.tools.checkpoints.inspection import Inspected
 
 EXAMPLES = """Examples:
 
@@ -36,20 +30,18 @@ paceline checkpoint list runs/7
 
 paceline checkpoint verify runs/7 --step 120
 
-paceline checkpoint verify runs/7 copies/7
-
 paceline checkpoint export runs/7 --out model.safetensors
 """
 
 
-checkpoint = typer.Typer(cls=Commands, help="List, verify and show checkpoints, and export weights.")
+checkpoint = typer.Typer(cls=Commands, help="List and verify checkpoints, and export weights.")
 Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="The folder of a run or of one checkpoint.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @checkpoint.callback(epilog=EXAMPLES)
 def _group() -> None:
-    """List, verify and show checkpoints, and export weights. No pickle is loaded, and no checkpoint is changed."""
+    """List and verify checkpoints, and export weights. No pickle is loaded, and no checkpoint is changed."""
 
 
 @checkpoint.command("list")
@@ -85,94 +77,34 @@ def list_checkpoints(
     print_table(table)
     for entry in checkpoints:
         for damage in entry.damages:
-            warn(f"step {entry.step} is {'of a newer format' if entry.newer else 'damaged'}: {damage}")
+            warn(f"step {entry.step} is damaged: {damage}")
 
 
 @checkpoint.command("verify")
 def verify_checkpoints(
-    folders: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FOLDER…", help="Folders of runs or of checkpoints; several are compared as copies of one run."
-        ),
-    ],
+    folder: Folder,
     step: Annotated[int | None, typer.Option(help="Step to verify; all by default.")] = None,
     json: Json = False,
 ) -> None:
     """Read every byte and compare checksums, which cover every tensor. The exit code is 1 if anything is damaged.
 
-    Each damaged file is listed with the object whose tensors it holds. If several folders have a checkpoint of the
-    same step, the copies are compared tensor by tensor, and the exit code is 1 if any tensor differs.
+    Each damaged file is listed with the object whose tensors it holds.
     """
     from paceline.tools.checkpoints import inspection
 
-    places: dict[tuple[Path, int], Path] = {}  # by resolved path, so that a folder named twice counts once
-    for folder in folders:
-        place, steps = inspection.locate(folder, step)
-        for each_step in steps:
-            places.setdefault((place.resolve(), each_step), place)
+    place, steps = inspection.locate(folder, step)
     entries = []
-    for (_, number), place in places.items():
-        for item in inspection.inspect(place, [number], every_byte=True):
-            entries.append(item)
-            if not json:
-                _echo_verdict(item, "" if len(folders) == 1 else f" in {place}")
+    for entry in inspection.inspect(place, steps, every_byte=True):
+        entries.append(entry)
+        if not json:
+            _echo_verdict(entry)
     if not entries:
-        raise NoCheckpoint(
-            f"the checkpoints in {folders[0]} have just been deleted; check whether a run is deleting them"
-        )
-    same_step = {number: [item for item in entries if item.step == number and not item.newer] for _, number in places}
-    compared = {number: same for number, same in sorted(same_step.items()) if len(same) > 1}
-    different = [text for number, same in compared.items() for text in _differences(number, same)]
+        raise NoCheckpoint(f"the checkpoints in {folder} have just been deleted; check whether a run is deleting them")
+    damaged = [entry.step for entry in entries if entry.damages]
     if json:
-        damaged = sorted({item.step for item in entries if item.state == "damaged"})
-        rows = [_summary(item) for item in entries]
-        print_json({"damaged": damaged, "differences": different, "checkpoints": rows})
-    else:
-        for text in different[:MOST_SHOWN]:
-            typer.echo(printable(text))
-        if len(different) > MOST_SHOWN:
-            typer.echo(f"and {len(different) - MOST_SHOWN} more differences; use --json to print all")
-        if compared and not different:
-            typer.echo("the copies are equal: every tensor bit by bit, and every plain value")
-        elif len(folders) > 1 and not compared:
-            typer.echo("no copies to compare: no step is in more than one folder")
-    if different or any(item.state == "damaged" for item in entries):
+        print_json({"damaged": damaged, "checkpoints": [_summary(entry) for entry in entries]})
+    if damaged:
         raise typer.Exit(1)
-    if newer := [item for item in entries if item.newer]:
-        raise UsageError(f"cannot verify step {newer[0].step}: {newer[0].damages[0]}")
-
-
-@checkpoint.command("show")
-def show_checkpoint(
-    folder: Folder,
-    step: Annotated[int | None, typer.Option(help="Step to show; by default the newest complete one.")] = None,
-    json: Json = False,
-) -> None:
-    """Show a checkpoint's contents: objects, tensors (shape, dtype, bytes), versions and metadata.
-
-    This is quick, because tensors are not read; use verify to check them.
-    """
-    from paceline.core.output.tables import print_table
-    from paceline.tools.checkpoints import inspection
-
-    entry = _choose(folder, step, every_byte=False)
-    objects = inspection.contents(entry)
-    manifest = entry.manifest
-    assert manifest is not None, "a chosen checkpoint is not damaged"
-    if json:
-        versions = {"torch_version": manifest.torch_version, "paceline_version": manifest.paceline_version}
-        listed = [{**asdict(item), "nbytes": item.nbytes} for item in objects]
-        print_json({**_summary(entry), "world_size": manifest.world_size, **versions, "objects": listed})
-        return
-    typer.echo(f"step {entry.step} in {entry.path}: {nbytes(entry.nbytes)}, {_age(time.time() - entry.saved_at)} old")
-    ranks = counted(manifest.world_size, "rank")
-    typer.echo(printable(f"saved by {ranks} with Paceline {manifest.paceline_version}, torch {manifest.torch_version}"))
-    for key, value in entry.notes.metadata.items():
-        typer.echo(printable(f"metadata {key} = {_short(value)}"))
-    if entry.notes.protected:
-        typer.echo("protected: never deleted to make room")
-    print_table(_contents_table(objects))
 
 
 @checkpoint.command("export")
@@ -188,9 +120,12 @@ def export_object(
     verified first. Tied weights are stored under each of their names.
     """
     from paceline.tools.checkpoints import export as exporting
+    from paceline.tools.checkpoints import inspection
 
     target = exporting.check_target(out)
-    chosen = _choose(folder, step, every_byte=True)
+    chosen, skipped = inspection.newest(*inspection.locate(folder, step))
+    for entry in skipped:
+        warn(f"step {entry.step} is skipped: {entry.damages[0]}")
     assert chosen.manifest is not None, "a chosen checkpoint is not damaged"
     try:
         count, size = exporting.export(chosen.path, chosen.manifest, name, target)
@@ -202,35 +137,13 @@ def export_object(
     typer.echo(f"{out}: {name!r} of step {chosen.step}, {_tensors(count)}, {nbytes(size)}")
 
 
-def _echo_verdict(entry: Inspected, where: str) -> None:
-    from paceline.tools.checkpoints.compare_copies import count_tensors
-
+def _echo_verdict(entry: Inspected) -> None:
     if entry.manifest is not None and not entry.damages:
         files = len(entry.manifest.files) + 1  # including the manifest
-        count = _tensors(count_tensors(entry.manifest))
-        typer.echo(printable(f"step {entry.step}{where}: complete ({count} in {files} files, {nbytes(entry.nbytes)})"))
+        count = _tensors(sum(len(file.tensors) for file in entry.manifest.files))
+        typer.echo(printable(f"step {entry.step}: complete ({count} in {files} files, {nbytes(entry.nbytes)})"))
     for damage in entry.damages:
-        typer.echo(printable(f"step {entry.step}{where}: {entry.state}: {damage}"))
-
-
-def _differences(step: int, same: Sequence[Inspected]) -> Iterator[str]:
-    """Yield the differences between the copies of `step` and a reference copy, which is undamaged if possible."""
-    from paceline.tools.checkpoints.compare_copies import differences
-
-    reference = next((entry for entry in same if not entry.damages), same[0])
-    for copy in same:
-        if copy is not reference:
-            yield from (f"step {step} in {copy.path.parent}: {text}" for text in differences(reference, copy))
-
-
-def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:
-    """Return the checkpoint of `step`, or the newest complete one; warn about skipped checkpoints."""
-    from paceline.tools.checkpoints import inspection
-
-    chosen, skipped = inspection.newest(*inspection.locate(folder, step), every_byte)
-    for entry in skipped:
-        warn(f"step {entry.step} is skipped: {entry.damages[0]}")
-    return chosen
+        typer.echo(printable(f"step {entry.step}: damaged: {damage}"))
 
 
 def _summary(entry: Inspected) -> dict[str, Any]:
@@ -245,22 +158,6 @@ def _summary(entry: Inspected) -> dict[str, Any]:
         "protected": entry.notes.protected,
         "metadata": entry.notes.metadata,
     }
-
-
-def _contents_table(objects: Sequence[SavedObject]) -> Table:
-    table = make_table("object", "rank", "tensor", "dtype", "shape", ">bytes")
-    for entry in objects:
-        rank = "all" if entry.rank is None else str(entry.rank)
-        add_row(table, entry.name, rank, _tensors(len(entry.tensors)), "", "", f"{entry.nbytes:,}")
-        for tensor in entry.tensors:
-            size = f"{tensor.nbytes:,}" if tensor.tied_to is None else f"as {tensor.tied_to}"
-            add_row(table, "", "", f"  {tensor.name}", tensor.dtype, _shape(tensor), size)
-    return table
-
-
-def _shape(tensor: SavedTensor) -> str:
-    shape, piece = str(list(tensor.shape)), tensor.slice
-    return shape if piece is None else f"{shape}: {piece.start} to {piece.stop} of {list(piece.whole)}"
 
 
 def _tensors(count: int) -> str:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from paceline.checkpoint.format import manifest, state_codec, verify
+from paceline.checkpoint.format import manifest, verify
 from paceline.checkpoint.format import metadata as notes
-from paceline.checkpoint.format.manifest import RANK_ROLE, File, Manifest
+from paceline.checkpoint.format.manifest import File, Manifest
 from paceline.checkpoint.format.metadata import Keep, Notes
-from paceline.checkpoint.format.shard_slices import Slice, slices_of
 from paceline.checkpoint.step_names import step_name, step_of
 from paceline.checkpoint.storage import step_folders
 from paceline.core import strict_json
@@ -40,43 +39,10 @@ class Inspected:
     """The run's notes; empty if they cannot be read."""
     damages: tuple[str, ...]
     """A message for each damaged file; empty if the checkpoint is complete."""
-    newer: bool
-    """Whether the format is newer than this code supports; ``damages`` then has a message about it."""
 
     @property
-    def state(self) -> Literal["complete", "damaged", "newer format"]:
-        """The state as a word or two for the user."""
-        if self.newer:
-            return "newer format"
+    def state(self) -> Literal["complete", "damaged"]:
         return "damaged" if self.damages else "complete"
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor of a checkpoint."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    tied_to: str | None = None
-    """If the tensor is tied, the name of the stored tensor that shares its memory."""
-    slice: Slice | None = None
-    """Position in the whole tensor, if it is a piece of a sharded optimizer's state."""
-
-
-@dataclass(frozen=True)
-class SavedObject:
-    """An object saved as `name`: the own object of `rank`, or one shared by all ranks if `rank` is None."""
-
-    name: str
-    rank: int | None
-    tensors: tuple[SavedTensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensors; tied tensors count once."""
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[int]]:
@@ -114,10 +80,10 @@ def inspect(folder: Path, steps: Sequence[int], every_byte: bool) -> Iterator[In
             yield inspected
 
 
-def newest(folder: Path, steps: Sequence[int], every_byte: bool) -> tuple[Inspected, list[Inspected]]:
+def newest(folder: Path, steps: Sequence[int]) -> tuple[Inspected, list[Inspected]]:
     """Return the newest complete checkpoint, and all newer, incomplete ones."""
     skipped: list[Inspected] = []
-    for entry in inspect(folder, steps[::-1], every_byte):
+    for entry in inspect(folder, steps[::-1], every_byte=True):
         if not entry.damages:
             return entry, skipped
         skipped.append(entry)
@@ -136,41 +102,17 @@ def best_of(complete: Sequence[Inspected]) -> int | None:
     return keep.best({entry.step: entry.notes for entry in complete})
 
 
-def contents(checkpoint: Inspected) -> list[SavedObject]:
-    """Return the shared objects of a checkpoint, followed by the objects of each rank."""
-    saved = checkpoint.manifest
-    assert saved is not None, "a checkpoint without a manifest is damaged"
-    try:
-        if (file := saved.file("state")) is not None:
-            verify.check_bytes(checkpoint.path / file.path, file)
-        state = strict_json.parse(verify.read_document(checkpoint.path / manifest.STATE))
-        objects = [_object(name, None, node, saved.file(name)) for name, node in state["objects"].items()]
-        for rank, nodes in enumerate(state["ranks"]):
-            file = saved.file(RANK_ROLE, rank)
-            pieces = {} if file is None else slices_of(nodes, file.tensors)
-            objects += [_object(name, rank, node, file, pieces) for name, node in nodes.items()]
-    except (verify.Damaged, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise NoCheckpoint(
-            f"the checkpoint {checkpoint.path} is damaged: {manifest.STATE}: {error}; use another one"
-        ) from None
-    return objects
-
-
 def _inspect(path: Path, step: int, every_byte: bool) -> Inspected:
-    saved, saved_notes, newer = None, Notes(), False
+    saved, saved_notes = None, Notes()
     damages: list[str] = []
     try:
         saved = verify.read_manifest(path, step)
         damages += [_describe(file, damage) for file, damage in verify.damages(path, saved, every_byte)]
         saved_notes = notes.read_verified(path, step)
-    # Newer must come before its base class, Damaged.
-    except verify.Newer as damage:
-        newer = True
-        damages.append(str(damage))
     except verify.Damaged as damage:
         if str(damage) not in damages:  # the manifest lists the notes, so damaged notes may already be reported
             damages.append(str(damage))
-    return Inspected(step, path, _size(path), _saved_at(path), saved, saved_notes, tuple(damages), newer)
+    return Inspected(step, path, _size(path), _saved_at(path), saved, saved_notes, tuple(damages))
 
 
 def _describe(file: File, damage: verify.Damaged) -> str:
@@ -197,28 +139,3 @@ def _saved_at(path: Path) -> float:
         return (path / manifest.NAME).stat(follow_symlinks=False).st_mtime
     except OSError:
         return 0.0
-
-
-def _object(
-    name: str, rank: int | None, node: Any, file: File | None, pieces: Mapping[str, Slice] | None = None
-) -> SavedObject:
-    """Describe the object saved as `node`. Its tensors are in `file`; some may be `pieces` of larger tensors."""
-    if type(node) is not dict:
-        raise ValueError("an object's entry is not a JSON object")
-    complex_ones = dict(state_codec.tensors_in([node["state"], node["metadata"], node.get("optimizer")]))
-    aliases: Mapping[str, str] = {} if file is None else file.aliases
-    tied: dict[str, list[str]] = {}
-    for alias, target in aliases.items():
-        tied.setdefault(target, []).append(alias)
-    tensors = []
-    for key, is_complex in complex_ones.items():
-        if file is None or key not in file.tensors:
-            raise ValueError(f"it names a tensor {strict_json.shown(key)} that is not in any file")
-        spec = file.tensors[key]
-        shape, dtype = (spec.shape[:-1], _COMPLEX.get(spec.dtype, "")) if is_complex else (spec.shape, spec.dtype)
-        tensors.append(SavedTensor(key, shape, dtype, spec.nbytes, slice=(pieces or {}).get(key)))
-        tensors += [SavedTensor(alias, shape, dtype, 0, tied_to=key) for alias in tied.get(key, ())]
-    return SavedObject(name, rank, tuple(tensors))
-
-
-_COMPLEX = {"float32": "complex64", "float64": "complex128", "float16": "complex32"}  # stored as pairs of reals
