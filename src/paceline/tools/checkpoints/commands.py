@@ -13,15 +13,12 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 from paceline.core.output.commands import Commands
 from paceline.core.output.wording import counted, nbytes
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from paceline.tools.checkpoints.inspection import Inspected
 
 EXAMPLES = """Examples:
@@ -55,6 +52,9 @@ def list_checkpoints(
     A run resumes from the newest complete checkpoint, which is marked latest. The best one according to the run's
     keep_best is marked best.
     """
+    from rich.table import Table
+    from rich.text import Text
+
     from paceline.core.output.tables import print_table
     from paceline.tools.checkpoints import inspection
 
@@ -67,13 +67,16 @@ def list_checkpoints(
         rows = [_summary(entry) for entry in checkpoints]
         print_json({"folder": str(place), "latest": latest, "best": best, "checkpoints": rows})
         return
-    table = make_table(">step", ">size", ">age", "state", "", "metadata")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("step", "size", "age", "state", "", "metadata"):
+        table.add_column(heading, justify="right" if heading in ("step", "size", "age") else "left")
     for entry in checkpoints:
         roles = {"latest": entry.step == latest, "best": entry.step == best, "protected": entry.notes.protected}
         marks = ", ".join(role for role, holds in roles.items() if holds)
         metadata = ", ".join(f"{key}={_short(value)}" for key, value in entry.notes.metadata.items())
         age = _age(time.time() - entry.saved_at) if entry.saved_at else ""
-        add_row(table, entry.step, nbytes(entry.nbytes), age, entry.state, marks, metadata)
+        row = (str(entry.step), nbytes(entry.nbytes), age, entry.state, marks, metadata)
+        table.add_row(*(Text(printable(cell)) for cell in row))
     print_table(table)
     for entry in checkpoints:
         for damage in entry.damages:
@@ -175,21 +178,6 @@ def _age(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
-
-
-def make_table(*columns: str) -> Table:
-    """Return a table without borders; a leading ``>`` right-aligns a column."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
-    return table
-
-
-def add_row(table: Table, *cells: Any) -> None:
-    """Add a row of values as text without control characters."""
-    table.add_row(*(Text(printable(str(cell))) for cell in cells))
 
 
 def printable(text: str) -> str:
