@@ -246,10 +246,6 @@ def test_an_unknown_step_is_one_line_with_the_known_ones(run_folder: Path, tmp_p
     assert "--step" in refused(command("verify", run_folder, "--step", "last"))
 
 
-def test_an_unknown_subcommand_is_one_line(run_folder: Path, command: Command) -> None:
-    assert "No such command 'show'" in refused(command("show", run_folder))
-
-
 def test_bad_targets_and_names_are_one_line(run_folder: Path, tmp_path: Path, command: Command) -> None:
     def line(*arguments: Any) -> str:
         return refused(command("export", run_folder, *arguments))
