@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset
 
 from paceline.errors import UsageError
 
-COLUMNS = ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String")
+COLUMNS = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
 _HUB_NAME = ("nyu-mll/glue", "mrpc")
 
 
@@ -40,13 +41,6 @@ class Splits(NamedTuple):
     dev: list[Pair]
 
 
-class BrokenRow(UsageError):
-    """An invalid line of a file."""
-
-    def __init__(self, file: Path, line: int, problem: str) -> None:
-        super().__init__(f"{file}, line {line}: {problem}; fix the file, or give another folder")
-
-
 def read_folder(folder: Path) -> Splits:
     """Read ``train.tsv`` and ``dev.tsv``; a pair that is in both files is held out from training."""
     for name in ("train.tsv", "dev.tsv"):
@@ -55,45 +49,29 @@ def read_folder(folder: Path) -> Splits:
     dev = read_pairs(folder / "dev.tsv")
     held_out = {pair.ids for pair in dev}
     train = [pair for pair in read_pairs(folder / "train.tsv") if pair.ids not in held_out]
-    if not train:
-        raise UsageError(f"--data {folder}: all pairs of train.tsv are in dev.tsv; give another folder")
+    if not train or not dev:
+        raise UsageError(f"--data {folder}: train.tsv or dev.tsv has no pairs of its own; give another folder")
     return Splits(train, dev)
 
 
 def read_pairs(file: Path) -> list[Pair]:
     """Read the rows of a file."""
     pairs: list[Pair] = []
-    for number, line in _lines(file):
-        # Not the csv module, which joins lines between quotation marks.
-        cells = [cell.strip() for cell in line.split("\t")]
-        if number == 1:
-            if tuple(cells) != COLUMNS:
-                raise BrokenRow(file, 1, f"the header is not {', '.join(COLUMNS)}, separated by tabs")
-            continue
-        if len(cells) != len(COLUMNS):
-            raise BrokenRow(file, number, f"{len(cells)} columns separated by tabs instead of {len(COLUMNS)}")
-        label, first_id, second_id, first, second = cells
-        if label not in ("0", "1"):
-            raise BrokenRow(file, number, f"the Quality is {label!r} instead of 0 or 1")
-        if not (first and second):
-            raise BrokenRow(file, number, "a sentence is empty")
-        pairs.append(Pair((first_id, second_id), first, second, int(label)))
-    if not pairs:
-        raise UsageError(f"{file} has no sentence pairs; give another folder")
-    return pairs
-
-
-def _lines(file: Path) -> Iterable[tuple[int, str]]:
-    """Yield the numbered lines of a UTF-8 file, without its byte order mark and trailing empty lines."""
-    try:
-        lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n").split(b"\n")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+    lines = file.read_bytes().removeprefix(BOM_UTF8).rstrip(b"\r\n").split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
-            yield number, line.rstrip(b"\r").decode()
-        except UnicodeDecodeError as error:
-            raise BrokenRow(file, number, f"it is not UTF-8 at byte {error.start + 1}") from error
+            # Not the csv module, which joins lines between quotation marks.
+            label, first_id, second_id, first, second = cells = [cell.strip() for cell in line.decode().split("\t")]
+            if number > 1:
+                pairs.append(Pair((first_id, second_id), first, second, ("0", "1").index(label)))
+            if (number == 1 and cells != COLUMNS) or not (first and second):
+                raise ValueError
+        except ValueError as error:  # also for another label, another number of cells, and text that is not UTF-8
+            raise UsageError(
+                f"{file}, line {number}: not {', '.join(COLUMNS)} in UTF-8, separated by tabs, with 0 or 1 as Quality; "
+                "fix the file, or give another folder"
+            ) from error
+    return pairs
 
 
 def hub_is_cached() -> bool:
