@@ -219,7 +219,7 @@ MISTAKES = [
     (["--nproc", "2", "--steps", "0", "digits"], "--steps must be at least 1, not 0"),
     (["--nproc", "2", "--modes", "fast", "digits"], "--modes has 'fast'; choose among single, dp, ddp,"),
     (["--nproc", "2", "--json", "no/x.json", "digits"], "--json no/x.json: the folder"),
-    (["--nproc", "2", "digits", "--timeout", "9"], "--timeout is an option of paceline train, not of"),
+    (["--nproc", "2", "digits", "--max-restarts", "9"], "--max-restarts is an option of paceline train, not of"),
     (["--nproc", "2", "digits", "--checkpoint-dir", "points"], "--checkpoint-dir writes files for one training"),
     (["digits", "--nproc", "1,2,64"], "--nproc 64 is more than the 32 samples of a batch; give fewer ranks or"),
     (

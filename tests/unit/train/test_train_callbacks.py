@@ -334,7 +334,6 @@ NAN = float("nan")
 EARLY = {
     "improvements in between": ([5, 6, 4, 5, 6, 7], {"patience": 2}, 5),
     "the largest": ([1, 2, 3, 3, 3], {"patience": 2, "mode": "max"}, 5),
-    "too small an improvement": ([5, 4.95, 4.91, 4.85], {"patience": 2, "min_delta": 0.1}, 3),
     "NaN from the start": ([NAN, NAN], {"patience": 2}, 2),
 }
 

@@ -28,11 +28,9 @@ from paceline.tools.recipes.configs import DigitsConfig, LmConfig, MrpcConfig
 from paceline.tools.recipes.options import OWN_PANEL, TrainingOptions, panel_of
 from paceline.tools.shared.program import start_program
 
-TIMEOUT_HELP = "Seconds that a collective waits for a rank. Default: 600."
 PROFILE_HELP = "Record every rank's steps, and write a profile to this folder."
 LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
     ("nproc", str, "auto", typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")),
-    ("timeout", float | None, None, typer.Option(metavar="SECONDS", help=TIMEOUT_HELP)),
     ("profile", str | None, None, typer.Option(metavar="FOLDER", help=PROFILE_HELP)),
     ("max_restarts", int | None, None, typer.Option(metavar="N", help=MAX_RESTARTS_HELP)),
     ("report", str | None, None, typer.Option(metavar="FILE", help=REPORT_HELP)),
@@ -118,10 +116,10 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}  # leaves only the recipe's options
     job = {name: launcher[name] for name in ("max_restarts", "report")}
     job["supervision"] = supervision_of(launcher)
-    timeout, profile = launcher["timeout"], launcher["profile"]
+    profile = launcher["profile"]
     count, note = resolve_nproc(launcher["nproc"])
     job["supervision"].places(count)  # raises an error if --min-nproc is out of range
-    environment = timeout_environment(None if timeout is None else f"{timeout:g}")
+    environment = timeout_environment(None)
     config = RECIPES[recipe](**options)
     config.check()
     environment |= config.environment(count)

@@ -33,7 +33,7 @@ PANELS = {
     "micro_batches virtual_ranks sharded evaluate_every",
     "Checkpoints": "checkpoint_dir checkpoint_every resume allow_changed_settings allow_changed_data",
     "Results": "metrics tensorboard log_every json profile report",
-    "Ranks": "nproc backend timeout",
+    "Ranks": "nproc backend",
     "Failures": "max_restarts hang_timeout min_nproc requeue_exit_code",
 }
 """Sections of ``--help`` and their options; all other options are in :data:`OWN_PANEL`."""

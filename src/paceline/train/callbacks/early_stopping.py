@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from paceline.core.option_rules import choice, text, whole_number
-from paceline.errors import UsageError
 from paceline.train.config import Best
 from paceline.train.run.run import Run
 from paceline.train.run.run_state import is_better
@@ -19,19 +18,15 @@ class EarlyStopping:
         monitor: the evaluation's metric.
         mode: whether the smallest or the largest value is best.
         patience: number of evaluations without improvement.
-        min_delta: smallest improvement that counts.
 
     Raises:
         UsageError: for a value out of range.
     """
 
-    def __init__(self, monitor: str = "loss", mode: Best = "min", patience: int = 3, min_delta: float = 0.0) -> None:
+    def __init__(self, monitor: str = "loss", mode: Best = "min", patience: int = 3) -> None:
         self.monitor = text("monitor", monitor).removeprefix("eval/")
         self.mode = choice("mode", mode, get_args(Best))
         self.patience = whole_number("patience", patience)
-        if not 0 <= min_delta < float("inf"):
-            raise UsageError(f"min_delta must be a finite number of at least 0, not {min_delta}")
-        self.min_delta = float(min_delta)
         self.best: float | None = None
         """The best value; None before the first value that is not NaN."""
         self.wait = 0
@@ -40,7 +35,7 @@ class EarlyStopping:
     def on_evaluation(self, run: Run) -> None:
         """Compare the metric with its best value. NaN does not count as an improvement."""
         value = run.metrics[f"eval/{self.monitor}"]
-        if is_better(value, self.best, self.mode, self.min_delta):
+        if is_better(value, self.best, self.mode):
             self.best, self.wait = value, 0
             return
         self.wait += 1

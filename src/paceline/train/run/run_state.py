@@ -48,8 +48,8 @@ class RunState:
         self.is_stopped = bool(saved["is_stopped"]) and not self._may_go_on
 
 
-def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
-    """Return whether `value` is better than `best` by more than `min_delta`; False for NaN."""
+def is_better(value: float, best: float | None, mode: str) -> bool:
+    """Return whether `value` is better than `best`; False for NaN."""
     if value != value:
         return False
-    return best is None or (value > best + min_delta if mode == "max" else value < best - min_delta)
+    return best is None or (value > best if mode == "max" else value < best)
