@@ -191,7 +191,7 @@ def test_nothing_is_forked_from_a_process_with_threads(tmp_path: Path) -> None:
         ("def main():\n    from torch import nn\nmain()", ("torch",)),
         ("import torch\noptimizer = torch.optim.SGD([], lr=1)", ("torch", "torch._dynamo")),
         ("import paceline", ("torch", "torch._dynamo", *policy.LIBRARY)),
-        ("from mine import main\nmain()", ()),
+        ("from mine import main\nmain()", ("torch", "torch._dynamo")),
     ],
 )
 def test_modules_that_the_script_will_need_are_imported(text: str, modules: tuple[str, ...]) -> None:

@@ -35,6 +35,9 @@ SET_BEFORE_IMPORT = re.compile(
 )
 """Environment variables that torch or one of its libraries reads when it is imported, in quotes or as keywords."""
 
+IMPORTED = re.compile(r"^[ \t]*(?:from|import)[ \t]+(\w*)", re.MULTILINE)
+"""The top-level module of an import statement; empty if the import is relative."""
+
 
 @dataclass(frozen=True)
 class Preloading:
@@ -106,9 +109,10 @@ def _read(file: Path | None) -> str:
 
 
 def modules_for(text: str) -> tuple[str, ...]:
-    """Return the modules to import for the program; empty if it does not mention torch."""
+    """Return the modules to import for the program; empty if it imports only the standard library."""
     if "paceline" in text:
         return ("torch", OPTIMIZERS_NEED, *LIBRARY)
-    if "torch" in text:
-        return ("torch", OPTIMIZERS_NEED) if "optim" in text else ("torch",)
-    return ()
+    others = set(IMPORTED.findall(text)) - sys.stdlib_module_names  # such as the project's own, which are not read
+    if "torch" not in text and not others:
+        return ()
+    return ("torch", OPTIMIZERS_NEED) if "optim" in text or others - {"torch"} else ("torch",)
