@@ -157,6 +157,14 @@ def test_ranks_and_micro_batches_give_the_same_loss(pools: Pools, text: Path) ->
     assert losses[1, 1] < 2.6  # uniform is 3.1
 
 
+@pytest.mark.slow
+def test_virtual_ranks_give_the_same_weights_and_metrics_on_1_and_2_ranks(pools: Pools, text: Path) -> None:
+    config = LmConfig(data=str(text), max_steps=12, batch_size=12, virtual_ranks=8, precision="bf16", **SMALL)
+    found = [report for size in (1, 2) for report, _ in pools.run(size, trained, config)]
+    assert len({sha for report in found for sha in report["replica_sha256"]}) == 1
+    assert len({(report["loss"], report["perplexity"], report["steps"]) for report in found}) == 1
+
+
 def naive_loss(model: torch.nn.Module, tokens: Tensor, context: int) -> float:
     """The definition of the reported loss, a token at a time."""
     losses = []

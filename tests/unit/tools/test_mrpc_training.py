@@ -142,6 +142,13 @@ def test_two_ranks_equal_one_and_learn(pools: Pools, config: MrpcConfig, tmp_pat
         assert first[name] == second[name], name
 
 
+def test_virtual_ranks_give_the_same_weights_and_metrics_on_1_and_2_ranks(pools: Pools, config: MrpcConfig) -> None:
+    chosen = replace(config, batch_size=9, max_steps=6, epochs=None, virtual_ranks=8, precision="bf16")
+    found = [outcome for size in (1, 2) for outcome in pools.run(size, train, chosen)]
+    assert len({digest for _, digest in found}) == 1
+    assert len({tuple(report[name] for name in ("loss", "accuracy", "f1", "steps")) for report, _ in found}) == 1
+
+
 # -- a model with weights ----------------------------------------------------------------------------------------------
 
 
