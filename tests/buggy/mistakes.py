@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,61 +42,16 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def train(model: nn.Module, end_of_step: Callable[[Tensor], object] = lambda _: None, steps: int = STEPS) -> nn.Module:
-    """Train without a mistake; `end_of_step` gets the loss."""
+def train(model: nn.Module) -> nn.Module:
+    """Train without a mistake."""
     optimizer = sgd(model)
-    for step in range(steps):
-        loss = loss_of(model, step)
-        loss.backward()
+    for step in range(STEPS):
+        loss_of(model, step).backward()
         update(optimizer)
-        end_of_step(loss.detach())
     return model
 
 
 # -- ranks that do not do the same -------------------------------------------------------------------------------------
-
-
-def skipped_backward(DDP: Any) -> nn.Module:
-    """A rank skips a backward."""
-    model = DDP(net())
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        loss = loss_of(model, step)
-        if dist.get_rank() == 1 and step == 2:
-            continue
-        loss.backward()
-        update(optimizer)
-    return model
-
-
-def early_stopping(DDP: Any) -> nn.Module:
-    """A rank stops by its own loss."""
-    model = DDP(net())
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        loss = loss_of(model, step)
-        if dist.get_rank() == 1 and step == 2:
-            break
-        loss.backward()
-        update(optimizer)
-    return model
-
-
-def one_batch_fewer(DDP: Any) -> nn.Module:
-    """A rank has a batch fewer than the others."""
-    return train(DDP(net()), steps=STEPS - dist.get_rank())
-
-
-def skipped_optimizer_step(DDP: Any) -> nn.Module:
-    """A rank skips a step of the optimizer."""
-    model = DDP(net())
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        loss_of(model, step).backward()
-        if not (dist.get_rank() == 1 and step == 2):
-            optimizer.step()
-        optimizer.zero_grad()
-    return model
 
 
 def branch_by_rank(DDP: Any) -> nn.Module:
@@ -115,25 +69,10 @@ def branch_by_rank(DDP: Any) -> nn.Module:
     return train(DDP(Branches()))
 
 
-def other_model(DDP: Any) -> nn.Module:
-    """A rank has another model."""
-    module = net()
-    module.append(nn.Linear(2, 2 + dist.get_rank()))
-    return train(DDP(module))
-
-
 def batch_norm_drift(DDP: Any) -> nn.Module:
     """BatchNorm's statistics are each rank's own."""
     torch.manual_seed(0)
     return train(DDP(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))))
-
-
-def weights_loaded_on_rank_0(DDP: Any) -> nn.Module:
-    """Weights are loaded on rank 0 alone, after the model was wrapped."""
-    model = DDP(net())
-    if dist.get_rank() == 0:
-        model.module.load_state_dict({name: value + 1 for name, value in net().state_dict().items()})
-    return train(model)
 
 
 def learning_rate_on_rank_0(DDP: Any) -> nn.Module:
@@ -149,61 +88,7 @@ def learning_rate_on_rank_0(DDP: Any) -> nn.Module:
     return model
 
 
-# -- collectives -------------------------------------------------------------------------------------------------------
-
-
-def collective_on_rank_0(DDP: Any) -> nn.Module:
-    """Rank 0 alone runs a collective."""
-    return train(DDP(net()), lambda loss: dist.all_reduce(loss) if dist.get_rank() == 0 else None)
-
-
-def other_order(DDP: Any) -> nn.Module:
-    """Ranks call collectives in another order."""
-
-    def average(loss: Tensor) -> None:
-        if dist.get_rank() == 0:
-            dist.all_reduce(loss)
-            dist.barrier()
-        else:
-            dist.barrier()
-            dist.all_reduce(loss)
-
-    return train(DDP(net()), average)
-
-
-def other_sizes(DDP: Any) -> nn.Module:
-    """Ranks reduce tensors of other sizes: one value for each of their own batches so far."""
-    return train(DDP(net()), lambda loss: dist.all_reduce(loss.repeat(1 + dist.get_rank())))
-
-
-def other_dtype(DDP: Any) -> nn.Module:
-    """Ranks reduce tensors of another dtype of the same width."""
-    return train(DDP(net()), lambda loss: dist.all_reduce(loss if dist.get_rank() == 0 else loss.to(torch.int32)))
-
-
 # -- gradients ---------------------------------------------------------------------------------------------------------
-
-
-def module_called(DDP: Any) -> nn.Module:
-    """The module is called in place of the wrapper, so nothing is averaged."""
-    model = DDP(net())
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        loss_of(model.module, step).backward()
-        update(optimizer)
-    return model
-
-
-def no_sync_around_the_last(DDP: Any) -> nn.Module:
-    """All micro-batches are inside no_sync, also the last one."""
-    model = DDP(net())
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        with model.no_sync():
-            for x, y in zip(*(tensor.chunk(2) for tensor in batch(step)), strict=True):
-                nn.functional.mse_loss(model(x), y).backward()
-        update(optimizer)
-    return model
 
 
 def clipped_locally(DDP: Any) -> nn.Module:
@@ -267,9 +152,7 @@ def set_epoch_forgotten(epoch: int) -> Any:
     return DataLoader(samples(), 8, sampler=DistributedSampler(samples()))
 
 
-TRAININGS = [skipped_backward, early_stopping, one_batch_fewer, skipped_optimizer_step, branch_by_rank, other_model]
-TRAININGS += [batch_norm_drift, weights_loaded_on_rank_0, learning_rate_on_rank_0, collective_on_rank_0, other_order]
-TRAININGS += [other_sizes, other_dtype, module_called, no_sync_around_the_last, clipped_locally]
+TRAININGS = [branch_by_rank, batch_norm_drift, learning_rate_on_rank_0, clipped_locally]
 STEPS_ALONE = [loss_not_divided, stale_gradients, summed_loss]
 """Functions that take one step, which can be compared with one process."""
 LOADERS = [no_sampler, seeds_of_samplers, set_epoch_forgotten]

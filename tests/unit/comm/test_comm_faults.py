@@ -107,11 +107,11 @@ def busy(world: World, enough: Path) -> int:
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(tmp_path: Path) -> None:
     with Ranks(2, backend="paceline") as ranks:
-        pids = ranks.run(impatient, 8.0)
+        pids = ranks.run(impatient, 3.0)
         ranks.start(busy, tmp_path / "enough")
         until(lambda: all((tmp_path / f"begun-{rank}").exists() for rank in range(2)))
         # All stopped together, they may stay so for longer than the timeout: nobody was waited for meanwhile.
-        for stopped, pause in (([1], 2.0), ([0, 1], 9.0)):
+        for stopped, pause in (([1], 1.0), ([0, 1], 4.0)):
             for rank in stopped:
                 os.kill(pids[rank], signal.SIGSTOP)
             time.sleep(pause)

@@ -5,17 +5,14 @@ Here only the faces of such a device are put in place, on CPU ranks; in test_com
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models import chain
-from paceline import compression
-from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
 from paceline.core.processes.world import World
 from paceline.core.state import device_streams
 from paceline.ddp import DistributedDataParallel
@@ -25,12 +22,6 @@ from paceline.ddp.transport import finisher
 from paceline.errors import NonFiniteGradient
 from twins import Pools, same_tensor
 
-COMPRESSORS: dict[str, Callable[[nn.Module], Compressor]] = {
-    "cast": Cast,
-    "topk": TopK,
-    "int8": Int8,
-    "powersgd": PowerSGD,
-}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "reduce_dtype": {"reduce_dtype": torch.float64},
@@ -47,7 +38,7 @@ class Stream:
 def queue(patch: pytest.MonkeyPatch) -> None:
     """Take the place of the device's streams."""
     stream = Stream()
-    for module in (device_streams, compression.pipeline, finisher, finite_check):
+    for module in (device_streams, finisher, finite_check):
         patch.setattr(module, "is_queued", lambda _: True)
     patch.setattr(device_streams, "new_stream", lambda _: stream)
     patch.setattr(device_streams, "current_stream", lambda _: stream)
@@ -75,8 +66,6 @@ def finishes(world: World, name: str, dtype: torch.dtype) -> None:
                 queue(patch)
             net = chain(20, 30, 25, 4, dtype=dtype)
             model = DistributedDataParallel(net, bucket_cap_mb=1e-4, **OPTIONS.get(name, {}))
-            if name in COMPRESSORS:
-                model.register_comm_hook(COMPRESSORS[name](model), compression.hook)
             results.append(gradients(model, world, dtype))
     for mine, other in zip(results[1], results[0], strict=True):
         if world.size == 2 and dtype is not torch.float16:
@@ -84,7 +73,7 @@ def finishes(world: World, name: str, dtype: torch.dtype) -> None:
         same_tensor(mine, other, 1e-5 if dtype is torch.float32 else 0.02, name)
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *COMPRESSORS])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_averages_are_those_of_a_device_that_queues_nothing(name: str, gloo: Pools) -> None:
     gloo.run(2, finishes, name, torch.float32)
 

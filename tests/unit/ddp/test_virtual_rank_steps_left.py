@@ -26,10 +26,10 @@ from sliced import bits
 class Training:
     """A model, and data for two steps."""
 
-    def __init__(self, virtual_ranks: int, check: int | None) -> None:
+    def __init__(self, virtual_ranks: int) -> None:
         torch.manual_seed(3)
         self.module = nn.Sequential(Average(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-        self.model = DistributedDataParallel(self.module, virtual_ranks=virtual_ranks, check_compute_every=check)
+        self.model = DistributedDataParallel(self.module, virtual_ranks=virtual_ranks)
         self.data = TensorDataset(torch.randn(32, 8), torch.arange(32) % 4)
 
     def leave(self, way: str, number: int) -> None:
@@ -57,11 +57,11 @@ class Training:
         return bits(self.module)
 
 
-def left(world: World, virtual_ranks: int, check: int | None, leaves: list[tuple[str, list[int]]]) -> set[Any]:
+def left(world: World, virtual_ranks: int, leaves: list[tuple[str, list[int]]]) -> set[Any]:
     """Train after a step was left, in each of several ways; weights, and what else is not as without such a step."""
     found: set[Any] = set()
     for way, numbers in leaves:
-        training = Training(virtual_ranks, check)
+        training = Training(virtual_ranks)
         module, before = training.module, copy.deepcopy(training.module.state_dict())
         if numbers:
             training.leave(way, numbers[world.rank % len(numbers)])
@@ -86,46 +86,7 @@ def test_steps_after_one_that_was_left_are_as_without_it(pools: Pools, size: int
     leaves: list[tuple[str, list[int]]] = [("", []), ("break", [0]), ("exception", [0]), ("backward", [0])]
     last = LAST_OF_FOUR[size]
     leaves += [("exception", [last]), ("backward", [last]), ("break", [0, last])]
-    assert [len(found) for found in pools.run(size, left, 4, None, leaves)] == [1] * size
+    assert [len(found) for found in pools.run(size, left, 4, leaves)] == [1] * size
     if size == 2:
         leaves = [("", []), ("break", [0]), ("backward", [0])]
-        assert [len(found) for found in pools.run(size, left, 2, None, leaves)] == [1] * size
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_steps_after_one_that_was_left_in_a_check_are_as_without_it(pools: Pools, count: int) -> None:
-    leaves: list[tuple[str, list[int]]] = [("", [])]
-    # Three repeats, then on rank 0, whose slice is checked, a slice more than on rank 1 before gradients are compared.
-    leaves += [(way, [number]) for way in ("break", "exception", "backward") for number in (0, 3)]
-    assert [len(found) for found in pools.run(2, left, count, 1, leaves)] == [1] * 2
-
-
-def ended_late(world: World, check: int | None) -> set[tuple[bytes, bool]]:
-    """Train while a loop that was left is kept for some slices; weights, and whether random numbers are the loop's."""
-    found = set()
-    for kept_for in (0, 1, 3, 99):
-        training = Training(4, check)
-        kept = accumulate(training.model, DataLoader(training.data, 16))
-        next(kept)
-        optimizer = torch.optim.SGD(training.module.parameters(), lr=0.1)
-        for number, (x, y) in enumerate(accumulate(training.model, DataLoader(training.data, 16)), start=1):
-            if number == kept_for:
-                before = torch.get_rng_state()
-                kept.close()
-                found.add((b"", torch.equal(torch.get_rng_state(), before)))
-            F.cross_entropy(training.model(x), y).backward()
-            if training.model.do_sync:
-                optimizer.step()
-                optimizer.zero_grad()
-        found.add((bits(training.module), True))
-    return found
-
-
-@pytest.mark.parametrize(("size", "check"), [(1, None), (2, None), (2, 1)])
-def test_a_loop_that_was_left_and_ends_in_a_step_of_another_changes_nothing(
-    pools: Pools, size: int, check: int | None
-) -> None:
-    """Something may still refer to it; once the step went on without the gradients of its first slices."""
-    for found in pools.run(size, ended_late, check):
-        assert len(found) == 2
-        assert all(is_right for _, is_right in found)
+        assert [len(found) for found in pools.run(size, left, 2, leaves)] == [1] * size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,6 @@ class Case:
     """``"endless"``, ``"short"``, or no stream."""
     losses: Sequence[float] = ()
     plateau: dict[str, Any] | None = None
-    stop_after: int | None = None
 
 
 @dataclass
@@ -108,8 +107,6 @@ def train(world: World, case: Case) -> Outcome:
     class Watch:
         def on_step(self, run: Any) -> None:
             after[run.step] = weights_sha256(model)
-            if run.step == case.stop_after:
-                raise KeyboardInterrupt
 
         def on_evaluation(self, run: Any) -> None:
             evaluated_at.append(run.step)
@@ -117,10 +114,7 @@ def train(world: World, case: Case) -> Outcome:
     config = Settings(**case.config)
     objects = ({} if scheduler is None else {"scheduler": scheduler}) | config.objects(optimizer)
     trainer = Trainer(model, optimizer, loss, loader, config, evaluation, callbacks=[Watch()], **objects)
-    try:
-        trainer.fit()
-    except KeyboardInterrupt:
-        objects["checkpointer"].close()
+    trainer.fit()
     return Outcome(trainer.result, weights_of(module), weights_sha256(model), rates, seen, after)
 
 
@@ -135,18 +129,11 @@ def test_so_many_steps_equal_a_plain_loop_over_as_many_passes_as_it_takes(pools:
         assert relative_difference(outcome.weights, plain) < 1e-9
 
 
-def test_an_endless_stream_ends_after_max_steps_and_resumes_with_equal_bits(pools: Pools, tmp_path: Path) -> None:
-    size = 2
-    case = Case({"max_steps": 9, "schedule": FALLING, "checkpoint_every": 2}, "endless")
-    whole = pools.run(size, train, replace(case, config={**case.config, "checkpoint_dir": str(tmp_path / "whole")}))
-    assert [len(outcome.seen) for outcome in whole] == [9] * size
-    assert whole[0].rates == pytest.approx([LR / 2, LR, *(LR * (9 - step) / 7 for step in range(2, 9))])
-    cut = {**case.config, "checkpoint_dir": str(tmp_path / "cut")}
-    pools.run(size, train, replace(case, config=cut, stop_after=5))
-    again = pools.run(size, train, replace(case, config={**cut, "resume": True}))
-    for one, other in zip(whole, again, strict=True):
-        assert other.result.resumed_from_step == 4
-        assert (other.sha256, other.seen) == (one.sha256, one.seen[4:])
+def test_an_endless_stream_ends_after_max_steps(pools: Pools) -> None:
+    case = Case({"max_steps": 9, "schedule": FALLING}, "endless")
+    outcomes = pools.run(2, train, case)
+    assert [len(outcome.seen) for outcome in outcomes] == [9, 9]
+    assert outcomes[0].rates == pytest.approx([LR / 2, LR, *(LR * (9 - step) / 7 for step in range(2, 9))])
 
 
 def lines(file: Path) -> list[tuple[int, list[str]]]:
