@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from paceline.core.processes import world
 from paceline.core.processes.schedulers import adopted
-from paceline.core.state.data_position import LIMIT, short
-from paceline.core.state.rng import derive_seed
 from paceline.errors import CheckpointMismatch, UsageError
 
 
@@ -79,8 +77,3 @@ def check_settings(rank: int, state: dict[str, Any], settings: dict[str, Any], r
                 f"rank {rank}: {name} was {saved!r} when the checkpoint was written but is {value!r} now; "
                 f"{remedies[name].format(saved)}"
             )
-
-
-def short_seed(seed: int) -> int:
-    """Return `seed`, or a hash of it that fits into a :class:`~.data_position.Origin`."""
-    return seed if seed < LIMIT else short(derive_seed(seed))

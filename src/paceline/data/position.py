@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.core.state import data_position
 from paceline.core.state.rng import derive_seed
-from paceline.data.arguments import at_least, check_settings, find_place, short_seed
+from paceline.data.arguments import at_least, check_settings, find_place
 from paceline.data.consumption import Consumption
 from paceline.data.dataset_digest import outline_digest
 from paceline.data.split.partition import Slicing
@@ -214,7 +214,7 @@ class Position:
             source=self.key,
             samples=self.size,
             drop_last=bool(self.drop_last),
-            seed=short_seed(self.seed),
+            seed=self.seed if self.seed < data_position.LIMIT else data_position.short(derive_seed(self.seed)),
             batch_size=self.batch_size,
             data=self._data,
             order=order,

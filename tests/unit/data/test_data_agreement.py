@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from paceline.core.processes.world import World
 from paceline.core.state.rng import set_seed
-from paceline.data import DataLoader, DistributedSampler, GlobalBatchSampler, GlobalBatchStream
+from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.data.dataset_digest import outline_digest
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointMismatch, DesyncError, UsageError
@@ -94,10 +94,6 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str]] = {
     "seed": (lambda rank: DataLoader(points(), 4, True, seed=rank), SEEDS),
     "seed of a sampler in torch's loader": (
         lambda rank: TorchLoader(points(), batch_sampler=GlobalBatchSampler(points(), 4, seed=rank)),
-        SEEDS,
-    ),
-    "seed of a distributed sampler": (
-        lambda rank: TorchLoader(points(), 2, sampler=DistributedSampler(points(), seed=rank)),
         SEEDS,
     ),
     "order": (own_generator, r"as the digest of the epoch's order; usually order= draws from a generator"),
@@ -180,7 +176,7 @@ def batches_of_torch(world: World, kind: str) -> Any:
     data, seeded = points(), torch.Generator().manual_seed(5)
     if kind == "constant":
         return [[torch.ones(2, 1)]] * 2
-    if kind == "DistributedSampler":
+    if kind == "torch's sampler":
         sampler: Any = torch.utils.data.DistributedSampler(data, world.size, world.rank)
         return TorchLoader(data, 4, sampler=sampler)
     if kind == "our loader":
@@ -198,7 +194,7 @@ def warned(world: World, kind: str) -> list[str]:
     return [f"{Path(warning.filename).name}: {warning.message}" for warning in caught]
 
 
-@pytest.mark.parametrize("kind", ["torch's loader", "constant", "DistributedSampler", "our loader"])
+@pytest.mark.parametrize("kind", ["torch's loader", "constant", "torch's sampler", "our loader"])
 def test_ranks_that_all_read_the_same_samples_are_warned_of_once(pools: Pools, kind: str) -> None:
     """torch's DataLoader on every rank, the tutorials' first pitfall: N ranks did the work of one, silently."""
     on_rank_0, on_rank_1 = pools.run(2, warned, kind)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from paceline.core.processes.world import World
-from paceline.data import DistributedSampler, GlobalBatchSampler
+from paceline.data import GlobalBatchSampler
 from paceline.errors import CheckpointMismatch, UsageError
 
 
@@ -165,32 +165,3 @@ def test_several_ranks_without_a_process_group_are_not_taken_for_one(monkeypatch
 @pytest.mark.ranks(2)
 def test_rank_and_size_come_from_the_process_group(world: World) -> None:
     assert list(GlobalBatchSampler(5, 5, shuffle=False)) == [[[0, 1, 2]], [[3, 4]]][world.rank]
-    assert list(DistributedSampler(range(5), shuffle=False)) == [[0, 2, 4], [1, 3, 0]][world.rank]
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_distributed_sampler_gives_torchs_indices_and_its_epoch_advances(shuffle: bool, drop_last: bool) -> None:
-    data = range(11)
-    ours = DistributedSampler(data, 3, 1, shuffle, 7, drop_last)
-    theirs = torch.utils.data.distributed.DistributedSampler(data, 3, 1, shuffle, 7, drop_last)  # type: ignore[arg-type, var-annotated]
-    for epoch in range(3):
-        theirs.set_epoch(epoch)
-        assert list(ours) == list(theirs)
-    ours.set_epoch(0)
-    theirs.set_epoch(0)
-    assert list(ours) == list(theirs)
-
-
-def test_distributed_sampler_resumes_within_an_epoch_with_as_many_ranks() -> None:
-    sampler = DistributedSampler(range(11), 2, 0)
-    whole = list(sampler)
-    state = sampler.state_dict(consumed=4)
-    resumed = DistributedSampler(range(11), 2, 0)
-    resumed.load_state_dict(state)
-    resumed.set_epoch(0)
-    assert list(resumed) == whole[4:]
-    assert resumed.epoch == 1
-    with pytest.raises(CheckpointMismatch, match=r"num_replicas was 2 .* but is 3 now"):
-        DistributedSampler(range(11), 3, 0).load_state_dict(state)
-    DistributedSampler(range(11), 3, 0).load_state_dict(sampler.state_dict())
