@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-import socket
-from multiprocessing.connection import Connection
+import subprocess
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.launch import host_limits
+from paceline.launch.fork_server import policy
 from paceline.tools.notebook.cell_parser import Start, parsed_start, pulled, ranks_in, routed
-from paceline.tools.notebook.kernel import processes as kernel_processes
 from paceline.tools.notebook.kernel.errors import Shown
+from paceline.tools.notebook.kernel.execution import Conversation
 from paceline.tools.notebook.kernel.processes import Process, Processes
 from paceline.tools.notebook.magics import RankMagics
 
@@ -105,11 +108,9 @@ def test_pull_names_variables_and_a_rank() -> None:
 
 def test_a_start_has_options_with_values() -> None:
     assert parsed_start("--nproc 2") == parsed_start("-n 2") == parsed_start("--nproc=2") == Start(2)
-    assert parsed_start("--num-processes 2 --gpu-ids 3,4") == Start(2, gpu_ids=(3, 4))
-    assert parsed_start("-n 2 -g 3,4 -t 60") == Start(2, None, (3, 4), "60")
-    assert parsed_start("--gpu-ids 3,4") == Start(2, gpu_ids=(3, 4))
+    assert parsed_start("--num-processes 2 -t 60") == Start(2, timeout="60")
     everything = "--nproc 2 --backend gloo --timeout 60"
-    assert parsed_start(everything) == Start(2, "gloo", None, "60")
+    assert parsed_start(everything) == Start(2, "gloo", "60")
 
 
 def test_ranks_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +125,7 @@ def test_ranks_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPat
         ("", "needs the number of ranks"),
         ("--nproc", "expected one argument"),
         ("--nproc 2 --layers 3", "unrecognized arguments: --layers 3; it takes --nproc, --backend"),
-        ("--nproc 2 --gpu-ids 0", "names 1 GPUs for 2 ranks"),
-        ("--nproc 2 --gpu-ids 0,0", "not a list of different GPUs"),
+        ("--nproc 2 --gpu-ids 2,3", "to choose GPUs, run %env CUDA_VISIBLE_DEVICES=2,3 in an earlier cell"),
         ("2", "unrecognized arguments: 2"),
         ("--nproc '2", "No closing quotation"),
     ],
@@ -138,36 +138,32 @@ def test_a_start_that_means_nothing_is_refused_in_one_line(text: str, message: s
 
 
 def test_a_rank_that_prints_without_end_does_not_keep_the_kernel() -> None:
-    process: Any = Process(process=None, output=os.open("/dev/zero", os.O_RDONLY))  # type: ignore[arg-type]
+    process: Any = Process(None, os.open("/dev/zero", os.O_RDONLY), Pipe()[0])  # type: ignore[arg-type]
     assert len(process.read()) >= 65536
     process.close()
 
 
-class Listening(Processes):
-    """Processes of which rank 0 is started, and has not connected yet."""
-
-    def __init__(self) -> None:
-        self._listener, self._address = kernel_processes._listen()
-        self._word = "secret"
-        self.ranks = {0: Process(process=None, output=-1)}  # type: ignore[arg-type]
-
-    def accepts(self, first: bytes) -> bool:
-        """Whether a connection that begins with these bytes is taken for rank 0's."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.connect(self._address)
-            Connection(os.dup(client.fileno())).send_bytes(first)
-            self._accept([0])
-        connection, self.ranks[0].connection = self.ranks[0].connection, None
-        if connection is not None:
-            connection.close()
-        return connection is not None
+@pytest.fixture
+def unforked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
+    """The processes of a notebook with one rank, which no server forks."""
+    monkeypatch.setenv(policy.SETTING, "0")
+    processes = Processes(Start(1))
+    yield processes
+    processes.close()
 
 
-def test_only_a_rank_of_this_notebook_and_user_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = Listening()
-    assert processes.accepts(b"secret 0")
-    for other in (b"wrong 0", b"secret 1", b"secret", b"", "é 0".encode(), b"\xff 0"):
-        assert not processes.accepts(other)
-    monkeypatch.setattr(kernel_processes, "credentials", lambda link: (1, os.geteuid() + 1, 1))
-    assert not processes.accepts(b"secret 0")
-    processes._listener.close()
+@pytest.mark.slow
+def test_a_rank_that_no_server_forks_runs_cells_and_its_death_is_noticed(unforked: Processes) -> None:
+    unforked.spawn([0])
+    assert isinstance(unforked.ranks[0].process, subprocess.Popen)
+    look = Conversation(unforked, [0]).hold("run", "import os\nassert os.readlink('/dev/fd/0') == '/dev/null'", 1)
+    assert (look.failures, look.deaths) == ({}, {})
+    death = Conversation(unforked, [0]).hold("run", "os.kill(os.getpid(), 9)", 2)
+    assert death.deaths[0].startswith("signal SIGKILL")
+
+
+def test_a_rank_that_ends_during_its_start_is_an_error_with_its_output(unforked: Processes, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('no torch here')")
+    unforked._environments[0]["PYTHONPATH"] = str(tmp_path)
+    with pytest.raises(PacelineError, match=r"rank 0 ended during its start \(exit code 1\): no torch here"):
+        unforked.spawn([0])

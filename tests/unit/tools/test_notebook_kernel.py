@@ -52,7 +52,7 @@ def test_without_ranks_a_cell_or_a_start_that_cannot_succeed_is_refused_in_one_l
             "run it here"
         )
     assert notebook.run("%%local\n40 + 2").values == ["42"]
-    refused = {"--backend nonsense": "'nonsense' is not available in this PyTorch", "--gpu-ids 0,99": "--gpu-ids"}
+    refused = {"--backend nonsense": "'nonsense' is not available in this PyTorch"}
     for options, message in {**refused, "--timeout -3": "--timeout=-3 must be above 0"}.items():
         error = notebook.run(f"%dist_init --nproc 2 {options}").error
         assert message in error
@@ -195,8 +195,19 @@ def test_an_interrupt_stops_all_ranks(ranks: Kernel, wait: str, tmp_path: Path) 
     assert ranks.run("dist.all_reduce(one)\nint(one)").lines == ["all ranks | 2"]
 
 
-def test_input_is_refused_where_nobody_can_be_asked(ranks: Kernel) -> None:
-    assert "EOFError: input() is not possible here" in ranks.run("input('name? ')").error
+@pytest.mark.parametrize("cell", ["input('name? ')", "import getpass; getpass.getpass()", "breakpoint()", "%debug"])
+def test_what_would_ask_the_user_is_refused(ranks: Kernel, cell: str) -> None:
+    ranks.run("1 / 0")  # for %debug
+    error = ranks.run(cell).error
+    assert error.startswith("all 2 ranks raised UsageError:\n")
+    assert error.endswith("UsageError: input() and debuggers do not work on ranks; assign or print values in a cell")
+
+
+def test_a_program_that_a_cell_starts_cannot_read_the_kernels_messages(ranks: Kernel) -> None:
+    ranks.run("import os\nconnection = get_ipython().display_pub.channel._connection.fileno()")
+    assert ranks.run("os.get_inheritable(connection), os.readlink('/proc/self/fd/0')").lines == [
+        "all ranks | (False, '/dev/null')"
+    ]
 
 
 def test_a_restart_of_the_kernel_leaves_no_processes(ranks: Kernel) -> None:

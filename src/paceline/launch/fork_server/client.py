@@ -21,6 +21,7 @@ SLICE_S = 0.05  # interval between checks for signals while the launcher waits f
 LATE_S = 1.0  # time for the server to report that a rank has exited
 END_S = 2.0  # time for the server to exit
 _ENDED = (BrokenPipeError, ConnectionResetError)  # the server has exited; "reset" if it left messages unread
+Stream = IO[Any] | None  # a file for a rank's output; None for the launcher's own
 
 
 class ForkServer:
@@ -54,9 +55,7 @@ class ForkServer:
             yield
             return
 
-        def start(
-            command: tuple[str, ...], environment: dict[str, str], out: IO[Any] | None, err: IO[Any] | None
-        ) -> ForkedRank:
+        def start(command: tuple[str, ...], environment: dict[str, str], out: Stream, err: Stream) -> ForkedRank:
             assert list(command[-len(self._command) :]) == self._command, command
             return self.fork(environment, out, err)
 
@@ -93,11 +92,11 @@ class ForkServer:
             self._modules = ()
             self.close()
 
-    def fork(self, environment: Mapping[str, str], out: IO[Any] | None, err: IO[Any] | None) -> ForkedRank:
+    def fork(self, environment: Mapping[str, str], out: Stream, err: Stream, stdin: int = 0) -> ForkedRank:
         """Fork a rank with this environment. Its output goes to `out` and `err`, or else to this process's streams."""
         server = self._socket
         assert server is not None
-        streams = {0: 0, 1: out.fileno() if out else 1, 2: err.fileno() if err else 2}
+        streams = {0: stdin, 1: out.fileno() if out else 1, 2: err.fileno() if err else 2}
         streams = {stream: file for stream, file in streams.items() if _is_open(file)}
         with open(os.memfd_create("paceline"), "w+") as request:
             json.dump({"environment": dict(environment), "streams": list(streams)}, request)

@@ -35,8 +35,6 @@ class Start:
 
     nproc: int
     backend: str | None = None
-    gpu_ids: tuple[int, ...] | None = None
-    """CUDA index of each rank's GPU; None to assign them in order."""
     timeout: str | None = None
     """Timeout of collectives in seconds."""
 
@@ -123,11 +121,13 @@ class _StartParser(ArgumentParser):
         super().__init__(add_help=False, allow_abbrev=False)
         self.add_argument("--nproc", "-n", "--num-processes", "--num_processes", type=_number)
         self.add_argument("--backend")
-        self.add_argument("--gpu-ids", "--gpu_ids", "-g", type=_gpu_ids)
         self.add_argument("--timeout", "-t")
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%dist_init: {message}; it takes --nproc, --backend, --gpu-ids and --timeout")
+        raise UsageError(
+            f"%dist_init: {message}; it takes --nproc, --backend and --timeout; to choose GPUs, run "
+            "%env CUDA_VISIBLE_DEVICES=2,3 in an earlier cell"
+        )
 
 
 def parsed_start(text: str) -> Start:
@@ -138,15 +138,8 @@ def parsed_start(text: str) -> Start:
         raise UsageError(f"%dist_init {text}: {error}") from None
     options = _StartParser().parse_args(words)
     if options.nproc is None:
-        if options.gpu_ids is None:
-            raise UsageError("%dist_init needs the number of ranks; write for example %dist_init --nproc 2")
-        options.nproc = len(options.gpu_ids)
-    start = Start(**vars(options))
-    if start.gpu_ids is not None and len(start.gpu_ids) != start.nproc:
-        raise UsageError(
-            f"--gpu-ids names {len(start.gpu_ids)} GPUs for {start.nproc} ranks; name one GPU for each rank"
-        )
-    return start
+        raise UsageError("%dist_init needs the number of ranks; write for example %dist_init --nproc 2")
+    return Start(**vars(options))
 
 
 def _number(word: str) -> int:
@@ -154,10 +147,3 @@ def _number(word: str) -> int:
     if not word.isdecimal() or not 1 <= int(word) <= 4096:
         raise ArgumentTypeError(f"{word!r} is not a number from 1 to 4,096")
     return int(word)
-
-
-def _gpu_ids(text: str) -> tuple[int, ...]:
-    words = text.split(",")
-    if not all(word.strip().isdecimal() for word in words) or len({int(word) for word in words}) < len(words):
-        raise ArgumentTypeError(f"{text!r} is not a list of different GPUs such as 0,1")
-    return tuple(int(word) for word in words)

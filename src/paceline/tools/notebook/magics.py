@@ -84,7 +84,7 @@ class RankMagics(Magics):
     @line_magic
     @shown
     def dist_init(self, line: str) -> None:
-        """Start ranks: ``%dist_init --nproc 2 [--backend gloo] [--gpu-ids 0,1] [--timeout 60]``."""
+        """Start ranks: ``%dist_init --nproc 2 [--backend gloo] [--timeout 60]``."""
         start = parsed_start(line)
         if self.session is not None:
             ranks = counted(self.session.size, "rank")

@@ -4,21 +4,14 @@
     ("run", text, number)                ──▶            runs a cell
     ("barrier",)  ("leave",)  ("join",)  ("pull", …)    the functions of paceline.tools.notebook.rank.main
                                          ◀──            ("display", data, …)  ("clear", wait)   while a cell runs
-                                         ◀──            ("ask", number, prompt)                 of input()
-    ("answer", number, text, problem)    ──▶
                                          ◀──            ("done", result, failure)
 
-While a cell runs, the rank reads only answers.
+A rank's first message is ("ready",). While a cell runs, the rank reads no messages.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-INTERRUPTED = "interrupted"
-"""Reason that is sent instead of an answer after Ctrl-C."""
-SETTING = "PACELINE_NOTEBOOK"
-"""Environment variable with the address of the kernel's socket, and the secret that a rank must send first."""
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,7 @@ class Session:
             with suppress(OSError, ValueError):
                 if boxes is not None and (box := read_box(path_of(boxes.path, rank))) is not None:
                     doing += "" if box.completed is None else f", after step {box.completed}"
-            gpu = "" if self.start.gpu_ids is None else f", GPU {self.start.gpu_ids[rank]}"
-            lines.append(f"rank {rank} | process {process.pid}{gpu} | {doing if end is None else f'died ({end})'}")
+            lines.append(f"rank {rank} | process {process.pid} | {doing if end is None else f'died ({end})'}")
         return lines
 
     def close(self) -> None:
@@ -94,7 +93,7 @@ class Session:
 
     def _join(self) -> str:
         """Create a process group of all ranks; return its device and backends."""
-        outcome = Conversation(self._processes, range(self.size)).hold("join", seconds=JOIN_S)
+        outcome = Conversation(self._processes, range(self.size)).hold("join", self.start.backend, seconds=JOIN_S)
         if outcome.interrupted:
             raise PacelineError("interrupted while the process group was created; run %dist_init again")
         for rank, how in outcome.deaths.items():

@@ -1,4 +1,4 @@
-"""Sends a message to ranks and handles output, questions, deaths, hangs and interrupts until they have answered."""
+"""Sends a message to ranks and handles output, deaths, hangs and interrupts until they have answered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.launch.watching.signals import Caught
 from paceline.tools.notebook.kernel.hang_detection import Wait, wait_in
 from paceline.tools.notebook.kernel.output import Screen
 from paceline.tools.notebook.kernel.processes import Processes
-from paceline.tools.notebook.messages import INTERRUPTED, Failure
+from paceline.tools.notebook.messages import Failure
 
 LOOK_S = 0.1
 """Polling interval in seconds."""
@@ -71,10 +71,8 @@ class Conversation:
         with self._caught:
             self._changed = self._looked = time.monotonic()
             for rank in self._ranks:
-                connection = self._processes.ranks[rank].connection
-                assert connection is not None
                 with suppress(OSError):  # a dead rank is noticed by _poll()
-                    connection.send(message)
+                    self._processes.ranks[rank].connection.send(message)
                 self._running.append(rank)
             while self._running:
                 self._poll()
@@ -117,10 +115,8 @@ class Conversation:
             self._screen.take(rank, printed)
 
     def _take_message(self, rank: int) -> None:
-        connection = self._processes.ranks[rank].connection
-        assert connection is not None
         try:
-            kind, *content = connection.recv()
+            kind, *content = self._processes.ranks[rank].connection.recv()
         except (EOFError, OSError):  # the rank is exiting, or a cell has closed the connection
             self._processes.ranks[rank].kill()
             return
@@ -132,11 +128,6 @@ class Conversation:
             if failure is not None:
                 self.outcome.failures[rank] = failure
             self._ended(rank)
-        elif kind == "ask":
-            number, prompt = content
-            answer = self._asked(rank, prompt)
-            with suppress(OSError):  # a rank that died while the user typed is noticed by _poll()
-                connection.send(("answer", number, *answer))
         elif self._screen is not None and kind == "display":
             self._screen.display(rank, tuple(content))
         elif self._screen is not None:
@@ -148,22 +139,6 @@ class Conversation:
         self._changed = time.monotonic()
         if self._screen is not None:
             self._screen.end(rank)
-
-    def _asked(self, rank: int, prompt: str) -> tuple[str, str]:
-        """Return the user's answer to a question of `rank`, or an empty string and the reason."""
-        if self._caught.received:  # Ctrl-C was pressed during another rank's question
-            return "", INTERRUPTED
-        # With the handler of `Caught`, input() would keep waiting after a Ctrl-C.
-        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            return input(f"rank {rank} | {prompt}"), ""
-        except KeyboardInterrupt:
-            self._caught.received.append(signal.SIGINT)
-            return "", INTERRUPTED
-        except Exception as error:  # the frontend does not support input()
-            return "", f"input() is not possible here ({error})"
-        finally:
-            signal.signal(signal.SIGINT, handler)
 
     # -- ranks that hang ----------------------------------------------------------------------------------------
 

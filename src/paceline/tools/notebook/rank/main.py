@@ -8,23 +8,23 @@ import getpass
 import io
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 import paceline
 from paceline.core.processes.world import current, usable_backends
+from paceline.errors import UsageError
 from paceline.launch.rank.failure_record import consequence
-from paceline.tools.notebook.messages import SETTING, Failure
-from paceline.tools.notebook.rank.shell import Channel, RankShell, asking
+from paceline.tools.notebook.messages import Failure
+from paceline.tools.notebook.rank.shell import Channel, RankShell
 
 
 @dataclass
@@ -33,9 +33,6 @@ class Rank:
 
     channel: Channel
     shell: RankShell
-    backend: str | None
-    gpu_id: int | None
-    """GPU of this rank in the kernel's numbering; None on the CPU or if paceline.init() chooses."""
     is_busy: bool = False
     """Whether a request is running, which an interrupt would end."""
 
@@ -52,8 +49,6 @@ class Rank:
         }
         while True:
             kind, *arguments = self.channel.receive()
-            if kind == "answer":  # a late answer, because the question was interrupted
-                continue
             result, failure = None, None
             try:
                 self.is_busy = True
@@ -76,14 +71,10 @@ class Rank:
         elif self.is_busy:
             raise KeyboardInterrupt
 
-    def join(self) -> str:
+    def join(self, backend: str | None) -> str:
         """Create the process group, set variables such as ``rank`` for the cells, and return :meth:`place`."""
-        world = paceline.init(self.backend)
-        gpu_id = self.gpu_id
-        if world.device.type == "cpu":
-            gpu_id = None
-        elif gpu_id is None:
-            gpu_id = world.device.index
+        world = paceline.init(backend)
+        gpu_id = None if world.device.type == "cpu" else world.device.index
         self.shell.user_ns.update(rank=world.rank, world_size=world.size, device=world.device, gpu_id=gpu_id)
         return self.place()
 
@@ -118,30 +109,29 @@ class _Leaving(Exception):
     """Raised to leave a world without waiting for other ranks."""
 
 
-def connect(setting: str) -> Connection:
-    """Connect to the kernel that `setting` describes: a hexadecimal address and a secret."""
-    address, word = setting.split(":")
-    kernel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    kernel.connect(bytes.fromhex(address))
-    connection = Connection(kernel.detach())
-    connection.send_bytes(f"{word} {os.environ['RANK']}".encode())
+def connect() -> Connection:
+    """Return the connection to the kernel, which is the standard input; replace that with an empty one."""
+    connection = Connection(os.dup(0))  # programs started by cells do not inherit the copy
+    with open(os.devnull) as empty:
+        os.dup2(empty.fileno(), 0)
     return connection
+
+
+def refuse_input(*_: object, **__: object) -> NoReturn:
+    """Replacement for ``input`` and ``breakpoint``, because a rank has no terminal."""
+    raise UsageError("input() and debuggers do not work on ranks; assign or print values in a cell")
 
 
 def main() -> None:
     """Run as a rank of the kernel that started this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C during the start must not end the rank
     faulthandler.enable()
-    # Remove the secret from the environment, so that programs started by cells do not get it.
-    connection = connect(os.environ.pop(SETTING))
-    channel = Channel(connection)
-    options = channel.receive()[0]
+    channel = Channel(connect())
     shell = RankShell.start(channel)
-    # A rank has no terminal, so questions go through the kernel.
-    builtins.input = asking(channel)
-    getpass.getpass = asking(channel)
+    builtins.input = getpass.getpass = sys.breakpointhook = refuse_input
     sys.argv = [""]  # as in a Jupyter kernel
     try:
-        Rank(channel, shell, options["backend"], options["gpu_id"]).serve()
+        channel.send("ready")
+        Rank(channel, shell).serve()
     except (EOFError, ConnectionError):
         os._exit(0)  # destroying the process group would wait for peers that may be gone

@@ -1,11 +1,11 @@
-"""The IPython shell of a rank, which sends errors, figures and questions to the kernel."""
+"""The IPython shell of a rank, which sends errors and figures to the kernel."""
 
 from __future__ import annotations
 
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -19,7 +19,7 @@ from traitlets.config import Config
 
 from paceline.errors import PacelineError
 from paceline.launch.rank.failure_record import consequence
-from paceline.tools.notebook.messages import INTERRUPTED, Failure
+from paceline.tools.notebook.messages import Failure
 
 PLAIN = "text/plain"
 _LIBRARIES = re.compile(r"/(torch|paceline)/")
@@ -31,8 +31,6 @@ class Channel:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
-        self._questions = 0
-        """Number of the last question; its answer has the same number."""
         self.in_message = False
         """Whether the main thread is in the middle of a message, which must not be interrupted."""
         self.is_due = False
@@ -64,17 +62,6 @@ class Channel:
         """Wait for the next message."""
         message: tuple[Any, ...] = self._connection.recv()
         return message
-
-    def ask(self, prompt: str) -> tuple[str, str]:
-        """Ask the user through the kernel. Return the answer, or an empty string and the reason."""
-        self._questions += 1
-        self.send("ask", self._questions, prompt)
-        while True:
-            self._connection.poll(None)  # not in _undivided(), so that an interrupt can end the wait
-            with self._undivided():
-                kind, number, *answer = self.receive()
-            if (kind, number) == ("answer", self._questions):  # other numbers belong to interrupted questions
-                return answer[0], answer[1]
 
 
 class RankDisplay(DisplayPublisher):
@@ -198,17 +185,3 @@ def users_part(trace: TracebackType | None) -> TracebackType | None:
 def _failure(kind: type[BaseException], error: Any, lines: list[str]) -> Failure:
     broken = isinstance(error, BaseException) and consequence(error) is not None
     return Failure(kind.__name__, str(error), tuple(lines), broken or kind.__name__ == "DesyncError")
-
-
-def asking(channel: Channel) -> Callable[..., str]:
-    """Return a replacement for ``input`` that asks the user through the kernel."""
-
-    def ask(prompt: object = "") -> str:
-        answer, problem = channel.ask(str(prompt))
-        if problem == INTERRUPTED:
-            raise KeyboardInterrupt
-        if problem:
-            raise EOFError(problem)
-        return answer
-
-    return ask
