@@ -20,7 +20,7 @@ _latest: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
 
 def accumulate(
-    model: DistributedDataParallel, batches: Iterable[Batch], every: int | None = None, total: int | None = None
+    model: DistributedDataParallel, batches: Iterable[Batch], every: int | None = None
 ) -> Generator[Batch, None, None]:
     """Iterate over `batches` in windows of `every`; only the last batch of each window synchronizes gradients.
 
@@ -34,14 +34,13 @@ def accumulate(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    To recognize the last batch, this function uses `total` if given, otherwise the iterable's ``at_last`` (which
-    :class:`paceline.data.DataLoader` has), otherwise its length. An iterable without any of these (a generator,
-    ``map``, ``enumerate``) is read one batch ahead, so a loader inside it counts one batch too many as consumed, and a
-    checkpoint would skip that batch. To avoid this, wrap the result instead,
-    ``tqdm(accumulate(model, loader, every=4))``, or pass `total`.
+    To recognize the last batch, this function uses the iterable's ``at_last`` (which :class:`paceline.data.DataLoader`
+    has), otherwise its length. An iterable without either (a generator, ``map``, ``enumerate``) is read one batch
+    ahead, so a loader inside it counts one batch too many as consumed, and a checkpoint would skip that batch. To avoid
+    this, wrap the result instead: ``tqdm(accumulate(model, loader, every=4))``.
 
     For a model with ``virtual_ranks``, the function iterates over this rank's slices of each global batch, and
-    gradients are synchronized in the last slice. Omit `every` and `total`; `batches` must be a
+    gradients are synchronized in the last slice. Omit `every`; `batches` must be a
     :class:`paceline.data.DataLoader`, whose number of slices this function sets. Each slice has separate random
     streams. Empty slices of a short last batch are skipped; if all of a rank's slices are empty, ``None`` is yielded
     once: call ``model.sync_gradients()`` for it. With ``check_compute_every``, a slice may be yielded again; in that
@@ -51,24 +50,21 @@ def accumulate(
         model: the wrapper; ``model.do_sync`` is true if the current batch is the last of its window.
         batches: any iterable.
         every: number of micro-batches per window, at least 1.
-        total: the number of batches that `batches` will yield; for a resumed epoch, the number that remain.
 
     Raises:
-        UsageError: if `every` is less than 1 or `total` less than 0; at the end, if the last window was not
-            synchronized because the number of batches did not match `total` or the length.
+        UsageError: if `every` is less than 1; at the end, if the last window was not synchronized because the number
+            of batches did not match the length.
     """
     if (count := model.virtual_ranks) is not None:
-        if every is not None or total is not None:
-            raise UsageError(
-                f"a model with virtual_ranks={count} accumulates over its slices; leave every and total out"
-            )
+        if every is not None:
+            raise UsageError(f"a model with virtual_ranks={count} accumulates over its slices; leave every out")
         yield from _slices(model, batches, count)
         return
-    yield from _windows(model, batches, every, total)
+    yield from _windows(model, batches, every)
 
 
 def _windows(
-    model: DistributedDataParallel, batches: Iterable[Batch], every: int | None, total: int | None
+    model: DistributedDataParallel, batches: Iterable[Batch], every: int | None
 ) -> Generator[Batch, None, None]:
     if every is None:
         raise UsageError("pass every= to accumulate(), or virtual_ranks= to the model")
@@ -79,15 +75,11 @@ def _windows(
         )
     if every < 1:
         raise UsageError(f"accumulate(every={every}): a window holds at least 1 micro-batch")
-    if total is not None and total < 0:
-        raise UsageError(f"accumulate(total={total}): give the number of batches, at least 0, or leave it out")
-    if total is None and not hasattr(batches, "at_last"):
-        total = _length(batches)
-    pairs: Iterator[tuple[Batch, bool]]
-    if total is not None:
-        pairs = ((batch, count == total) for count, batch in enumerate(batches, start=1))
-    else:
-        pairs = _reported(batches) if hasattr(batches, "at_last") else _looked_ahead(batches)
+    length, pairs = None, _looked_ahead(batches)
+    if hasattr(batches, "at_last"):
+        pairs = _reported(batches)
+    elif (length := _length(batches)) is not None:
+        pairs = ((batch, count == length) for count, batch in enumerate(batches, start=1))
     count, synchronized, loop = 0, True, object()
     try:
         for count, (batch, last) in enumerate(pairs, start=1):
@@ -99,9 +91,9 @@ def _windows(
             model.enable_grad_sync()
     if not synchronized:
         raise UsageError(
-            f"accumulate expected {total} batches but got {count}, so the last window's gradients were not "
-            "synchronized; pass total=, the number of batches left in the epoch, or wrap accumulate's result instead "
-            "of the loader (for example in tqdm)"
+            f"accumulate expected {length} batches but got {count}, so the last window's gradients were not "
+            "synchronized; wrap accumulate's result instead of the loader (for example in tqdm), or pass "
+            "iter(batches), which has no length"
         )
 
 

@@ -89,7 +89,7 @@ def _distance(first: Tensor, second: Tensor) -> str:
     return f" by up to {float((first.to(wide) - second.to(wide)).abs().max()):.3g}"
 
 
-def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool = True, repeated: int = 0) -> None:
+def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool = True) -> None:
     """Assert that no sample is repeated within epoch 0 or epoch 1, and that the two epochs have different orders.
 
     All ranks must call it. Samples with the same values count as the same sample.
@@ -98,7 +98,6 @@ def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool =
         epoch: returns this rank's batches of the epoch with the given number. Batches are tensors, or lists, tuples or
             dictionaries of tensors whose first dimension counts samples.
         shuffled: whether the orders of the two epochs must differ.
-        repeated: number of samples that may be repeated in an epoch, because samplers may pad the last batches.
 
     Raises:
         AssertionError: on every rank. Names the epoch and the ranks.
@@ -108,7 +107,7 @@ def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool =
     epochs: list[list[list[str]]] = []
     for number in (0, 1):
         epochs.append(gather([sample for batch in epoch(number) for sample in _samples(batch)]))
-        _check_split(epochs[-1], number, repeated)
+        _check_split(epochs[-1], number)
     # With one or two samples, the order is often the same by chance.
     if shuffled and epochs[0] == epochs[1] and len(epochs[1][0]) > 2:
         raise AssertionError(
@@ -117,7 +116,7 @@ def assert_data_is_split(epoch: Callable[[int], Iterable[Any]], shuffled: bool =
         )
 
 
-def _check_split(by_rank: list[list[str]], number: int, repeated: int) -> None:
+def _check_split(by_rank: list[list[str]], number: int) -> None:
     __tracebackhide__ = True
     owners: dict[str, int] = {}
     twice: Counter[tuple[int, int]] = Counter()
@@ -126,12 +125,12 @@ def _check_split(by_rank: list[list[str]], number: int, repeated: int) -> None:
             if sample in owners:
                 twice[owners[sample], rank] += 1
             owners.setdefault(sample, rank)
-    if twice.total() > repeated:
+    if twice:
         [((first, second), count)] = twice.most_common(1)
         whose = f"rank {first} repeats" if first == second else f"ranks {first} and {second} share"
         raise AssertionError(
             f"in epoch {number} {whose} {count} of {len(by_rank[second])} samples; give every rank a sampler that "
-            "splits the data, with the same seed on all ranks"
+            "splits the data without padding, with the same seed on all ranks"
         )
 
 

@@ -40,7 +40,6 @@ def assert_equals_one_process(
     wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
     step: Step = plain_step,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd,
-    rtol: float | None = None,
 ) -> None:
     """Assert that training on all ranks gives the gradients and weights of one process with the whole global batch.
 
@@ -56,7 +55,6 @@ def assert_equals_one_process(
         wrap: wraps the module: torch's wrapper, Paceline's, or a similar one.
         step: runs one training step of the wrapper or the copy on inputs and targets. Its loss must be a mean.
         optimizer: makes the optimizer from the parameters.
-        rtol: tolerance relative to the largest element of a tensor; by default it depends on the dtype.
 
     Raises:
         AssertionError: at the first difference. Names the step, the rank, the parameter and the likely mistake.
@@ -84,7 +82,7 @@ def assert_equals_one_process(
             )
         step(model, optimizers[0], local_inputs, local_targets)
         step(twin, optimizers[1], inputs, targets)
-        difference = gradient_difference(module, twin, size, rtol) or weight_difference(module, twin, rtol)
+        difference = gradient_difference(module, twin, size) or weight_difference(module, twin)
         _agree(f"step {number}, rank {rank}: {difference}" if difference else "")
 
 

@@ -41,9 +41,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(
-    model: DistributedDataParallel, evaluation: Evaluation, after_batch: Callable[[], None] | None = None
-) -> dict[str, float]:
+def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str, float]:
     """Return the mean of each metric over all samples of the evaluation's loader. Collective; equal on every rank.
 
     If ``evaluation.derive`` is set, its result for the means is returned instead. The module runs without its wrapper,
@@ -53,7 +51,6 @@ def evaluate(
     Args:
         model: the wrapped model.
         evaluation: the data and metrics.
-        after_batch: called after each batch; an exception in it ends the evaluation.
 
     Raises:
         DesyncError: if ranks differ in the evaluation's data.
@@ -76,8 +73,6 @@ def evaluate(
                 totals[row] += torch.tensor(
                     [*(float(sums[name]) for name in evaluation.names), float(count)], dtype=torch.float64
                 )
-            if after_batch is not None:
-                after_batch()
     totals = all_sum(totals, model).sum(0)
     # strict=False, because the last total is the number of samples.
     means = {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}

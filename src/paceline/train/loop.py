@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -256,9 +256,15 @@ class Loop:
 
     def _evaluate(self, evaluation: Evaluation, log: Loggers, display: ProgressDisplay, is_save_due: bool) -> None:
         """Evaluate, and pass the result to the scheduler, the callbacks, the loggers and the saves."""
+
+        def interruptible_sums(module: torch.nn.Module, batch: Any) -> Any:
+            sums = evaluation.sums(module, batch)
+            self.interrupts.check()
+            return sums
+
         self._count_time()
         with self.step.autocast(), self.callbacks.evaluating():
-            metrics = evaluate(self.model, evaluation, self.interrupts.check)
+            metrics = evaluate(self.model, replace(evaluation, sums=interruptible_sums))
         self._clock = time.perf_counter()
         # Checked here because the names that derive() returns are unknown before the first evaluation.
         validate_metrics(self.wanted, metrics)

@@ -94,19 +94,16 @@ def test_batches_of_known_number_are_not_fetched_ahead(pools: Pools) -> None:
 def counted(world: World) -> None:
     model = DistributedDataParallel(Deep())
     expected = [False, True, False, True, True]
-    for batches, total in ((Counted(5, 5), None), (Counted(5, 99), 5)):
-        seen = []
-        for batch in accumulate(model, batches, 2, total):
-            assert batches.given == batch
-            seen.append(model.do_sync)
-        assert seen == expected
-    assert [model.do_sync for _ in accumulate(model, map(str, range(5)), 2, total=5)] == expected
+    batches, seen = Counted(5, 5), []
+    for batch in accumulate(model, batches, 2):
+        assert batches.given == batch
+        seen.append(model.do_sync)
+    assert seen == expected
+    assert [model.do_sync for _ in accumulate(model, iter(Counted(5, 99)), 2)] == expected
     assert [model.do_sync for _ in accumulate(model, TorchLoader(range(5)), 2)] == expected
     # A length that says too much, but no window is left open; and one that is a guess, so it does not count.
     assert [model.do_sync for _ in accumulate(model, Counted(4, 5), 2)] == expected[:4]
     assert [model.do_sync for _ in accumulate(model, TorchLoader(Guessed()), 2)] == expected
-    with pytest.raises(UsageError, match=r"accumulate\(total=-1\)"):
-        next(accumulate(model, [1], 2, total=-1))
 
 
 class Guessed(IterableDataset[int]):
