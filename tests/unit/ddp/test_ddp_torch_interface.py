@@ -245,6 +245,8 @@ def framework_calls(world: World) -> None:
     assert (model.bucket_bytes_cap, model.dim, model.device_type) == (2 * 2**20, 1, "cpu")
     assert model.will_sync_module_buffers()
     assert model._find_common_rank(world.rank, True) == world.size - 1
+    data = model._get_ddp_logging_data()
+    assert (data["world_size"], data["rank"], data["iteration"]) == (world.size, world.rank, 1)
     with pytest.raises(AttributeError, match="only prepare_for_backward"):
         model.reducer.get_backward_stats  # noqa: B018
     with pytest.raises(UsageError, match="does not have"):

@@ -29,6 +29,7 @@ class SyncControl(Joinable):
     device: torch.device
     process_group: dist.ProcessGroup
     forward_sync_buffers: bool
+    _has_joined: bool
     _connection: Connection | None
     """The parts that communicate with other ranks; None on a single rank, and in a copy until it is trained."""
     _engine: GradientEngine
@@ -259,6 +260,7 @@ class SyncControl(Joinable):
                 f"join cannot be combined with virtual_ranks={count}, whose tree of sums does not account for ranks "
                 "that run out of data; leave one of the two out"
             )
+        self._has_joined = True
         self._engine.resync_aborted()
         if dist.get_world_size(self.process_group) > 1:
             self._engine.connected()  # now, because not all ranks may run a copy's first backward

@@ -57,7 +57,10 @@ def read_folder(folder: Path) -> Splits:
 def read_pairs(file: Path) -> list[Pair]:
     """Read the rows of a file."""
     pairs: list[Pair] = []
-    lines = file.read_bytes().removeprefix(BOM_UTF8).rstrip(b"\r\n").split(b"\n")
+    try:
+        lines = file.read_bytes().removeprefix(BOM_UTF8).rstrip(b"\r\n").split(b"\n")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}; give another folder") from error
     for number, line in enumerate(lines, 1):
         try:
             # Not the csv module, which joins lines between quotation marks.

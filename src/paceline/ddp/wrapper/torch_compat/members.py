@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise UsageError(
-            f"DistributedDataParallel.{name} is part of torch's own reducer, which Paceline does not have; "
+            f"DistributedDataParallel.{name} drives torch's own reducer, which Paceline does not have; "
             "docs/drop-in.md lists what to use instead"
         )
 
@@ -78,6 +78,8 @@ class TorchMembers:
     use_side_stream_for_tensor_copies = False
     is_multi_device_module = False
     _use_python_reducer = False
+    _has_joined = False
+    """Whether the wrapper was ever part of a ``join``."""
     _authoritative_rank = 0
     """The rank whose model was copied to all ranks when the last ``join`` ended."""
     reducer = InertMember("reducer", "prepare_for_backward", "prepare_for_forward", "_rebuild_buckets")
@@ -207,6 +209,18 @@ class TorchMembers:
     def _check_reducer_finalized(self) -> None:
         self._engine.check_idle()
 
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return the entries of torch's logging data that change with the job, under torch's names."""
+        return {
+            "backend_name": dist.get_backend(self.process_group),
+            "bucket_sizes": ", ".join(map(str, self._engine.bucket_bytes())),
+            "world_size": dist.get_world_size(self.process_group),
+            "rank": dist.get_rank(self.process_group),
+            "iteration": self._replica.ledger.synchronizations,
+            "join_uneven_inputs": self._has_joined,
+            "has_error": 0,
+        }
+
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             raise UsageError(f"the sample rate of runtime logging must be at least 1, not {sample_rate}")
@@ -229,7 +243,6 @@ class TorchMembers:
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
         raise err_type(err_msg)
 
-    _get_ddp_logging_data = _refusing("_get_ddp_logging_data")
     _register_fused_optim = _refusing("_register_fused_optim")
     _register_buffer_comm_hook = _refusing("_register_buffer_comm_hook")
     _delayed_all_reduce_hook = _refusing("_delayed_all_reduce_hook")
