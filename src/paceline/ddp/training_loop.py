@@ -92,8 +92,8 @@ def _windows(
     if not synchronized:
         raise UsageError(
             f"accumulate expected {length} batches but got {count}, so the last window's gradients were not "
-            "synchronized; wrap accumulate's result instead of the loader (for example in tqdm), or pass "
-            "iter(batches), which has no length"
+            "synchronized; wrap accumulate's result instead of the loader (for example in tqdm); if the length "
+            "of torch's loader is wrong, pass (batch for batch in loader)"
         )
 
 

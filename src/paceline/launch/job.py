@@ -78,7 +78,7 @@ class Job:
         for name, value, minimum in (
             ("nproc", self.nproc, 1),
             ("max_restarts", self.max_restarts or 0, 0),
-            ("grace", self.grace, 0),
+            ("shutdown_timeout", self.grace, 0),
         ):
             if value < minimum:
                 raise UsageError(f"{name}={value} is less than {minimum}; give {minimum} or more")

@@ -51,6 +51,8 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
         try:
             run(options)
         except ChildFailedError as error:
+            for failure in error.failures.values() if options.log_dir == temporary else ():
+                failure.error_file = "<N/A>"  # torch's name for none: the folder is about to be removed
             say(str(ChildFailedError(title_of(command), error.failures)))
             return 1
         except (RendezvousError, DistError) as error:
@@ -65,9 +67,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
             if type(error) is not ValueError:  # not about an option, such as a JSONDecodeError
                 raise
             reason = " ".join(str(error).split())
-            raise UsageError(
-                f"the rendezvous cannot be made: {reason}; check --rdzv-backend, --rdzv-endpoint and --rdzv-conf"
-            ) from None
+            raise UsageError(f"torchrun's launcher refuses these options: {reason}; correct them") from None
         except SignalException as stop:
             return farewell(stop.sigval)
     return 0

@@ -16,6 +16,7 @@ from paceline.errors import UsageError
 _NAMES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 _ELEMENTWISE = {getattr(torch.optim, name) for name in [*_NAMES, "SparseAdam"]}
 _TENSORWISE = {*_ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon}
+_DECLARATION = ". If every parameter's update depends on that parameter alone, set {}.updates_tensors_separately = True"
 
 
 def is_elementwise(optimizer_class: type[Optimizer]) -> bool:
@@ -30,7 +31,7 @@ def _is_tensorwise(optimizer_class: type[Optimizer]) -> bool:
     This holds for a class with ``updates_tensors_separately = True``, for torch's optimizers except LBFGS, and for
     subclasses of these that override none of their attributes except special methods, such as ``__init__``.
     """
-    if getattr(optimizer_class, "updates_tensors_separately", False) is True:
+    if vars(optimizer_class).get("updates_tensors_separately") is True:  # subclasses may change the update
         return True
     for base in optimizer_class.__mro__:
         if base in _TENSORWISE:
@@ -59,8 +60,8 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
         raise UsageError(f"{name}(differentiable=True) cannot be sharded; remove this option")
     if not _is_tensorwise(optimizer_class):
         raise UsageError(
-            f"{name} may combine tensors in an update; use it without ShardedOptimizer, or declare that it does not: "
-            f"{name}.updates_tensors_separately = True"
+            f"{name} may combine tensors in an update; use it without ShardedOptimizer"
+            + ("" if issubclass(optimizer_class, torch.optim.LBFGS) else _DECLARATION.format(name))
         )
     if by == "element" and not is_elementwise(optimizer_class):
         raise UsageError(

@@ -59,8 +59,8 @@ class TrainingStep:
             # GradScaler's default, 2**16, is for a mean. Gradients of a sum are larger by the number of samples, here
             # rounded up to a power of two, by which scaling is exact.
             samples = math.ceil(batch_size / (model.virtual_ranks or dist.get_world_size()))
-            first_scale = 2.0 ** (16 - (samples - 1).bit_length())
-            self.scaler = GradScaler(model.device.type, init_scale=first_scale)
+            self._first_scale = 2.0 ** (16 - (samples - 1).bit_length())
+            self.scaler = GradScaler(model.device.type, init_scale=self._first_scale)
             # GradScaler.step() does not return whether it skipped the optimizer's step.
             optimizer.register_step_post_hook(self._note_step)
 
@@ -96,7 +96,8 @@ class TrainingStep:
         else:
             self._has_stepped = False
             self.scaler.step(self._optimizer)
-            self.scaler.update()
+            is_unfit = not self._has_stepped and self.scaler.get_scale() == self._first_scale
+            self.scaler.update(self._scale_for_weight() if is_unfit else None)
         self._optimizer.zero_grad()
         # Also clear gradients outside the optimizer, which would accumulate over the whole run.
         self._model.zero_grad()
@@ -108,6 +109,11 @@ class TrainingStep:
                 'check the loss of the latest batches, or train with precision="bf16"'
             )
         return False
+
+    def _scale_for_weight(self) -> float:
+        """Return the scale for sums over more items than samples, such as tokens, given the weight of this step."""
+        weight = self._model.total_weight / dist.get_world_size()
+        return min(self._first_scale / 2, 2.0 ** (16 - max(0, math.frexp(weight)[1])))
 
     def drop(self) -> None:
         """Forget the losses since the last step."""

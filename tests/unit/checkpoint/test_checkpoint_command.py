@@ -148,7 +148,7 @@ def test_verify_names_a_format_that_it_cannot_read(run_folder: Path, command: Co
     path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
     done = command("verify", run_folder)
     assert done.code == 1
-    assert "step 3: damaged: manifest.json: format_version is 2, but this Paceline reads 1\n" in done.out
+    assert "step 3: damaged: manifest.json: format_version is 2, but this Paceline reads 1; use the one" in done.out
     told = json.loads(command("list", run_folder, "--json").out)
     assert [each["state"] for each in told["checkpoints"]] == ["complete", "complete", "damaged"]
     assert told["latest"] == 2

@@ -165,5 +165,5 @@ def test_a_rank_that_no_server_forks_runs_cells_and_its_death_is_noticed(unforke
 def test_a_rank_that_ends_during_its_start_is_an_error_with_its_output(unforked: Processes, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('no torch here')")
     unforked._environments[0]["PYTHONPATH"] = str(tmp_path)
-    with pytest.raises(PacelineError, match=r"rank 0 ended during its start \(exit code 1\): no torch here"):
+    with pytest.raises(PacelineError, match=r"rank 0 exited while starting \(exit code 1\): no torch here"):
         unforked.spawn([0])

@@ -73,7 +73,10 @@ def parse(raw: bytes) -> Manifest:
         raise ValueError("it is not a JSON object")
     version = body.get("format_version")
     if version != FORMAT_VERSION:
-        raise ValueError(f"format_version is {strict_json.shown(version)}, but this Paceline reads {FORMAT_VERSION}")
+        shown = strict_json.shown(version)
+        raise ValueError(
+            f"format_version is {shown}, but this Paceline reads {FORMAT_VERSION}; use the one that wrote it"
+        )
     try:
         aliases = body["aliases"]
         files = tuple(_file_in(entry, aliases) for entry in body["files"])

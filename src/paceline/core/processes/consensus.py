@@ -43,9 +43,9 @@ def here() -> World:
 
 
 def is_alone() -> bool:
-    """Return whether this process is the only rank and was not started by our launcher."""
+    """Return whether this process is the only rank and was not started by our launcher or torchrun's."""
     # Spell out the name instead of importing it, because the launcher's package is above this package.
-    return here().size == 1 and "PACELINE_LAUNCHER" not in os.environ
+    return here().size == 1 and os.environ.keys().isdisjoint(("PACELINE_LAUNCHER", "TORCHELASTIC_RUN_ID"))
 
 
 def decide(world: World, question: Callable[[], Any]) -> Any:

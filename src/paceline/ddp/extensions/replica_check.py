@@ -9,7 +9,7 @@ synchronized backward pass, when all ranks are at the same step. Only if the num
 find the parameter.
 
 Optimizer state is not compared: a difference is found once it has changed a parameter. Nor are buffers: a broadcast
-makes them equal in every step, and buffers that are not broadcast, such as BatchNorm's running statistics, may differ.
+makes them equal in every step, and with ``broadcast_buffers=False`` they may differ, as BatchNorm's statistics do.
 
 Decision 0058 says why.
 """

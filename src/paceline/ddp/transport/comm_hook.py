@@ -24,6 +24,7 @@ from torch import Tensor
 
 from paceline.core.output.wording import with_article
 from paceline.core.telemetry.spans import BUCKET_WAIT, Recorder
+from paceline.core.telemetry.users_code import place_in
 from paceline.core.torch_internals.distributed.ddp import Future
 from paceline.core.torch_internals.distributed.ddp import GradBucket as TorchGradBucket
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
@@ -154,7 +155,8 @@ class HookFinisher(Finisher):
         except PacelineError:
             raise
         except Exception as error:
-            raise HookError(f"{where}, raised {type(error).__qualname__}: {error}; fix the hook") from error
+            raised = f"{type(error).__qualname__}: {error}{place_in(error.__traceback__)}"
+            raise HookError(f"{where}, raised {raised}; fix the hook") from error
         if not isinstance(future, Future):
             raise HookError(
                 f"{where}, returned {with_article(type(future).__qualname__)}; return a "

@@ -13,7 +13,7 @@ from paceline.launch.failures.verdict import Cause
 from paceline.launch.rank.failure_record import CUT, Record
 
 MAYBE, LOST_A_PEER = 1, 2
-_FRAME = re.compile(r'\s*File ".*')
+_FRAME = re.compile(r'[\s|]*File ".*')  # with the bars of exception groups
 SETTLE_S = 0.3  # time to wait for other ranks to fail independently
 CAUSE_S = 1.0  # time to wait if all known failures are consequences
 LEAVE_S = 2.0  # time to wait if a rank is about to leave, which may be the cause

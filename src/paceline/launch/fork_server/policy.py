@@ -31,7 +31,7 @@ LIBRARY = (
 
 _READ_AT_IMPORT = r"(?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL|ELASTIC_|I_)(?=\w*_\w)\w+"
 SET_BEFORE_IMPORT = re.compile(
-    rf"""(?<!\.get\()(?<!getenv\()["']({_READ_AT_IMPORT})["']|[(,](?:\s|#.*\n)*({_READ_AT_IMPORT})\s*=(?!=)"""
+    rf"""(?<!\.get\()(?<!getenv\()["']({_READ_AT_IMPORT})["']|[(,](?:\s*#.*\n){{0,9}}\s*({_READ_AT_IMPORT})\s*=(?!=)"""
 )
 """Environment variables that torch or one of its libraries reads when it is imported, in quotes or as keywords."""
 

@@ -189,8 +189,8 @@ def top(
 ) -> None:
     """Show the ranks of a running job live: step, phase, step time, waiting time, and the rank that others wait for.
 
-    Works with every job of paceline run, train and profile on this host. If stdout is not a terminal, the table is
-    printed once. Ctrl-C ends the view, not the job.
+    Shows jobs of paceline run, train, compare and profile that run on this host alone. If stdout is not a terminal, the
+    table is printed once. Ctrl-C ends the view, not the job.
     """
     from paceline.tools.top.top_command import run_top
 

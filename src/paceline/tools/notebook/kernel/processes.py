@@ -154,7 +154,7 @@ class Processes:
                 with suppress(EOFError, OSError):  # the rank is exiting
                     process.connection.recv()
                     return
-        how = "did not start in time" if code is None else f"ended during its start ({End(rank, code, 0).how})"
+        how = "did not start in time" if code is None else f"exited while starting ({End(rank, code, 0).how})"
         printed = process.read().decode(errors="replace").strip()
         raise PacelineError(f"rank {rank} {how}{': ' + printed if printed else ''}")
 
