@@ -118,7 +118,7 @@ def test_late_gradients_in_half_precision_do_not_overflow_in_the_sum(pools: Pool
 
 
 def refused_together(world: World) -> None:
-    with pytest.raises(UsageError, match="_register_fused_optim is part of torch's own reducer"):
+    with pytest.raises(UsageError, match="_register_fused_optim drives torch's own reducer"):
         DistributedDataParallel(nn.Linear(2, 2))._register_fused_optim(torch.optim.SGD, lr=0.1)
     net = nn.Linear(2, 2)
     step_in_backward(torch.optim.SGD, net.parameters(), 0.1)
