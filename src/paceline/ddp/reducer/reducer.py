@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from paceline.core.telemetry.spans import Recorder, recorder
 from paceline.core.torch_internals.autograd import Accumulators
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.control_block import ControlBlock
@@ -77,7 +76,7 @@ class Reducer(Step):
         self.buckets = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype, tail)
         self.digest = StatusDigest(channel.rank, channel.size)
         self.late_reading = LateReading(is_wanted=channel.host is not channel, patience=patience())
-        self.finisher: Finisher = AllReduce(channel, recorder, ledger)
+        self.finisher: Finisher = AllReduce(channel, ledger)
         self.exposed_time = ExposedTime(parameters[0].device if parameters else torch.device("cpu"))
         self.forwards = PendingForwards(ledger, self.backward_reached)
         self.extensions = Extensions([])
@@ -198,10 +197,10 @@ class Reducer(Step):
         place = others.index(before)
         self.extend([*others[:place], slices, *others[place:]])
 
-    def use_finisher(self, make: Callable[[Channel, Recorder], Finisher]) -> None:
+    def use_finisher(self, make: Callable[[Channel], Finisher]) -> None:
         """Use the finisher returned by `make`, starting with the next backward pass. All ranks call this."""
         self.resync_aborted()
-        self.finisher = make(self.channel, recorder)
+        self.finisher = make(self.channel)
         self._place_digest()
 
     def connected(self) -> Reducer:

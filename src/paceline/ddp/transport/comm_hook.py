@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.output.wording import with_article
-from paceline.core.telemetry.spans import BUCKET_WAIT, Recorder
+from paceline.core.telemetry.spans import BUCKET_WAIT, recorder
 from paceline.core.telemetry.users_code import place_in
 from paceline.core.torch_internals.distributed.ddp import Future
 from paceline.core.torch_internals.distributed.ddp import GradBucket as TorchGradBucket
@@ -126,14 +126,13 @@ class HookFinisher(Finisher):
         ledger: Ledger,
         timeout: timedelta | None,
         channel: Channel,
-        recorder: Recorder,
         *,
         layers_first: bool = False,
     ) -> None:
         self.layers_first = layers_first
         self._state, self._hook, self._parameters = state, hook, parameters
         self._ledger, self._timeout = ledger, timeout
-        self._rank, self._channel, self._recorder = channel.rank, channel, recorder
+        self._rank, self._channel = channel.rank, channel
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Return True if ranks without data take part, because they do not know when buckets fill."""
@@ -145,8 +144,8 @@ class HookFinisher(Finisher):
 
     def launch(self, bucket: Bucket, number: int) -> Launched:
         """Call the hook."""
-        if self._recorder.bucket_watch is not None:
-            show_own(self._recorder.bucket_watch, self._ledger, bucket.flat, 1.0)
+        if recorder.bucket_watch is not None:
+            show_own(recorder.bucket_watch, self._ledger, bucket.flat, 1.0)
         where = f"rank {self._rank}: communication hook {name_of(self._hook)!r}, called for bucket {number}"
         shown = GradBucket.of(bucket, self._parameters, number, last=bucket.is_last)
         self.has_failed = True  # until the hook has returned a future
@@ -168,7 +167,7 @@ class HookFinisher(Finisher):
     def wait(self, buckets: Sequence[Launched], block: Launched | None) -> None:
         """Wait for the hook's results and copy them into the buckets, then wait for the block."""
         for number, answer in enumerate(buckets):
-            with self._recorder.span(BUCKET_WAIT, number):
+            with recorder.span(BUCKET_WAIT, number):
                 answer.wait()
         if block is not None:
             self._channel.wait(block, CONTROL_EXCHANGE)
@@ -178,7 +177,7 @@ class HookFinisher(Finisher):
         factor = compute_correction(notes)
         if factor != 1.0:
             multiply_each([bucket.flat for bucket in buckets], factor)
-        if (watch := self._recorder.bucket_watch) is not None:
+        if (watch := recorder.bucket_watch) is not None:
             for bucket in buckets:
                 watch.averaged(bucket.flat)
 

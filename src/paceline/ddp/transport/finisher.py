@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.comm.arithmetic import reduce_into
 from paceline.core.state.device_streams import is_queued
-from paceline.core.telemetry.spans import BUCKET_WAIT, COLLECTIVE, DONE, SENT, BucketWatch, Recorder, recorder
+from paceline.core.telemetry.spans import BUCKET_WAIT, COLLECTIVE, DONE, SENT, BucketWatch, recorder
 from paceline.core.torch_internals.profiler import is_profiling
 from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.digest import Notes
@@ -81,10 +81,8 @@ class AllReduce(Finisher):
 
     is_capturable = True
 
-    def __init__(
-        self, channel: Channel, recorder: Recorder, ledger: Ledger, sums: Sums | None = None, *, prescales: bool = True
-    ) -> None:
-        self._channel, self._ledger, self._recorder = channel, ledger, recorder
+    def __init__(self, channel: Channel, ledger: Ledger, sums: Sums | None = None, *, prescales: bool = True) -> None:
+        self._channel, self._ledger = channel, ledger
         self._prescales = prescales
         self.sums: Sums = channel if sums is None else sums
         """Sums tensors over the ranks."""
@@ -106,7 +104,6 @@ class AllReduce(Finisher):
 
     def launch(self, bucket: Bucket, number: int) -> Launched:
         """Launch the sum, in place."""
-        recorder = self._recorder
         if recorder.bucket_watch is not None:
             show_own(recorder.bucket_watch, self._ledger, bucket.flat, bucket.prescale)
         if bucket.prescale == 1.0 and bucket.flat.dtype is torch.float16:  # a sum of N may overflow, so divide first
@@ -114,11 +111,11 @@ class AllReduce(Finisher):
         return self._launch_in_detail(bucket, number) if recorder.detailed else self._reduce(bucket, number)
 
     def _launch_in_detail(self, bucket: Bucket, number: int) -> Launched:
-        self._recorder.mark(SENT, number)
+        recorder.mark(SENT, number)
         launched = self._reduce(bucket, number)
         if isinstance(launched, dist.Work) and bucket.flat.device.type == "cpu":
             # In shared memory, the reduction records this itself; on a GPU, torch's profiler does.
-            launched.get_future().add_done_callback(lambda _: self._recorder.mark(DONE, number))
+            launched.get_future().add_done_callback(lambda _: recorder.mark(DONE, number))
         return launched
 
     def _reduce(self, bucket: Bucket, _number: int) -> Launched:
@@ -126,7 +123,7 @@ class AllReduce(Finisher):
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None) -> None:
         """Wait for the buckets in the order of launch, then for the block."""
-        recorder, wait = self._recorder, self._channel.wait
+        wait = self._channel.wait
         box, is_recorded = recorder.box, recorder.on or is_profiling()
         # If only the black box records, all buckets share one context manager.
         told = None if box is None or is_recorded else box.span(BUCKET_WAIT)
@@ -149,7 +146,7 @@ class AllReduce(Finisher):
         for summed, compute in ((sums, compute_scale), (means, compute_correction)):
             if summed and (factor := compute(notes)) != 1.0:
                 multiply_each([bucket.flat for bucket in summed], factor)
-        if (watch := self._recorder.bucket_watch) is not None:
+        if (watch := recorder.bucket_watch) is not None:
             for bucket in buckets:
                 watch.averaged(bucket.flat)
 
