@@ -25,10 +25,10 @@ from paceline.errors import UsageError
 class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
     """Run a module on slices of every batch, with one thread and one replica per slice, and gather the outputs.
 
-    This is for the CPU, on which ``torch.nn.DataParallel`` does not parallelize; on GPUs use that class. The backward
-    pass sums the gradients of all replicas into the module's parameters. The first replica is the module itself. As in
-    torch, only this replica keeps changes that the forward pass makes to buffers and attributes. BatchNorm's running
-    statistics therefore come from the first slice.
+    Use it on the CPU, because ``torch.nn.DataParallel`` runs in parallel only on GPUs. The backward pass sums the
+    gradients of all replicas into the module's parameters. The first replica is the module itself. As in torch, only
+    this replica keeps changes that the forward pass makes to buffers and attributes. BatchNorm's running statistics
+    therefore come from the first slice.
 
     Args:
         module: the module to replicate, on the CPU.

@@ -56,8 +56,8 @@ class TrainingStep:
         self._window: list[tuple[Tensor, float, int]] = []  # losses, weights and slice numbers since the last step
         self._has_stepped = False  # whether the optimizer has stepped since finish() was called
         if config.precision == "fp16":
-            # GradScaler's default, 2**16, is for a mean. Gradients of a sum are larger by the number of samples, here
-            # rounded up to a power of two, by which scaling is exact.
+            # GradScaler's default, 2**16, is for a mean. Summing the loss multiplies the gradients by the number of
+            # samples. It is rounded up to a power of two, because dividing by a power of two is exact.
             samples = math.ceil(batch_size / (model.virtual_ranks or dist.get_world_size()))
             self._first_scale = 2.0 ** (16 - (samples - 1).bit_length())
             self.scaler = GradScaler(model.device.type, init_scale=self._first_scale)
