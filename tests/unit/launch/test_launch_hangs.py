@@ -314,9 +314,10 @@ def test_the_rank_in_its_own_code_is_named_and_not_those_that_wait(
 @pytest.mark.slow
 def test_steps_that_leave_no_mark_are_no_hang(tmp_path: Path) -> None:
     # torch's wrapper, and a Checkpointer that marks epochs of more than four times the timeout.
-    # What goes on there shows in stacks that change, so it sleeps on two lines.
-    sleep = "        time.sleep(0.02)\n"
-    many = f"    for _ in range(150 if step == 1 else 1):\n{sleep}{sleep}        model("
+    # What goes on there shows in stacks that change, so it sleeps on ten lines, and not in time with the launcher's
+    # requests, which could otherwise find it on the same line every time.
+    sleeps = "        time.sleep(0.008 * random.random())\n" * 10
+    many = f"    import random\n    for _ in range(150 if step == 1 else 1):\n{sleeps}        model("
     epochs = TRAIN.replace("    model(", many)
     epochs = re.sub(r"(?m)^    (optimizer\..*)$", r"        \1", epochs)
     arguments = (script(tmp_path, epochs), "no", "torch", "gloo")
