@@ -213,11 +213,9 @@ def ranks_part(rounds: int) -> Record:
     return record
 
 
-def on_links(job: Job, link: Link, ranks: int) -> Job:
-    """Return `job` on the cores of this machine, with `link` between its ranks, whose speed does not depend on them."""
-    stretch = job.cluster.stretch(ranks, job.workload.busy_cores)
-    link = replace(link, bytes_per_s=link.bytes_per_s * stretch, latency_s=link.latency_s / stretch)
-    return replace(job, cluster=replace(job.cluster, inside=link))
+def on_links(job: Job, link: Link) -> Job:
+    """Return `job` on the cores of this machine, with `link` between its ranks."""
+    return replace(job, cluster=replace(job.cluster, devices_per_host=MOST_RANKS, inside=link))
 
 
 def links_part(rounds: int) -> Record:
@@ -236,14 +234,14 @@ def links_part(rounds: int) -> Record:
         job = from_profiles(alone, anywhere)
         cases = {ranks: f"{workload}, {rows}× batch, {mbit} Mbit/s, {ranks} ranks" for ranks in (2, 4)}
         for ranks, case in cases.items():
-            predicted = on_links(job, nominal, ranks).step(ranks).length_s
+            predicted = on_links(job, nominal).step(ranks).length_s
             record.predict(case, predicted, source="profiles here and nominal speed")
         with shaped(4, mbit) as hosts:
             pair = profiled(hosts[:2], **settings, steps=max(10, steps))
             link = pair.link()
             assert link is not None
             job = from_profiles([alone[0], pair])
-            record.predict(cases[4], on_links(job, link, 4).step(4).length_s, source="profile of 2 ranks on such links")
+            record.predict(cases[4], on_links(job, link).step(4).length_s, source="profile of 2 ranks on such links")
             for ranks, case in cases.items():
                 times = measured(hosts[:ranks], {"": {}}, rounds, **settings, steps=steps)[""]
                 record.measure(case, median(times), times)
@@ -270,7 +268,7 @@ def job_of_two(hosts: Where) -> Job:
     two = profiled(hosts, **SAVINGS_ON, steps=15)
     link = two.link()
     assert link is not None
-    return on_links(from_profiles([one, two]), link, 2)
+    return on_links(from_profiles([one, two]), link)
 
 
 def savings_part(rounds: int) -> Record:

@@ -8,7 +8,11 @@ from typing import Literal
 
 from paceline.planner.calibration import Calibration
 
-Kind = Literal["peer", "staged", "rdma", "tcp", "memory", "measured"]
+Kind = Literal["peer", "staged", "rdma", "tcp", "memory", "sockets", "measured"]
+SWITCHING, FILLED = 0.1, 1 / 3
+"""Slowdown of ranks that take turns on a core, and the share of an all-reduce through sockets in which no core works,
+so that a waiting rank's core computes for another. Measured on 2026-11-28 with 4 ranks on 2 cores by
+``benchmarks/planner.py ranks``."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,8 @@ class Link:
     latency_s: float
     kind: Kind
     """Inside a host, ``peer`` for direct copies between devices, or ``staged`` for copies through the host's memory.
-    Between hosts, ``rdma`` or ``tcp``. If ``measured``, `bytes_per_s` is the real speed and is not scaled; if
-    ``memory``, it is the measured speed of an all-reduce through memory that the ranks of a host share."""
+    Between hosts, ``rdma`` or ``tcp``. If ``measured``, `bytes_per_s` is the real speed and is not scaled. So it is for
+    ``memory`` and ``sockets`` inside a host, which are served by the cores that the ranks compute on."""
 
     def seconds_per_byte(self, ends: int, calibration: Calibration) -> float:
         """Return the seconds per byte sent, if `ends` devices or hosts communicate."""
@@ -51,23 +55,23 @@ class Cluster:
     """Slowdown of a rank's computing by each further rank that computes on the CPU of the same host, such as through
     its caches and memory."""
 
-    def all_reduce_seconds(self, ranks: int, nbytes: float, calibration: Calibration, stretch: float = 1.0) -> float:
+    def all_reduce_seconds(self, ranks: int, nbytes: float, calibration: Calibration, busy_cores: float = 0.0) -> float:
         """Return the seconds of an all-reduce of `nbytes` on each of `ranks` ranks.
 
         Ranks of one host form a ring. Between hosts, the faster of a ring and a pipelined tree is used; NCCL makes the
-        same choice. `stretch` multiplies the time inside a host, where communication competes for the ranks' cores.
+        same choice. Each rank keeps `busy_cores` of its host busy by computing.
 
         Sources: Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19
         (2005); Sanders, Speck & Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
         Computing 35 (2009).
         """
         local, hosts = min(ranks, self.devices_per_host), math.ceil(ranks / self.devices_per_host)
-        seconds = 0.0
+        seconds, served = 0.0, self.serving(ranks, busy_cores)
         if local > 1 and self.inside.kind == "memory":  # every rank reads and writes all bytes once
-            seconds += stretch * (self.inside.latency_s + nbytes / self.inside.bytes_per_s)
+            seconds += served * (self.inside.latency_s + nbytes / self.inside.bytes_per_s)
         elif local > 1:
             per_byte = self.inside.seconds_per_byte(local, calibration)
-            seconds += stretch * 2 * (local - 1) * (self.inside.latency_s + nbytes / local * per_byte)
+            seconds += served * 2 * (local - 1) * (self.inside.latency_s + nbytes / local * per_byte)
         if hosts > 1:
             per_byte = self.between.seconds_per_byte(hosts, calibration)
             per_byte += calibration.cpu if self.reduces_on_cpu else 0.0
@@ -82,7 +86,20 @@ class Cluster:
 
     def stretch(self, ranks: int, busy_cores: float) -> float:
         """Return the factor by which ranks that each keep `busy_cores` busy slow each other down on a host."""
-        return (1 + self.contention * self.neighbors(ranks, busy_cores)) * self.crowd(ranks, busy_cores)
+        switching = 1 + SWITCHING * self.turns(ranks, busy_cores)
+        crowd = self.crowd(ranks, busy_cores)
+        return (1 + self.contention * self.neighbors(ranks, busy_cores)) * crowd * switching
+
+    def serving(self, ranks: int, busy_cores: float) -> float:
+        """Return the factor by which ranks that compute on the same cores lengthen an all-reduce inside a host."""
+        if self.inside.kind not in ("memory", "sockets"):
+            return 1.0
+        filled = FILLED * self.turns(ranks, busy_cores) if self.inside.kind == "sockets" else 0.0
+        return self.stretch(ranks, busy_cores) * (1 - filled)
+
+    def turns(self, ranks: int, busy_cores: float) -> float:
+        """Return the share of the cores on which ranks take turns."""
+        return min(1.0, self.crowd(ranks, busy_cores) - 1)
 
     def neighbors(self, ranks: int, busy_cores: float) -> float:
         """Return how many other ranks compute on the CPU of the same host at the same time."""

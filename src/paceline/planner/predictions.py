@@ -52,12 +52,13 @@ class Job:
 
     def step(self, ranks: int) -> StepTime:
         """Return the time of a step on `ranks` ranks."""
-        calibration, stretch = self.calibration, self.cluster.stretch(ranks, self.workload.busy_cores)
-        work = stretched(self.workload, stretch)
-        reduce_seconds = partial(self.cluster.all_reduce_seconds, ranks, calibration=calibration, stretch=stretch)
+        calibration, cluster, cores = self.calibration, self.cluster, self.workload.busy_cores
+        alone = self.workload.alone if ranks == 1 else 1.0
+        work = stretched(self.workload, cluster.stretch(ranks, cores) * alone)
+        reduce_seconds = partial(cluster.all_reduce_seconds, ranks, calibration=calibration, busy_cores=cores)
         step = simulate(work, reduce_seconds, calibration.interference)
         # Ranks that share a core compute while others wait, so they vary like one.
-        apart = max(1.0, ranks / self.cluster.crowd(ranks, work.busy_cores))
+        apart = max(1.0, ranks / cluster.crowd(ranks, cores))
         if work.jitter is not None:
             return replace(step, jitter_s=work.jitter * work.compute_s * spread(apart))
         contention = calibration.contention + calibration.host_bound * work.is_host_bound
@@ -131,8 +132,7 @@ def effects(job: Job, ranks: int, compute_speedup: float | None = None) -> dict[
     times["bf16 gradients (Cast)"] = per_sample(_compressed(work, 1 / 2, CAST_TRAFFIC))
     times["8-bit gradients (Int8)"] = per_sample(_compressed(work, 1 / 4, INT8_TRAFFIC))
     # The updated parameters are gathered after the step: half of an all-reduce.
-    stretch = job.cluster.stretch(ranks, work.busy_cores)
-    gather_s = job.cluster.all_reduce_seconds(ranks, work.nbytes, job.calibration, stretch) / 2
+    gather_s = job.cluster.all_reduce_seconds(ranks, work.nbytes, job.calibration, work.busy_cores) / 2
     times["sharded optimizer"] = per_sample(replace(work, optimizer_s=work.optimizer_s / ranks), gather_s)
     now = per_sample(work)
     return {change: 1 - seconds / now for change, seconds in times.items()}

@@ -13,7 +13,7 @@ from paceline.core.strict_json import shown
 from paceline.core.untrusted_files import LARGEST, WrongValue, instance_of, parse, read_text
 from paceline.errors import UsageError
 from paceline.planner.calibration import PUBLISHED
-from paceline.planner.cluster import Cluster, Link
+from paceline.planner.cluster import Cluster, Kind, Link
 from paceline.planner.hardware import CORE_MEMORY, device_or_unknown
 from paceline.planner.predictions import Job, spread, stretched
 from paceline.planner.workload import Layer, Workload
@@ -92,7 +92,8 @@ class Profiled:
         # Equal buckets do not tell the cost per message from the cost per byte.
         message, byte = fit(self.all_reduces if len(set(sizes)) > 1 else [(sum(sizes), sum(seconds))])
         messages = 2 * (ends - 1)  # of a ring, each with a share of the bytes
-        return Link("measured", messages / ends / max(byte, 1e-15), message / messages, "measured")
+        kind: Kind = "sockets" if self.busy_cores and self.hosts == 1 else "measured"
+        return Link("measured", messages / ends / max(byte, 1e-15), message / messages, kind)
 
 
 def fit(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -167,7 +168,9 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
             f"the profile has {counted(last.ranks, 'rank')} and no times of all-reduces; add a profile of 2 ranks of "
             "the same job, or describe the links"
         )
-    work = stretched(first.workload, 1 / _on(first).stretch(first.ranks, first.busy_cores))
+    work, among = (stretched(at.workload, 1 / _on(at).stretch(at.ranks, at.busy_cores)) for at in (first, last))
+    if first.ranks == 1 and among.compute_s < work.compute_s:
+        work = replace(among, alone=work.compute_s / among.compute_s)
     work = replace(work, bucket_bytes=last.workload.bucket_bytes)
     # Published jobs computed on GPUs, whose communication takes memory bandwidth and cores from computing.
     calibration = replace(PUBLISHED, interference=0.0) if first.busy_cores else PUBLISHED
@@ -199,19 +202,21 @@ def _explained(job: Job, first: Profiled, last: Profiled, link: Link) -> Job:
         """Return the job whose ranks slow each other down, on the cores of a host and by communication."""
         neighbors = job.cluster.neighbors(ranks, work.busy_cores)
         here = replace(job.cluster, contention=(slowdown - 1) / neighbors if neighbors else 0.0)
-        # The cores of the host determine the speed of its links, so they were already shared when it was measured.
-        shared = here.stretch(ranks, work.busy_cores) if last.hosts == 1 else 1.0
+        if last.hosts > 1:  # their times include the links inside them
+            return Job(work, replace(here, between=link), replace(PUBLISHED, interference=interference))
+        # If cores serve the links, they were already shared when the speed was measured.
+        here = replace(here, inside=link)
+        shared = here.serving(ranks, work.busy_cores)
         speed = replace(link, bytes_per_s=shared * link.bytes_per_s, latency_s=link.latency_s / shared)
-        # Times of several hosts include the links inside them.
-        here = replace(here, inside=speed if last.hosts == 1 else here.inside, between=speed)
+        here = replace(here, inside=speed, between=speed)
         return Job(work, here, replace(PUBLISHED, interference=interference))
 
     slowdown = 1.0
     if first is not last:
-        whole = last.workload.compute_s / first.workload.compute_s
+        whole = last.workload.compute_s / work.compute_s
         # Communication beside backward slows it down, too.
-        apart = whole if link.kind == "memory" else _apart(last) / _apart(first)
-        slowdown = max(1.0, min(whole, apart) / job.cluster.crowd(ranks, work.busy_cores))
+        apart = whole if link.kind == "memory" else _apart(last.workload) / _apart(work)
+        slowdown = max(1.0, min(whole, apart) / job.cluster.stretch(ranks, work.busy_cores))
     if link.kind == "memory":  # nothing is hidden, because the same cores compute and reduce
         return slowed(slowdown, 1.0)
     step = slowed(slowdown, 0.0).step(ranks)
@@ -219,9 +224,9 @@ def _explained(job: Job, first: Profiled, last: Profiled, link: Link) -> Job:
     return slowed(slowdown, min(1.0, max(0.0, lost) / step.hidden_s) if step.hidden_s else 0.0)
 
 
-def _apart(profile: Profiled) -> float:
+def _apart(work: Workload) -> float:
     """Return the seconds that a step computes outside of backward."""
-    return profile.micro_batches * profile.forward_s + profile.optimizer_s
+    return work.micro_batches * work.forward_s + work.optimizer_s
 
 
 def _check_same(first: Profiled, last: Profiled) -> None:

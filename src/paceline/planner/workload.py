@@ -47,6 +47,8 @@ class Workload:
     """Capacities of the first, second, … bucket; the last one applies to all further buckets."""
     jitter: float | None = None
     """Measured standard deviation of a rank's step time over the steps, relative to the mean; None if unknown."""
+    alone: float = 1.0
+    """Slowdown of a single rank. It allocates gradients in each step, while several ranks keep them in buckets."""
     is_host_bound: bool = False
     """Whether the hosts barely keep up with the devices, as often with images and half precision."""
     busy_cores: float = 0.0
