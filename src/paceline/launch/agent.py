@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import start_processes
 
 from paceline.core.output.messages import end_echo, say
 from paceline.core.processes.private_store import STORE
-from paceline.core.telemetry.flight_record import FOLDER
+from paceline.core.telemetry.black_box import FOLDER
 from paceline.core.telemetry.job_directory import JobFolder
 from paceline.core.telemetry.step_progress import STOP_SIGNALS
 from paceline.core.torch_internals.distributed.elastic import close_outputs

@@ -22,9 +22,9 @@ from paceline.launch.fork_server.client import ForkServer
 from paceline.launch.fork_server.policy import Preloading, decide
 from paceline.launch.host_limits import check_files, check_room, cores
 from paceline.launch.loopback import LOOPBACK
+from paceline.launch.options import GRACE_S, TIMEOUT_S, Supervision
 from paceline.launch.rank.channels import Logs
 from paceline.launch.rank.failure_record import LAUNCHER
-from paceline.launch.watching.settings import GRACE_S, TIMEOUT_S, Supervision
 from paceline.launch.watching.signals import FORWARDED
 
 RANK = Path(__file__).parent / "rank"

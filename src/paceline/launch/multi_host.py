@@ -16,7 +16,7 @@ from torch.distributed import DistError
 
 from paceline.core.output.messages import say
 from paceline.core.processes.missing_ranks import reason_of
-from paceline.core.telemetry.flight_record import FOLDER
+from paceline.core.telemetry.black_box import FOLDER
 from paceline.errors import UsageError
 from paceline.launch.host_limits import cores
 from paceline.launch.job import farewell, tied, title_of

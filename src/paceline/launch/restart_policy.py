@@ -189,7 +189,8 @@ class Restarts:
             if all(record.is_rescued or record.completed == record.restored for record in self.reached()):
                 return
             waited = time.monotonic() - began
-            if waited > (WRITING_S if self._is_writing() else patience):
+            is_writing = self._folder is not None and any((self._folder / RESCUE).glob("*/.writing-*"))
+            if waited > (WRITING_S if is_writing else patience):
                 if is_signalled:
                     return
                 signal_ranks()
@@ -200,10 +201,6 @@ class Restarts:
         """Return a checkpoint folder with missing steps that the job should have saved; None if there is none."""
         present = [] if self._folder is None else present_records(self._folder).values()
         return next((record.folder for records in present for record in records if record.is_unsaved), None)
-
-    def _is_writing(self) -> bool:
-        assert self._folder is not None
-        return any((self._folder / RESCUE).glob("*/.writing-*"))
 
     def keep_rescued(self, say: Callable[[str], None]) -> int | None:
         """After the job's end, copy checkpoints that are only in memory into the checkpoint folders.

@@ -19,8 +19,8 @@ from forked import REAL_END
 from paceline.checkpoint import Checkpointer, CheckpointWarning
 from paceline.checkpoint.storage import step_folders
 from paceline.core.processes.world import World
-from paceline.core.telemetry import flight_record
-from paceline.core.telemetry.flight_recorder import BlackBox
+from paceline.core.telemetry import black_box
+from paceline.core.telemetry.black_box_writer import BlackBox
 from paceline.core.telemetry.spans import recorder
 from paceline.errors import CheckpointError
 from processes import paceline
@@ -77,13 +77,13 @@ def test_a_wait_for_a_slow_disk_is_no_hang_of_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Checkpointer], Any]
 ) -> None:
     # The launcher took it for the script's own code, and killed rank 0 at every save.
-    (tmp_path / "rank-0").write_bytes(bytes(flight_record.SIZE))
+    (tmp_path / "rank-0").write_bytes(bytes(black_box.SIZE))
     monkeypatch.setattr(recorder, "box", BlackBox(tmp_path / "rank-0", 0, 1))
     checkpointer, _ = open_with(tmp_path)
     phases: list[str] = []
 
     def look() -> None:
-        snapshot = flight_record.read_box(tmp_path / "rank-0")
+        snapshot = black_box.read_box(tmp_path / "rank-0")
         phases.append("" if snapshot is None else snapshot.phase)
         go_on.set()
 

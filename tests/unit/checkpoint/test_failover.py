@@ -32,7 +32,7 @@ from paceline.checkpoint.steps.rank_states import OwnStates
 from paceline.checkpoint.steps.step_barrier import StepBarrier
 from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.core.processes.world import World
-from paceline.core.telemetry.flight_record import FOLDER
+from paceline.core.telemetry.black_box import FOLDER
 from paceline.core.telemetry.step_progress import (
     BEFORE,
     RESCUE,

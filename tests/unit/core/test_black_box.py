@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.core.telemetry import job_directory
-from paceline.core.telemetry.flight_record import (
+from paceline.core.telemetry.black_box import (
     FOLDER,
     PHASES,
     SIZE,
@@ -24,7 +24,7 @@ from paceline.core.telemetry.flight_record import (
     path_of,
     read_box,
 )
-from paceline.core.telemetry.flight_recorder import BUCKET_WAIT, BlackBox, open_box
+from paceline.core.telemetry.black_box_writer import BUCKET_WAIT, BlackBox, open_box
 from paceline.core.telemetry.job_directory import PARENT, JobFolder, read_note, running_jobs
 from paceline.core.telemetry.spans import Recorder
 from paceline.launch.job import black_boxes
@@ -259,7 +259,7 @@ def test_the_step_is_the_jobs_or_none(
 
 def test_averages_leave_the_first_step_out_and_count_a_wait_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("paceline.core.telemetry.flight_recorder.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("paceline.core.telemetry.black_box_writer.time.monotonic", lambda: clock[0])
     log = Recorder(box=BlackBox(path, 0, 1))
     for waited in (5.0, 1.0, 3.0):
         with log.span("forward"):
@@ -430,7 +430,7 @@ def test_a_place_that_is_named_comes_first_and_the_users_cache_last(
 
 
 def test_the_numbers_of_phases_are_their_places() -> None:
-    import paceline.core.telemetry.flight_recorder as writer
+    import paceline.core.telemetry.black_box_writer as writer
 
     for number, phase in enumerate(PHASES):
         assert getattr(writer, phase.upper().replace(" ", "_")) == number
@@ -443,7 +443,7 @@ import os, pathlib, sys
 for name in [name for name in sys.modules if name == "paceline" or name.startswith("paceline.core.telemetry")]:
     del sys.modules[name]
 import paceline
-from paceline.core.telemetry.flight_record import path_of, read_box
+from paceline.core.telemetry.black_box import path_of, read_box
 from paceline.core.telemetry.spans import recorder
 path = path_of(pathlib.Path(os.environ["{FOLDER}"]), 0)
 assert read_box(path) is None

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from paceline import errors
-from paceline.core.telemetry.flight_record import Snapshot
+from paceline.core.telemetry.black_box import Snapshot
 from paceline.launch.rank import stack_dump
 from paceline.launch.watching import hang_detection, stack_requests
 from paceline.launch.watching.hang_detection import Sight, hanging

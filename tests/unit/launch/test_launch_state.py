@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from paceline.core.telemetry.flight_record import Raised, Snapshot
+from paceline.core.telemetry.black_box import Raised, Snapshot
 from paceline.launch.failures.job_report import exception_of, failure_of
 from paceline.launch.failures.rank_state import NOT_BEGUN, State, doings, state_of
 from paceline.launch.failures.root_cause import End, headline, remarks

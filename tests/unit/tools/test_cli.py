@@ -20,7 +20,7 @@ import paceline
 from paceline.errors import UsageError
 from paceline.launch import agent
 from paceline.launch.job import Job
-from paceline.launch.watching.settings import Supervision
+from paceline.launch.options import Supervision
 from paceline.tools.cli import main as cli
 from paceline.tools.recipes import commands as recipe_commands
 from paceline.tools.shared.program import option

@@ -82,6 +82,12 @@ def test_a_magic_of_nbdistributed_is_refused_with_the_one_to_use(
         magics.dist_instead(name)
 
 
+def test_every_line_magic_of_the_extension_runs_in_the_kernel() -> None:
+    kind: Any = RankMagics
+    for name in kind.magics["line"].keys() - {"dist_instead"}:
+        assert routed([f"%{name}"], has_ranks=True) == [line_magic(name)]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("all", [0, 1, 2]), ("[0]", [0]), ("[0,2]", [0, 2]), ("[2, 0]", [0, 2]), ("1", [1]), ("0 2", [0, 2])],

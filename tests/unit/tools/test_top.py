@@ -25,7 +25,7 @@ SLEEP_S = 0.1
 TRAIN = f"""
 import os, time, torch, paceline
 from pathlib import Path
-from paceline.core.telemetry.flight_record import WAITING, path_of, read_box
+from paceline.core.telemetry.black_box import WAITING, path_of, read_box
 world = paceline.init("gloo")
 
 def waits(rank, step):

@@ -35,7 +35,7 @@ from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 
-_OURS = re.compile(r"\.(writing|replaced|deleted)-(step-\d{8,18})")
+_OURS = re.compile(r"\.(writing|replaced|deleted)-(.+)")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 
@@ -207,7 +207,8 @@ class Storage:
     def _clean(self) -> None:
         """Remove the remains of a save that was killed or failed."""
         for entry in list(os.scandir(self.folder)):
-            if not (match := _OURS.fullmatch(entry.name)) or not entry.is_dir(follow_symlinks=False):
+            match = _OURS.fullmatch(entry.name)
+            if match is None or step_of(match[2]) is None or not entry.is_dir(follow_symlinks=False):
                 continue
             state, name = match.groups()
             if state == "replaced" and not (self.folder / name).exists():

@@ -6,6 +6,8 @@ schedules.py    all schedules by name
 participants.py the ranks of a group: messages between them, and the comparison of their arguments
 execute.py      runs a schedule on a tensor
 functions.py    the public functions
+
+To draw a schedule with ``paceline explain``, name it in ``tools/explain/explain_command.py``.
 """
 
 from paceline.comm.algorithms.functions import (

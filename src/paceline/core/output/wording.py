@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 
 def counted(number: int | str, noun: str) -> str:
     """Return a number and its noun, in the singular or plural: ``1 rank``, ``2 ranks``, ``1.5 cores``."""
@@ -11,6 +13,14 @@ def counted(number: int | str, noun: str) -> str:
 def with_article(noun: str) -> str:
     """Return a noun, such as a type's name, with its article: ``a list``, ``an int``."""
     return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal: ``SIGKILL``, ``SIGRTMIN+6``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN{number - signal.SIGRTMIN:+d}"
 
 
 def nbytes(size: float) -> str:

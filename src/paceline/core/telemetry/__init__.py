@@ -1,1 +1,1 @@
-"""Records of each rank's work: flight record, spans, step progress, failpoints."""
+"""Records of each rank's work: black box, spans, step progress, failpoints."""

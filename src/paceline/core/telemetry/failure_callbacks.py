@@ -77,7 +77,8 @@ def show_mistakes_in_one_line() -> None:
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error that ends the program; a ``sys.excepthook`` that uses one line for mistakes and consequences."""
-    lost = _lost_rank(error)
+    # The error that reports another rank's failure, if `error` is one or was caused by one.
+    lost = next((cause for cause in with_causes(error) if getattr(cause, "blamed", None) is not None), None)
     if hasattr(sys, "ps1") or sys.flags.inspect:  # Python continues interactively
         sys.__excepthook__(kind, error, trace)
     elif lost is not None:
@@ -94,11 +95,6 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
         # Gloo and NCCL report a lost rank with a RuntimeError.
         behind = BEHIND_S // 2 if isinstance(error, RuntimeError) else 0
         _tell_torchrun("".join(traceback.format_exception(kind, error, trace)), behind)
-
-
-def _lost_rank(error: BaseException) -> BaseException | None:
-    """Return the error that reports another rank's failure, if `error` is one or was caused by one."""
-    return next((cause for cause in with_causes(error) if getattr(cause, "blamed", None) is not None), None)
 
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:

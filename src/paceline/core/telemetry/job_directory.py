@@ -1,11 +1,11 @@
-"""The folders of running jobs, with the flight records of their ranks.
+"""The folders of running jobs, with the black boxes of their ranks.
 
 A launcher creates ``paceline-job-<random>/`` in the first location with enough space, memory before disk, and passes
 the path to its ranks. The environment variable :data:`PARENT` names a location to try first. Only this user can open
 the folder:
 
     job.json    the launcher, its command, and the processes of the ranks
-    rank-<n>    the black box of each rank of this host; see :mod:`paceline.core.telemetry.flight_record`
+    rank-<n>    the black box of each rank of this host; see :mod:`paceline.core.telemetry.black_box`
     spare/      a reserved page for each rank's step record, in case memory is full; see :mod:`.step_progress`
     lock        locked while the launcher runs
 
@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from paceline.core.telemetry.flight_record import SIZE, path_of
+from paceline.core.telemetry.black_box import SIZE, path_of
 from paceline.core.telemetry.step_progress import SPARE, record_path
 
 PARENT = "PACELINE_JOBS"
@@ -107,14 +107,14 @@ class JobFolder:
             raise
 
     def clear(self, ranks: Iterable[int]) -> None:
-        """Clear the flight records of ranks that have ended, before new ranks start."""
+        """Clear the black boxes of ranks that have ended, before new ranks start."""
         for rank in ranks:
             with suppress(OSError), path_of(self.path, rank).open("r+b") as file:
                 file.write(bytes(SIZE))
 
     def began(self, processes: Mapping[int, int]) -> None:
         """Write the process IDs of ranks that have been started."""
-        with suppress(OSError):  # memory is full; the flight records also have these IDs
+        with suppress(OSError):  # memory is full; the black boxes also have these IDs
             self._write_note(replace(self.note, processes=dict(processes)))
 
     def _write_note(self, note: JobNote) -> None:

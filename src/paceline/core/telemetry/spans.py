@@ -19,8 +19,8 @@ recorder also records marks, which are spans of zero length: ``gradient`` when t
 arrives, ``sent`` when this rank has filled bucket `bucket` and begins its all-reduce (inside ``launch``), and ``done``
 when the all-reduce is finished.
 
-Under our launcher, a rank always writes its current span to its flight record, even if spans are not recorded; see
-:mod:`paceline.core.telemetry.flight_record`.
+Under our launcher, a rank always writes its current span to its black box, even if spans are not recorded; see
+:mod:`paceline.core.telemetry.black_box`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.profiler import record_function
 
-from paceline.core.telemetry.flight_recorder import BlackBox, open_box
+from paceline.core.telemetry.black_box_writer import BlackBox, open_box
 from paceline.core.torch_internals.compile import class_never_compiled, never_compiled
 from paceline.core.torch_internals.profiler import is_profiling
 

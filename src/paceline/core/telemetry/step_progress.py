@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
 
-from paceline.core.telemetry.flight_record import FOLDER, SIZE
+from paceline.core.telemetry.black_box import FOLDER, SIZE
 
 STEPS, BEFORE, RESCUE, SPARE = "steps", "steps-before", "rescue", "spare"
 """Folders in a job's folder: records of the current and the previous start, rescued checkpoints, and reserved pages, so

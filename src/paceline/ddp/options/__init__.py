@@ -1,1 +1,1 @@
-"""Checks of the wrapper's arguments and module."""
+"""The wrapper's arguments and their defaults, checks of them and of the module, and buckets (:mod:`.buckets`)."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.core.telemetry.flight_record import Snapshot, path_of, read_box
+from paceline.core.telemetry.black_box import Snapshot, path_of, read_box
 from paceline.core.telemetry.job_directory import JobFolder
 from paceline.launch.failures.rank_state import State, state_of
 from paceline.launch.failures.root_cause import End

@@ -35,12 +35,12 @@ from __future__ import annotations
 import json
 import platform
 import re
-import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.core.output.files import check_file, write_file
+from paceline.core.output.wording import signal_name
 from paceline.errors import UsageError
 from paceline.launch.failures.places import Change
 from paceline.launch.failures.root_cause import End, failures, headline, missed
@@ -141,12 +141,13 @@ def _kind(end: End, first: End | None, early_exits: Sequence[End]) -> str:
 
 def _entry(end: End, kind: str, host: str) -> dict[str, Any]:
     state, has_code = end.state, not end.stopped and end.code >= 0
+    is_killed = end.code < 0 and not (end.stopped or end.hang)
     return {
         "rank": end.rank,
         "host": host,
         "kind": kind,
         "exit_code": end.code if has_code else None,
-        "signal": _signal(end),
+        "signal": signal_name(-end.code) if is_killed else None,
         "exception": exception_of(end.record) if end.record else None,
         "traceback": end.record.trace if end.record else None,
         "step": state.step if state else None,
@@ -156,15 +157,6 @@ def _entry(end: End, kind: str, host: str) -> dict[str, Any]:
         "hang": end.hang or None,
         "stacks": end.stacks or None,
     }
-
-
-def _signal(end: End) -> str | None:
-    if end.stopped or end.hang or end.code >= 0:
-        return None
-    try:
-        return signal.Signals(-end.code).name
-    except ValueError:
-        return str(-end.code)
 
 
 def exception_of(record: Record) -> dict[str, str | None]:

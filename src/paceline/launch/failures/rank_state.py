@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.core.output.wording import duration
 from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
-from paceline.core.telemetry.flight_record import Snapshot
+from paceline.core.telemetry.black_box import Snapshot
 
 UNWINDING_S = 5.0
 """Maximum time between an exception in a phase and the rank's failure."""
@@ -29,7 +29,7 @@ class State:
     completed: int | None
     """The job's last completed step; None if unknown."""
     phase: str | None = None
-    """One of :data:`paceline.core.telemetry.flight_record.PHASES`; None before the first step."""
+    """One of :data:`paceline.core.telemetry.black_box.PHASES`; None before the first step."""
     seconds: float = 0.0
     """Seconds in the phase."""
     bucket: int | None = None

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.core.output.wording import signal_name
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.launch.failures.rank_state import State, doings
 from paceline.launch.failures.verdict import Cause
@@ -61,10 +62,7 @@ class End:
             return f"exit code {self.code}"
         if self.code == -signal.SIGKILL:
             return "signal SIGKILL, which the kernel sends when memory runs out"
-        try:
-            return f"signal {signal.Signals(-self.code).name}"
-        except ValueError:
-            return f"signal {-self.code}"
+        return f"signal {signal_name(-self.code)}"
 
     @property
     def suspicion(self) -> int:

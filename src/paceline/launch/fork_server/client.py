@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from typing import IO, Any
 
+from paceline.core.output.wording import signal_name
 from paceline.core.torch_internals.distributed.elastic import starting_ranks_with
 from paceline.launch.fork_server.server import LONGEST
 from paceline.launch.watching.signals import sheltered
@@ -153,7 +154,7 @@ class ForkServer:
         assert process is not None
         if self._modules and process.returncode:
             code = process.returncode
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            how = f"signal {signal_name(-code)}" if code < 0 else f"exit code {code}"
             self._say(f"the process that forks the ranks ended ({how}), and so did its ranks")
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-FOLDER = "PACELINE_BLACK_BOX"  # as in paceline.core.telemetry.flight_record
+FOLDER = "PACELINE_BLACK_BOX"  # as in paceline.core.telemetry.black_box
 
 
 def number() -> int:

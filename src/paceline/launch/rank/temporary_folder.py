@@ -11,7 +11,7 @@ import multiprocessing.process
 import os
 from collections.abc import Mapping
 
-FOLDER = "PACELINE_BLACK_BOX"  # as in paceline.core.telemetry.flight_record
+FOLDER = "PACELINE_BLACK_BOX"  # as in paceline.core.telemetry.black_box
 LONGEST = 80
 """Maximum length of the folder's path in bytes, because the path of a socket in it may have at most 107."""
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.core.telemetry.flight_record import WAITING, Snapshot, path_of, process_state, read_box
+from paceline.core.telemetry.black_box import WAITING, Snapshot, process_state, snapshot_of
 from paceline.launch.failures.rank_state import doings, state_of
 from paceline.launch.failures.root_cause import End, missed, quoted
 from paceline.launch.watching import stack_requests
@@ -158,7 +158,7 @@ class HangWatch:
         self._looked = now
         sights = [self._sights.setdefault(rank, Sight(rank)) for rank in processes]
         for sight in sights:
-            sight.look(self._box_of(sight.rank), processes[sight.rank], passed)
+            sight.look(snapshot_of(self._folder, sight.rank), processes[sight.rank], passed)
         if not any(max(sight.still, sight.stopped) >= self._timeout for sight in sights):
             self._due = 0.0
             for sight in sights:
@@ -207,13 +207,6 @@ class HangWatch:
         return [
             replace(end, hang=self._killed.get(end.rank, ""), stacks=self._stacks.get(end.rank, "")) for end in ends
         ]
-
-    def _box_of(self, rank: int) -> Snapshot | None:
-        assert self._folder is not None
-        try:
-            return read_box(path_of(self._folder, rank))
-        except (OSError, ValueError):
-            return None
 
 
 def _stacks_of_stopped(folder: Path, stopped: Sequence[int], processes: Mapping[int, int]) -> dict[int, str]:

@@ -14,7 +14,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from paceline import errors
-from paceline.core.telemetry import flight_record
+from paceline.core.telemetry import black_box
 from paceline.launch.rank.stack_dump import number, path_of, polite_number
 
 POLITE_S, ANSWER_S = 0.5, 1.0
@@ -52,7 +52,7 @@ def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = Fa
         for rank, pid in processes.items():
             path = path_of(folder, rank)
             try:
-                if rank not in stacks and flight_record.handles(pid, signal_number):
+                if rank not in stacks and black_box.handles(pid, signal_number):
                     # From now on, any text in the file is part of the answer.
                     os.truncate(path, 0)
                     _signal_main_thread(pid, signal_number)

@@ -20,8 +20,8 @@ from paceline.launch.agent import launch
 from paceline.launch.failures.job_report import OPTION
 from paceline.launch.fork_server.policy import source
 from paceline.launch.job import Job, resolve_nproc, timeout_environment
+from paceline.launch.options import GRACE_S, Supervision, supervision_of
 from paceline.launch.rank.channels import Logs
-from paceline.launch.watching.settings import GRACE_S, Supervision, supervision_of
 from paceline.tools.cli.run_options import parse, parser
 
 LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")

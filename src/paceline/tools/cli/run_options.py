@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from paceline.core.output.commands import or_near
 from paceline.errors import UsageError
-from paceline.launch.watching.settings import (
+from paceline.launch.options import (
     MAX_RESTARTS_HELP,
     REPORT_HELP,
     SHUTDOWN_HELP,

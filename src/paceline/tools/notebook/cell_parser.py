@@ -12,6 +12,7 @@ from typing import NoReturn
 from paceline.errors import UsageError
 
 LINE_MAGICS = ("dist_init", "dist_shutdown", "dist_status", "sync", "pull")
+"""The line magics in ``magics.py``."""
 IN_KERNEL = ("load_ext paceline", "reload_ext paceline", "unload_ext paceline", "pip", "conda", "uv")
 """IPython magics that run in the kernel, because they must run only once."""
 INSTEAD = {

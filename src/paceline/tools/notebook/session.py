@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from io import BytesIO
 from typing import Any
 
 import torch
 
 from paceline.core.output.wording import counted
-from paceline.core.telemetry.flight_record import path_of, read_box
+from paceline.core.telemetry.black_box import snapshot_of
 from paceline.errors import PacelineError, UsageError
 from paceline.tools.notebook.cell_parser import Start
 from paceline.tools.notebook.kernel.errors import Shown, problem, replaced
@@ -81,9 +80,8 @@ class Session:
             if places.get(rank) == "" and place != NO_GROUP:
                 doing += f", {NO_GROUP}"
             boxes = self._processes.boxes
-            with suppress(OSError, ValueError):
-                if boxes is not None and (box := read_box(path_of(boxes.path, rank))) is not None:
-                    doing += "" if box.completed is None else f", after step {box.completed}"
+            if boxes is not None and (box := snapshot_of(boxes.path, rank)) is not None:
+                doing += "" if box.completed is None else f", after step {box.completed}"
             lines.append(f"rank {rank} | process {process.pid} | {doing if end is None else f'died ({end})'}")
         return lines
 

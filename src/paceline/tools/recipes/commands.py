@@ -18,7 +18,7 @@ from paceline.core.option_rules import flag_of
 from paceline.core.output.commands import INTERRUPTED, Commands, load_torch
 from paceline.core.output.messages import say
 from paceline.errors import UsageError
-from paceline.launch.watching.settings import (
+from paceline.launch.options import (
     MAX_RESTARTS_HELP,
     OPTIONS,
     REPORT_HELP,

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.core.processes.private_store import STORE
 from paceline.core.processes.world import check_available
-from paceline.core.telemetry.flight_record import FOLDER, path_of, read_box
+from paceline.core.telemetry.black_box import FOLDER, snapshot_of
 from paceline.core.telemetry.job_directory import JobFolder
 from paceline.errors import PacelineError
 from paceline.launch.failures.rank_state import state_of
@@ -164,9 +164,8 @@ class Processes:
         if code is None:
             return None
         how = End(rank, code, time.time()).how
-        with suppress(OSError, ValueError):
-            if self.boxes is not None and (box := read_box(path_of(self.boxes.path, rank))) is not None:
-                return f"{how}, {state_of(box, time.monotonic(), raised=False).moment}"
+        if self.boxes is not None and (box := snapshot_of(self.boxes.path, rank)) is not None:
+            return f"{how}, {state_of(box, time.monotonic(), raised=False).moment}"
         return how
 
     def remove(self, rank: int) -> None:

@@ -1,4 +1,7 @@
-"""Settings of the launcher that ``paceline run`` and ``paceline train`` share."""
+"""Options of the launcher that ``paceline run`` and ``paceline train`` share, and their defaults.
+
+``tools/cli/run_options.py`` adds the options of ``paceline run`` alone.
+"""
 
 from __future__ import annotations
 

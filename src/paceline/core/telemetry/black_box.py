@@ -1,4 +1,4 @@
-"""The flight record: a small file in memory with a rank's current phase, which other processes can read at any time.
+"""The black box: a small file in memory with a rank's current phase, which other processes can read at any time.
 
 The launcher creates a file of :data:`SIZE` bytes for each of its ranks; see
 :mod:`paceline.core.telemetry.job_directory`. A rank maps the file and writes to it without a system call, so the last
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "PACELINE_BLACK_BOX"
-"""Environment variable with the folder of the flight records, set by our launcher."""
+"""Environment variable with the folder of the black boxes, set by our launcher."""
 SIZE = 4096
 VERSION = 2
 MAGIC = int.from_bytes(b"PACELINE", "little")
@@ -141,12 +141,20 @@ def read_box(path: Path) -> Snapshot | None:
         os.close(descriptor)
 
 
+def snapshot_of(folder: Path, local_rank: int) -> Snapshot | None:
+    """Return the record of a rank now; None if there is none yet, or if it is missing or damaged."""
+    try:
+        return read_box(path_of(folder, local_rank))
+    except (OSError, ValueError):
+        return None
+
+
 def _decode(memory: mmap.mmap, path: Path) -> Snapshot | None:
     magic, version, rank, size, _, pid, host = HEAD.unpack_from(memory)
     if magic != MAGIC:
         return None
     if version != VERSION:
-        raise ValueError(f"the flight record {path} has version {version}, but this Paceline reads version {VERSION}")
+        raise ValueError(f"the black box {path} has version {version}, but this Paceline reads version {VERSION}")
     phase, bucket, since = PHASE.unpack_from(memory, PHASE_AT)
     steps, stepped, step, mean, waited, mean_waited, variance = STEP.unpack_from(memory, STEP_AT)
     raised_in, raised_bucket, began, until = RAISED.unpack_from(memory, RAISED_AT)

@@ -1,4 +1,4 @@
-"""Writes this rank's flight record. Each change of phase takes about half a microsecond."""
+"""Writes this rank's black box. Each change of phase takes about half a microsecond."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from paceline.core.telemetry.flight_record import (
+from paceline.core.telemetry.black_box import (
     FOLDER,
     HEAD,
     JOB,
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class BlackBox:
-    """This rank's flight record, for writing. Only the thread that runs the training step writes.
+    """This rank's black box, for writing. Only the thread that runs the training step writes.
 
     A Checkpointer marks the job's steps. Without a Checkpointer, the black box counts the steps that it times. It
     starts at the restored step, or at 0 in the first start of the ranks. The step is unknown in other cases, or if
@@ -162,7 +162,8 @@ class BlackBox:
             difference = waited - self._mean_waited
             self._mean_waited += weight * difference
             self._variance = (1 - weight) * (self._variance + weight * difference * difference)
-        self._write_step(now, seconds)
+        means = self._mean, waited, self._mean_waited, self._variance
+        self._map[STEP_AT : STEP_AT + STEP.size] = STEP.pack(self._steps, now, seconds, *means)
         self._began, self._waited = now, 0.0
         self._owner = self._owner or self.owner
         if not self._is_marked and self.completed != UNKNOWN:
@@ -193,10 +194,6 @@ class BlackBox:
     def _write_job(self, completed: int) -> None:
         self.completed = completed
         self._map[JOB_AT : JOB_AT + JOB.size] = JOB.pack(completed, max(self._start, 0))
-
-    def _write_step(self, now: float, seconds: float) -> None:
-        means = self._mean, self._waited, self._mean_waited, self._variance
-        self._map[STEP_AT : STEP_AT + STEP.size] = STEP.pack(self._steps, now, seconds, *means)
 
 
 class _Phase:
@@ -282,5 +279,5 @@ def open_box(environment: Mapping[str, str] = os.environ) -> BlackBox | None:
     except FileNotFoundError:  # the job has ended but this process has not
         return None
     except (OSError, ValueError, KeyError) as error:
-        logger.warning("paceline top cannot show this process, because its flight record cannot be opened: %r", error)
+        logger.warning("paceline top cannot show this process, because its black box cannot be opened: %r", error)
         return None
