@@ -22,13 +22,14 @@ from paceline.core.processes.nccl_communicators import destroy_released, keep
 from paceline.core.processes.store_epochs import connecting, meet
 from paceline.core.torch_internals.distributed.c10d import (
     PrefixStore,
+    ProcessGroup,
     Store,
     forget_group,
     get_default_timeout,
     get_known_groups,
     open_group,
 )
-from paceline.core.torch_internals.distributed.nccl import attach_nccl, bare_group
+from paceline.core.torch_internals.distributed.nccl import attach_nccl
 
 NCCL = ("nccl", "cuda:nccl")
 """Parts of a backend name that select NCCL for CUDA tensors."""
@@ -60,7 +61,7 @@ def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | 
             warnings.filterwarnings("ignore", message="the process group uses Gloo")
             opened = _open_on_cpu(group, ranks, on_cpu, store, name, timeout)
     else:
-        opened = bare_group(place, group.rank(), group.size())
+        opened = ProcessGroup(place, group.rank(), group.size())  # not in torch's tables
     if on_cpu != backend:
         attach_nccl(opened, group, ranks, place, name, timeout)
     keep(opened, name, ranks)

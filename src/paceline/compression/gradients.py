@@ -41,8 +41,7 @@ class Gradients:
     @property
     def bytes_uncompressed(self) -> int:
         """Size of the bucket without compression, in bytes."""
-        buffer: Tensor = self.bucket.buffer()
-        return buffer.numel() * buffer.element_size()
+        return int(self.bucket.buffer().nbytes)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Return each parameter's view of `flat`, a tensor like :attr:`flat`."""

@@ -1,4 +1,4 @@
-"""Strict JSON for checkpoints: each value has only one representation, and ambiguous input is rejected."""
+"""Strict JSON: each value has only one representation, and ambiguous input is rejected."""
 
 from __future__ import annotations
 
@@ -38,14 +38,17 @@ def lenient(values: Mapping[str, Any], indent: int | None = None) -> str:
 def parse(raw: bytes, limit: int = LIMIT) -> Any:
     """Parse the JSON text `raw`, in time and memory at most proportional to `limit`."""
     _check_size(raw, limit)
+    return loads(
+        raw.decode("ascii"),
+        parse_int=lambda number: int(_checked(number)),
+        parse_float=lambda number: float(_checked(number)),
+    )
+
+
+def loads(text: str, **options: Any) -> Any:
+    """Return the value of the JSON `text`. Refuses NaN, repeated keys and deep nesting."""
     try:
-        return json.loads(
-            raw.decode("ascii"),
-            object_pairs_hook=unique,
-            parse_constant=_refuse,
-            parse_int=lambda number: int(_checked(number)),
-            parse_float=lambda number: float(_checked(number)),
-        )
+        return json.loads(text, object_pairs_hook=unique, parse_constant=_refuse, **options)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -80,4 +83,4 @@ def _checked(number: str) -> str:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
+    raise ValueError(f"{constant} is not valid JSON")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 from pathlib import Path
 from typing import Any, TextIO, get_args, get_origin, get_type_hints
 
-from paceline.core.strict_json import shown, unique
+from paceline.core.strict_json import shown
 
 MOST_BYTES = 512 * 2**20
 LARGEST = 1e20
@@ -33,18 +32,6 @@ def read_text(path: Path) -> str:
     if (size := path.stat().st_size) > MOST_BYTES:
         raise WrongValue(f"it has {size} bytes, but the limit is {MOST_BYTES}")
     return path.read_text("utf-8")
-
-
-def parse(text: str) -> Any:
-    """Return the value of a JSON text. Refuses NaN, repeated keys and deep nesting."""
-    try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=_refuse)
-    except RecursionError:
-        raise WrongValue("it is nested too deeply") from None
-
-
-def _refuse(constant: str) -> Any:
-    raise WrongValue(f"{constant} is not valid JSON")
 
 
 def instance_of(kind: Any, values: dict[str, Any]) -> Any:

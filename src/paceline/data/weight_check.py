@@ -20,7 +20,7 @@ class WeightCheck:
     def begin_step(self) -> None:
         """Forget the batches of a step that a pass left unfinished."""
         self._has_samples = False
-        self._synchronizations, self._weights = data_position.synchronizations(), data_position.weights()
+        self._synchronizations, self._weights = data_position.taken.synchronizations, data_position.taken.weights
         self._steps = data_position.steps()
 
     def begin_batch(self, *, is_empty: bool) -> None:
@@ -29,8 +29,8 @@ class WeightCheck:
 
     def end_batch(self) -> None:
         """Check the step, if this batch completed one."""
-        if data_position.synchronizations() != self._synchronizations:
-            if self._has_samples and data_position.weights() == self._weights:
+        if data_position.taken.synchronizations != self._synchronizations:
+            if self._has_samples and data_position.taken.weights == self._weights:
                 self._warn(
                     "slices by cost= or speed= differ in length, and this step's backward was not weighted, so samples "
                     "in short slices count more; compute a summed loss inside model.weight(len(batch))"

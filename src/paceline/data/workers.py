@@ -29,6 +29,7 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+from paceline.core.output.wording import signal_name
 from paceline.core.telemetry.step_progress import ECHO_S, STOP_SIGNALS
 from paceline.core.torch_internals.data import pipes_of
 from paceline.data.position import Position
@@ -162,8 +163,7 @@ def _ended(iterator: Any) -> list[tuple[int, Any]]:
 
 def _message(progress: Position, batch: int, ended: Sequence[tuple[int, Any]], error: BaseException) -> str:
     who = ", ".join(f"worker {number} (pid {worker.pid}, {_end(worker.exitcode)})" for number, worker in ended)
-    code = ended[0][1].exitcode if ended else 0
-    cause = _CAUSES.get(signal.Signals(-code), _CRASH) if code < 0 and -code in set(signal.Signals) else _CRASH
+    cause = _CAUSES.get(-ended[0][1].exitcode, _CRASH) if ended else _CRASH
     detail = "" if ended else f": {str(error).splitlines()[0]}"
     return (
         f"rank {progress.rank}: DataLoader {who or 'a worker'} died before batch {batch} of epoch {progress.epoch} "
@@ -172,10 +172,7 @@ def _message(progress: Position, batch: int, ended: Sequence[tuple[int, Any]], e
 
 
 def _end(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    is_known = -code in set(signal.Signals)
-    return f"killed by {signal.Signals(-code).name}" if is_known else f"killed by signal {-code}"
+    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
 
 @cache

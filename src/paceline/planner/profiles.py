@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean, linear_regression
 
 from paceline.core.output.wording import counted
-from paceline.core.strict_json import shown
-from paceline.core.untrusted_files import LARGEST, WrongValue, instance_of, parse, read_text
+from paceline.core.strict_json import loads, shown
+from paceline.core.untrusted_files import LARGEST, WrongValue, instance_of, read_text
 from paceline.errors import UsageError
 from paceline.planner.calibration import PUBLISHED
 from paceline.planner.cluster import Cluster, Kind, Link
@@ -112,7 +112,7 @@ def from_summary(path: Path) -> Profiled:
     """Return what the profile in `path`, a ``summary.json`` or its folder, measured. The file is not trusted."""
     path = path / SUMMARY if path.is_dir() else path
     try:
-        summary = parse(read_text(path))
+        summary = loads(read_text(path))
         if not isinstance(summary, dict) or not isinstance(summary.get(PLAN), dict):
             raise WrongValue(f"it has no object {PLAN!r}, which a profile with at least one measured step has")
         return _checked(instance_of(Profiled, summary[PLAN]))

@@ -17,7 +17,7 @@ from paceline import compression
 from paceline.compression import TopK
 from paceline.core.processes.world import World
 from paceline.core.torch_internals.distributed import nccl
-from paceline.core.torch_internals.distributed.c10d import HashStore, ProcessGroupGloo
+from paceline.core.torch_internals.distributed.c10d import HashStore, ProcessGroup, ProcessGroupGloo
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.extensions import graph_capture
 from paceline.ddp.extensions.graph_capture import GraphCapture
@@ -53,7 +53,7 @@ class LikeNccl(ProcessGroupGloo):
 
 
 def group_with_nccl(*, bound: torch.device | None) -> Any:
-    group = nccl.bare_group(HashStore(), 0, 1)
+    group: Any = ProcessGroup(HashStore(), 0, 1)
     nccl.attach_nccl(group, group, [0], HashStore(), "parent", timedelta(seconds=20))
     group.bound_device_id = bound
     return group
@@ -69,7 +69,7 @@ def like_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("like_nccl")
 @pytest.mark.parametrize("bound", [GPU, None])
 def test_a_communicator_is_split_from_its_parents_if_that_is_bound_to_a_device(bound: torch.device | None) -> None:
-    parent, own = group_with_nccl(bound=bound), nccl.bare_group(HashStore(), 0, 1)
+    parent, own = group_with_nccl(bound=bound), ProcessGroup(HashStore(), 0, 1)
     nccl.attach_nccl(own, parent, [0], HashStore(), "own", timedelta(seconds=20))
     backend = nccl.nccl_of(own)
     assert own.group_name == "own"

@@ -465,9 +465,9 @@ def _() -> None:
 
 @contract("ProcessGroup._set_group_name", "ProcessGroup._set_group_desc")
 def _() -> None:
-    group = nccl.bare_group(c10d.HashStore(), 0, 1)
+    group: Any = c10d.ProcessGroup(c10d.HashStore(), 0, 1)
     assert nccl.nccl_of(group) is None
-    assert nccl.bound_device(group) is None
+    assert group.bound_device_id is None
     group._register_backend(
         torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, c10d.ProcessGroupGloo(c10d.HashStore(), 0, 1, TIMEOUT)
     )

@@ -132,18 +132,15 @@ class Delegating(dist.ProcessGroup):
 
     def send(self, tensors: Any, *place: Any) -> Any:
         """Send, without waiting for earlier operations."""
-        backend: Any = self._get_backend(tensors[0].device)
-        return backend.send(tensors, *place)
+        return self._get_backend(tensors[0].device).send(tensors, *place)
 
     def recv(self, tensors: Any, *place: Any) -> Any:
         """Receive, without waiting for earlier operations."""
-        backend: Any = self._get_backend(tensors[0].device)
-        return backend.recv(tensors, *place)
+        return self._get_backend(tensors[0].device).recv(tensors, *place)
 
     def recv_anysource(self, tensors: Any, tag: int) -> Any:
         """Receive from any rank, without waiting for earlier operations."""
-        backend: Any = self._get_backend(tensors[0].device)
-        return backend.recv_anysource(tensors, tag)
+        return self._get_backend(tensors[0].device).recv_anysource(tensors, tag)
 
     def split_group(self, *_: Any, **__: Any) -> NoReturn:
         """Reject ``dist.split_group``, which torch 2.15 also calls for groups without a device."""

@@ -331,8 +331,7 @@ class PacelineProcessGroup(Delegating):
         on_device = options.device_ids or (options.device is not None and options.device.type != "cpu")
         if self._collectives is None or on_device:
             self._runner.drain()
-            backend: Any = self._get_backend(options.device or torch.device("cpu"))
-            return backend.barrier(options)
+            return self._get_backend(options.device or torch.device("cpu")).barrier(options)
         return self._submit(self._native.barrier, [], options)
 
     # -- inside -------------------------------------------------------------------------------------------------

@@ -182,10 +182,8 @@ def _file_store(path: str, port: str, timeout: timedelta) -> FileStore:
     return store
 
 
-@functools.cache
-def _own_file(port: str) -> int:
-    """Return this process's memory file for its job, which its private stores share under different prefixes."""
-    return make_file(port)
+_own_file = functools.cache(make_file)
+"""Returns this process's memory file for its job, which its private stores share under different prefixes."""
 
 
 def _published(public: Store, name: int, leader: int, timeout: timedelta) -> tuple[str, str]:

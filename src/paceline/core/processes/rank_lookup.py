@@ -92,7 +92,8 @@ class Get:
             raise UsageError(f"get({what!r}) is unknown; use one of {', '.join((*GROUPED, *EVERYWHERE))}")
         world = current()
         if mesh is None and what != "grank":
-            mesh = self._default()
+            mesh = self._registered.get()
+            mesh = None if mesh is None or mesh.mesh_dim_names else mesh  # only a mesh without names is the default
         if mesh is None:
             values = {"ws": world.size, "rank": world.rank, "pg": dist.group.WORLD}
         else:
@@ -130,11 +131,6 @@ class Get:
             )
         self._registered.set(mesh)
         return self
-
-    def _default(self) -> DeviceMesh | None:
-        """Return the mesh for calls without a mesh."""
-        mesh = self._registered.get()
-        return None if mesh is None or mesh.mesh_dim_names else mesh
 
     def _named(self, name: str) -> DeviceMesh:
         if (mesh := self._registered.get()) is None:
@@ -213,12 +209,9 @@ def _dimension(mesh: DeviceMesh, what: str) -> int:
 
 def _device(mesh: DeviceMesh) -> torch.device:
     """Return this rank's device, of the mesh's device type."""
-    device_type = mesh.device_type
-    return (
-        torch.device(device_type)
-        if device_type == "cpu"
-        else torch.device(device_type, torch.get_device_module(device_type).current_device())
-    )
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 get = Get()

@@ -125,20 +125,21 @@ def who_has(values: Mapping[int, Any], noun: str) -> str:
 # -- batches and steps of this process -----------------------------------------------------------------------------
 
 
-class _Taken:
+class Taken:
     """The sources that have handed over batches since the last synchronized backward pass, and counts of steps."""
 
     def __init__(self) -> None:
         self.sources: dict[int, Source] = {}
         """Sources by key, in the order they handed over batches."""
         self.synchronizations = 0
-        """Number of synchronized backward passes of all wrappers."""
+        """Number of synchronized backward passes of all wrappers; equal on all ranks that train together."""
         self.optimizer_steps = 0
         self.weights = 0
         """Number of weighted micro-batches."""
 
 
-_taken = _Taken()
+taken = Taken()
+"""The counts of this process."""
 
 
 def hand_over(source: Source) -> None:
@@ -147,7 +148,7 @@ def hand_over(source: Source) -> None:
     Only batches returned in the main thread count, because the position of a prefetching thread depends on its speed.
     """
     if source.world_size > 1 and threading.current_thread() is threading.main_thread():
-        _taken.sources[source.key] = source
+        taken.sources[source.key] = source
 
 
 def report(size: int) -> Origin:
@@ -155,42 +156,27 @@ def report(size: int) -> Origin:
 
     Several sources take turns, one per step, because a report has a fixed size.
     """
-    split = [source for source in _taken.sources.values() if source.world_size == size]
-    return split[_taken.synchronizations % len(split)].origin() if split else Origin()
+    split = [source for source in taken.sources.values() if source.world_size == size]
+    return split[taken.synchronizations % len(split)].origin() if split else Origin()
 
 
 def note_synchronization() -> None:
     """Count a synchronized backward pass."""
-    _taken.sources.clear()
-    _taken.synchronizations += 1
-
-
-def synchronizations() -> int:
-    """Return how many backward passes this process has synchronized; equal on all ranks that train together."""
-    return _taken.synchronizations
-
-
-def note_weight() -> None:
-    """Count a weighted micro-batch."""
-    _taken.weights += 1
-
-
-def weights() -> int:
-    """Return the number of micro-batches that this process has weighted."""
-    return _taken.weights
+    taken.sources.clear()
+    taken.synchronizations += 1
 
 
 def steps() -> int:
     """Return the number of optimizer steps and synchronized backward passes in this process since the first call."""
     _count_optimizer_steps()
-    return _taken.optimizer_steps + _taken.synchronizations
+    return taken.optimizer_steps + taken.synchronizations
 
 
 @cache
 def _count_optimizer_steps() -> None:
     @never_compiled
     def stepped(*_: Any) -> None:
-        _taken.optimizer_steps += 1
+        taken.optimizer_steps += 1
 
     register_optimizer_step_post_hook(stepped)
 

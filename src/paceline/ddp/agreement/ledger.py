@@ -243,7 +243,7 @@ class Ledger:
         if block not in self._counted:
             self._counted.append(block)
             self.status.weighting |= WEIGHTED
-            data_position.note_weight()
+            data_position.taken.weights += 1
 
     def forget_dropped(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
         """Forget the weights of local backward passes whose gradients were dropped (``zero_grad``).

@@ -128,14 +128,17 @@ class StepGuard:
 
     def refuse(self, stranger: Stranger, optimizer: Optimizer) -> None:
         """Refuse a step of `optimizer` if `stranger` got a gradient in this wrapper's latest backward pass."""
-        if self.has_peers and stranger.task == self._ledger.task != -1 and stranger.is_local(optimizer):
-            shape = tuple(stranger.parameter_in(optimizer).shape)
+        if not (self.has_peers and stranger.task == self._ledger.task != -1):
+            return
+        parameter: Tensor = optimizer.param_groups[stranger.group]["params"][stranger.place]
+        if parameter.grad is not None and id(parameter) not in _known():
             raise UsageError(
                 f"optimizer.step() found a gradient of parameter {stranger.place} of group {stranger.group} of "
-                f"{type(optimizer).__name__}, of shape {shape}, which is not averaged by any DistributedDataParallel, "
-                "although it comes from a backward through the model; register the parameter in the wrapped module "
-                "(and name it in module._ddp_params_and_buffers_to_ignore if ranks should keep their own), or call "
-                "model.gradients_are_averaged() before each step if its gradient is already the same on every rank"
+                f"{type(optimizer).__name__}, of shape {tuple(parameter.shape)}, which is not averaged by any "
+                "DistributedDataParallel, although it comes from a backward through the model; register the parameter "
+                "in the wrapped module (and name it in module._ddp_params_and_buffers_to_ignore if ranks should keep "
+                "their own), or call model.gradients_are_averaged() before each step if its gradient is already the "
+                "same on every rank"
             )
 
     def has_state(self) -> bool:
@@ -160,14 +163,6 @@ class Stranger:
 
     def _arrived(self, _parameter: Tensor) -> None:
         self.task = current_task()
-
-    def parameter_in(self, optimizer: Optimizer) -> Tensor:
-        parameter: Tensor = optimizer.param_groups[self.group]["params"][self.place]
-        return parameter
-
-    def is_local(self, optimizer: Optimizer) -> bool:
-        parameter = self.parameter_in(optimizer)
-        return parameter.grad is not None and id(parameter) not in _known()
 
 
 def _known() -> set[int]:

@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.agreement.join_events import Event, JoinEvents
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.consistency.buffers import Buffers
@@ -135,7 +136,9 @@ class BufferSync:
 
     def exchange(self) -> None:
         """Copy the buffers of the first rank that has data to all ranks; collective."""
-        self._buffers.broadcast(self._channel, self._join_events.source)
+        # Through .data, so that autograd's version counters do not change: two forwards may precede a backward pass.
+        tensors = [local_of(buffer.data) for buffer in self._buffers.named().values()]
+        self._channel.broadcast(tensors, self._join_events.source)
 
     def taken_along(self) -> list[Tensor]:
         """Return the buffers for the broadcast at the end of ``join``, and count them as equal."""

@@ -8,9 +8,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from paceline.core.torch_internals.distributed.dtensor import local_of
-from paceline.ddp.transport.channel import Channel
-
 
 class Buffers:
     """Finds the buffers of `module` by name, except the `ignored` ones; the model's gradients are on `device`."""
@@ -62,10 +59,6 @@ class Buffers:
     def ignored(self) -> dict[str, Tensor]:
         """Return the current tensors of ignored buffers, by name."""
         return _present(self._left_out)
-
-    def broadcast(self, channel: Channel, source: int = 0) -> None:
-        # Through .data, so that autograd's version counters do not change: two forwards may precede a backward pass.
-        channel.broadcast([local_of(buffer.data) for buffer in self.named().values()], source)
 
 
 def _present(places: Iterable[tuple[str, nn.Module, str]]) -> dict[str, Tensor]:

@@ -95,8 +95,8 @@ def connect(
     init_sync = makes_equal and options.init_sync
     replicated = replica.initial_tensors(options) if makes_equal else []
     if makes_equal:
-        buffers = list(replica.buffers.named().items()) if options.syncs_buffers else []
-        broadcast = replicated if init_sync is True else buffers
+        named_buffers = list(replica.buffers.named().items()) if options.syncs_buffers else []
+        broadcast = replicated if init_sync is True else named_buffers
         backend = str(dist.get_backend(wrapper.process_group))
         check_broadcast([(name, local_of(tensor)) for name, tensor in broadcast], backend)
         if options.virtual_ranks or dist.get_world_size(wrapper.process_group) > 1:
@@ -106,42 +106,30 @@ def connect(
     # Registered before anything below can raise, so that the channel is closed even if construction fails.
     finalize(wrapper, channel.close)
     make_equal(channel, replicated, init_sync)
-    buffers_may_differ = channel.size > 1 and not (replicated and init_sync)
-    connection = _average_over(channel, wrapper, replica, options, on_change, buffers_may_differ)
-    if options.virtual_ranks:
-        connection = connection.with_virtual_ranks(options)
-    # The module outlives the wrapper and must not keep its hooks.
-    finalize(wrapper, connection.reducer.close)
-    return connection
-
-
-def _average_over(
-    channel: Channel,
-    wrapper: TorchDDP,
-    replica: Replica,
-    options: Options,
-    on_change: OnChange,
-    buffers_may_differ: bool,
-) -> Connection:
-    alive = weakref.ref(wrapper)  # weak, because the wrapper holds everything created here
     recorder.groups[channel.name] = channel.members
+    ledger, every, has_peers = replica.ledger, options.check_replicas_every, channel.size > 1
+    ledger.has_peers = has_peers
+    if has_peers and options.init_sync is not False and not every:
+        ledger.compare_at = 1
     joined_steps = JoinedSteps(wrapper, channel, lambda: replica.module)
-    every = options.check_replicas_every
-    replica_check = ReplicaCheck(every, replica.watch.named_parameters, replica.ledger, channel)
-    replica.ledger.has_peers = channel.size > 1
-    if channel.size > 1 and options.init_sync is not False and not every:
-        replica.ledger.compare_at = 1
+    replica_check = ReplicaCheck(every, replica.watch.named_parameters, ledger, channel)
+    alive = weakref.ref(wrapper)  # weak, because the wrapper holds everything created here
     buffers = BufferSync(
         replica.buffers,
         channel,
         joined_steps,
-        replica.ledger,
+        ledger,
         is_wanted=lambda: (model := alive()) is not None and model.will_sync_module_buffers(),
-        may_differ=buffers_may_differ,
+        may_differ=has_peers and not (replicated and init_sync),
     )
-    reducer = Reducer(replica.trained, replica.watch, on_change, channel, replica.ledger, buffers, options)
+    reducer = Reducer(replica.trained, replica.watch, on_change, channel, ledger, buffers, options)
     reducer.extend(_extensions_of(reducer, options, joined_steps, replica_check))
-    return Connection(channel, joined_steps, buffers, reducer, replica_check)
+    connection = Connection(channel, joined_steps, buffers, reducer, replica_check)
+    if options.virtual_ranks:
+        connection = connection.with_virtual_ranks(options)
+    # The module outlives the wrapper and must not keep its hooks.
+    finalize(wrapper, reducer.close)
+    return connection
 
 
 def _extensions_of(

@@ -165,7 +165,10 @@ class LocalEngine:
         if weighting & WEIGHTED:
             self._ledger.add_up()
             self._ledger.notes = [self._ledger.status.note]
-            self._scale(compute_scale(self._ledger.notes))
+            pairs = enumerate(self._trained.parameters)
+            averaged = (parameter for index, parameter in pairs if index not in self._share.averaged_elsewhere)
+            weighted = [parameter for parameter in averaged if parameter.grad is not None]
+            multiply(weighted, compute_scale(self._ledger.notes))
         self._ledger.synchronized()
         self._ledger.stop_agreed = self._ledger.status.asks_to_stop
         # p.grad already holds this wrapper's average, so only averages that were set aside are added.
@@ -173,11 +176,6 @@ class LocalEngine:
         self._sharing.end()
         if self._check_finite:
             self._refuse_non_finite()
-
-    def _scale(self, scale: float) -> None:
-        pairs = enumerate(self._trained.parameters)
-        averaged = [parameter for index, parameter in pairs if index not in self._share.averaged_elsewhere]
-        multiply((parameter for parameter in averaged if parameter.grad is not None), scale)
 
     def _refuse_non_finite(self) -> None:
         gradients = {index: parameter.grad for index, parameter in enumerate(self._trained.parameters)}

@@ -155,14 +155,10 @@ def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> st
 
 def _on_host(digests: Mapping[str, Tensor]) -> dict[str, int]:
     """Read `digests`, each a single number, waiting only once per device."""
-    names: dict[torch.device, list[str]] = {}
-    for name, digest in digests.items():
-        names.setdefault(digest.device, []).append(name)
-    read = {
-        name: number
-        for several in names.values()
-        for name, number in zip(several, torch.stack([digests[name] for name in several]).tolist(), strict=True)
-    }
+    read: dict[str, int] = {}
+    for device in {digest.device for digest in digests.values()}:
+        names = [name for name, digest in digests.items() if digest.device == device]
+        read.update(zip(names, torch.stack([digests[name] for name in names]).tolist(), strict=True))
     return {name: read[name] for name in digests}
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
@@ -81,13 +80,13 @@ class Sharing:
         self._to_add: dict[int, Tensor] = {}
         # Ids of common parameters that have no gradient on this rank in the running backward pass.
         self._absent: frozenset[int] = frozenset()
-        for other in list(_sharings()):
+        for other in list(_sharings):
             common = self._index_of.keys() & other._index_of.keys()
             if common:
                 self._partners[other] = frozenset(self._index_of[key] for key in common)
                 other._partners[self] = frozenset(other._index_of[key] for key in common)
                 other._changed()
-        _sharings().add(self)
+        _sharings.add(self)
 
     def __bool__(self) -> bool:
         return bool(self._partners)
@@ -163,7 +162,7 @@ class Sharing:
             if gradient is not None:
                 self._shown[self._keys[index]] = weakref.ref(gradient), gradient._version
         self.left_to_others = frozenset()
-        for partner, _ in list(self._partners.items()):
+        for partner in list(self._partners):
             partner.left_to_others |= partner._partners.get(self, frozenset())
 
     def abort(self, share: Share) -> None:
@@ -176,7 +175,7 @@ class Sharing:
     def close(self) -> None:
         """Remove this wrapper, which is no longer used, from the partners of the other wrappers."""
         self.is_active = False
-        _sharings().discard(self)
+        _sharings.discard(self)
         for partner in list(self._partners):
             partner._partners.pop(self, None)
             partner._changed()
@@ -249,9 +248,8 @@ def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     return total + more
 
 
-@cache
-def _sharings() -> WeakSet[Sharing]:
-    return WeakSet()
+_sharings: WeakSet[Sharing] = WeakSet()
+"""The sharings of all living wrappers of this process."""
 
 
 class SharedParameters(Extension):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -66,6 +66,9 @@ unfinished: set[int] = set()
 _ENDING = threading.RLock()
 """Held while handling the end of a backward pass, because an autograd thread may drop the task while the main thread
 also detects the exception. Reentrant, because garbage collection may drop another task meanwhile."""
+_members: WeakValueDictionary[int, Member] = WeakValueDictionary()
+"""The living wrappers of this process, by number; a dict keeps them in order of construction."""
+_numbers = count()
 
 
 # -- one wrapper ---------------------------------------------------------------------------------------------------
@@ -149,15 +152,15 @@ def resync(member: Member, backward: Backward) -> Generator[None, None, None]:
 
 def register(member: Member) -> int:
     """Register `member` until it is garbage-collected; returns its number."""
-    number = next(_numbers())
-    _members()[number] = member
+    number = next(_numbers)
+    _members[number] = member
     return number
 
 
 def unregister(number: int) -> None:
     """Forget a wrapper that no longer averages."""
     unfinished.discard(number)
-    _members().pop(number, None)
+    _members.pop(number, None)
 
 
 def follow_modules(last: Member) -> None:
@@ -176,7 +179,7 @@ def follow_modules(last: Member) -> None:
 
 def begin_others(first: Member) -> None:
     """Begin every other wrapper that the backward pass in progress will reach."""
-    if len(_members()) > 1:
+    if len(_members) > 1:
         for member in _in_order():
             if member is not first and member.is_expected():
                 member.begin_early()
@@ -229,14 +232,4 @@ def read_all() -> None:
 
 def _in_order() -> list[Member]:
     """Return all members in order of construction, which is the same on every rank."""
-    return [member for reference in _members().valuerefs() if (member := reference()) is not None]
-
-
-@cache
-def _members() -> WeakValueDictionary[int, Member]:
-    return WeakValueDictionary()
-
-
-@cache
-def _numbers() -> count[int]:
-    return count()
+    return [member for reference in _members.valuerefs() if (member := reference()) is not None]

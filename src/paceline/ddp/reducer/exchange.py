@@ -128,23 +128,16 @@ class Exchange:
 
     def _launch_block(self, backward: Backward, *, has_new_parameters: bool = False) -> None:
         """Launch the control block with this rank's report. All ranks call this."""
-        order = self._order_to_report(backward)
-        status = self.ledger.report(
-            self.channel.size,
-            aborted=backward.is_cut_short,
-            has_new_parameters=has_new_parameters,
-        )
+        observed, cut_short = self.arrivals.observed, backward.is_cut_short
+        # Rank 0 reports its order of arrival while the order is unknown.
+        is_asked = self.channel.rank == 0 and not self.arrivals.order_known and not cut_short
+        order = arrival_order(observed, len(self.trained.parameters)) if is_asked and observed else []
+        status = self.ledger.report(self.channel.size, aborted=cut_short, has_new_parameters=has_new_parameters)
         with recorder.span(CONTROL):
             block = self.control.fill(
                 backward.absent, backward.non_finite, backward.late, status, backward.sparse, order
             )
             backward.block = self.channel.host.all_reduce(block)
-
-    def _order_to_report(self, backward: Backward) -> list[int]:
-        """Return the order of arrival to report in the control block; empty except on rank 0 while it is unknown."""
-        is_asked = self.channel.rank == 0 and not self.arrivals.order_known and not backward.is_cut_short
-        observed = self.arrivals.observed
-        return arrival_order(observed, len(self.trained.parameters)) if is_asked and observed else []
 
     # -- 7. wait, and read --------------------------------------------------------------------------------------
 

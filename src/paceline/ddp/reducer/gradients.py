@@ -79,7 +79,11 @@ def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, rank: 
                 absent.append(index)
             continue
         if gradient is not view:
-            _check_strided(gradient, trained.names[index], rank)
+            if gradient.layout is not torch.strided:
+                raise UsageError(
+                    f"rank {rank}: parameter {trained.names[index]!r} has a {gradient.layout} gradient, which buckets "
+                    "cannot hold; use a layer with dense gradients"
+                )
             if not backward.grads_were_none:
                 saved_gradients[index] = gradient
         # After zero_grad(set_to_none=False) the gradient was accumulated into the bucket view itself.
@@ -92,14 +96,6 @@ def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, rank: 
     backward.saved_gradients = saved_gradients
     backward.absent = [*backward.absent, *absent]
     backward.sparse_in_buckets = [*backward.sparse_in_buckets, *sparse]
-
-
-def _check_strided(gradient: Tensor, name: str, rank: int) -> None:
-    if gradient.layout is not torch.strided:
-        raise UsageError(
-            f"rank {rank}: parameter {name!r} has a {gradient.layout} gradient, which buckets cannot hold; use a layer "
-            "with dense gradients"
-        )
 
 
 def find_out_of_bucket(backward: Backward, trained: Trained, unbucketed: Iterable[int]) -> None:
@@ -126,8 +122,7 @@ _ABSENT = 0x6E6F6E65
 def check_equal_gradients(names: Sequence[str], parameters: Sequence[nn.Parameter], channel: Channel) -> None:
     """Compare 64-bit digests of the gradients between the ranks of `channel`, in one small collective."""
     digests = torch.tensor([digest_of(parameter.grad) for parameter in parameters], dtype=torch.int64)
-    table, launched = channel.gather_rows(digests)
-    channel.meet(launched, "comparison of gradients")
+    table = channel.gathered_rows(digests, "comparison of gradients")
     if (difference := unequal(names, table.tolist())) is not None:
         raise UsageError(
             f"model.gradients_are_averaged() found gradients that differ between ranks: {difference}; average them "

@@ -109,9 +109,8 @@ class Reducer(Step):
     def follow_module_on_all_ranks(self) -> None:
         """Do the same as a collective that all ranks call, for when some ranks will not run a backward pass."""
         change = self._detect_change()
-        changed, launched = self.channel.gather_rows(torch.tensor(int(change is not None)))
-        self.channel.meet(launched, "comparison of the module's parameters")
-        if changed.any():
+        row = torch.tensor(int(change is not None))
+        if self.channel.gathered_rows(row, "comparison of the module's parameters").any():
             self._take_in(change or self.watch.unchanged())
 
     def _take_in(self, change: Change) -> None:

@@ -206,10 +206,8 @@ class ComputeCheck:
         if digests is not None:
             row[0] = 1
             row[1 : 1 + len(digests)] = torch.tensor(digests)
-        table, launched = self._channel.gather_rows(row)
-        self._channel.meet(launched, "comparison of a slice")
+        rows: list[list[int]] = self._channel.gathered_rows(row, "comparison of a slice").tolist()
         self._is_awaited = False
-        rows: list[list[int]] = table.tolist()
         return [row[1:] for row in rows] if all(row[0] for row in rows) else None
 
     def _compare(
@@ -315,9 +313,7 @@ def _send(channel: Channel, source: int, slice_and_seed: tuple[Any, int] | None)
             size = len(content)
         except Exception:  # raised by pickle, or by classes in the batch
             size = _REFUSED
-    sizes, launched = channel.gather_rows(torch.tensor(size))
-    channel.meet(launched, "sending of a slice")
-    if (size := int(sizes[source])) == _REFUSED:
+    if (size := int(channel.gathered_rows(torch.tensor(size), "sending of a slice")[source])) == _REFUSED:
         raise UsageError(
             f"check_compute_every sends slices to other ranks, but a batch of rank {source} cannot be pickled; return "
             "tensors and plain values from the data set and collate_fn"

@@ -270,14 +270,13 @@ class VirtualRanks(Extension):
         for index, parameter in enumerate(trained.parameters):
             if (gradient := parameter.grad) is None:
                 continue
-            self._check_dense(trained.names[index], gradient)
+            if gradient.layout is not torch.strided:
+                raise UsageError(
+                    f"rank {self._reducer.channel.rank}: {self._not_dense(trained.names[index], gradient.layout)}"
+                )
             gradients[index] = gradient.to(self._reducer.buckets.views[index].dtype)
             parameter.grad = None
         return gradients
-
-    def _check_dense(self, name: str, gradient: Tensor) -> None:
-        if gradient.layout is not torch.strided:
-            raise UsageError(f"rank {self._reducer.channel.rank}: {self._not_dense(name, gradient.layout)}")
 
     def _not_dense(self, name: str, layout: torch.layout) -> str:
         return (

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.core.processes.missing_ranks import failed
+from paceline.core.processes.missing_ranks import collective, failed
 from paceline.core.processes.nccl_communicators import release
 from paceline.core.telemetry.spans import COLLECTIVE, recorder
 from paceline.core.torch_internals.distributed.c10d import (
@@ -123,8 +123,8 @@ class Channel:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Copy `tensors` from rank `source` to every rank; return when the copies are complete."""
         if tensors:
-            with self.meeting():
-                self.run("broadcast", broadcast_coalesced, self.group, tensors, 25 * 2**20, source)
+            with self.meeting(), collective("broadcast", self.parent_group):
+                broadcast_coalesced(self.group, list(tensors), 25 * 2**20, source)
 
     def all_gather(self, flat: Tensor) -> Launched:
         """Launch an in-place all-gather of `flat`; every rank contributes its :meth:`shard`."""
@@ -154,6 +154,12 @@ class Channel:
         table[self.rank] = row
         return table, (self.host if row.is_cpu else self).all_reduce(table)
 
+    def gathered_rows(self, row: Tensor, label: str) -> Tensor:
+        """Return the table of :meth:`gather_rows` once it is complete; `label` names the collective in errors."""
+        table, launched = self.gather_rows(row)
+        self.meet(launched, label)
+        return table
+
     def gather_numbers(self, numbers: Sequence[int], label: str) -> Pausing[list[list[int]]]:
         """Gather every rank's `numbers` in rank order. All ranks pass equally many; `label` names them in errors."""
         table, launched = self.gather_rows(torch.tensor(numbers, dtype=torch.int64))
@@ -165,12 +171,10 @@ class Channel:
     def all_gather_object(self, value: Any) -> list[Any]:
         # torch.distributed.all_gather_object() cannot be used, because the group is not registered with torch.
         local = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes, launched = self.gather_rows(torch.tensor(len(local)))
-        self.meet(launched, "all-gather of sizes")
+        sizes = self.gathered_rows(torch.tensor(len(local)), "all-gather of sizes")
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(local)] = local
-        table, launched = self.gather_rows(padded)
-        self.meet(launched, "all-gather")
+        table = self.gathered_rows(padded, "all-gather")
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
 
     def count_launch(self) -> None:
@@ -199,15 +203,6 @@ class Channel:
     def abandon(self, _launched: Launched) -> None:
         """Count a collective on host data as done without waiting. The channel may be closed while it is running."""
         self._outstanding.count -= 1
-
-    def run(self, label: str, function: Any, *arguments: Any, **options: Any) -> None:
-        """Call the collective `function`. A failure raises an error that names `label`."""
-        try:
-            function(*arguments, **options)
-        except PacelineError:
-            raise
-        except RuntimeError as error:
-            raise failed(label, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
         """Close the channel's connections. NCCL connections close after all ranks have called this."""

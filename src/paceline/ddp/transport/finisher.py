@@ -108,18 +108,13 @@ class AllReduce(Finisher):
             show_own(recorder.bucket_watch, self._ledger, bucket.flat, bucket.prescale)
         if bucket.prescale == 1.0 and bucket.flat.dtype is torch.float16:  # a sum of N may overflow, so divide first
             bucket.flat.mul_(1 / self.sums.size)
-        return self._launch_in_detail(bucket, number) if recorder.detailed else self._reduce(bucket, number)
-
-    def _launch_in_detail(self, bucket: Bucket, number: int) -> Launched:
-        recorder.mark(SENT, number)
-        launched = self._reduce(bucket, number)
-        if isinstance(launched, dist.Work) and bucket.flat.device.type == "cpu":
+        if recorder.detailed:
+            recorder.mark(SENT, number)
+        launched = self.sums.all_reduce(bucket.memory)
+        if recorder.detailed and isinstance(launched, dist.Work) and bucket.flat.device.type == "cpu":
             # In shared memory, the reduction records this itself; on a GPU, torch's profiler does.
             launched.get_future().add_done_callback(lambda _: recorder.mark(DONE, number))
         return launched
-
-    def _reduce(self, bucket: Bucket, _number: int) -> Launched:
-        return self.sums.all_reduce(bucket.memory)
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None) -> None:
         """Wait for the buckets in the order of launch, then for the block."""

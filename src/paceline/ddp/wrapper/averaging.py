@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -16,6 +15,9 @@ from paceline.ddp.consistency.module_changes import ModuleWatch
 
 if TYPE_CHECKING:
     from paceline.ddp.wrapper.wrapper import DistributedDataParallel
+
+_wrappers: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()
+"""The living wrappers of this process, by ``id``."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,11 @@ class Averaging:
 
 def register(wrapper: DistributedDataParallel) -> None:
     """Register `wrapper` for :func:`find_wrappers` until it is deleted."""
-    _wrappers()[id(wrapper)] = wrapper
+    _wrappers[id(wrapper)] = wrapper
 
 
 def find_wrappers(parameters: Collection[int]) -> list[Averaging]:
     """Return this process's wrappers whose module contains any of the `parameters`, which are given by ``id``."""
-    living = [wrapper for reference in _wrappers().valuerefs() if (wrapper := reference()) is not None]
+    living = [wrapper for reference in _wrappers.valuerefs() if (wrapper := reference()) is not None]
     wrappers = [Averaging(entry.process_group, entry._replica.watch, weakref.ref(entry)) for entry in living]
     return [entry for entry in wrappers if not entry.names.keys().isdisjoint(parameters)]
-
-
-@cache
-def _wrappers() -> WeakValueDictionary[int, DistributedDataParallel]:
-    return WeakValueDictionary()

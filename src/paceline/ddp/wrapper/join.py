@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from paceline.core.processes.missing_ranks import collective
 from paceline.core.state.unwrapping import Communicates
 from paceline.core.telemetry.users_code import warn
 from paceline.core.torch_internals.distributed.ddp import make_disabled_join
@@ -52,11 +52,7 @@ class Announcement:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Replace the announcement with ``None`` in a copy or pickle of the layer, which is not part of a ``join``."""
-        return _none, ()
-
-
-def _none() -> None:
-    """Return None, to replace the announcement in a copy."""
+        return type(None), ()
 
 
 class Leaving(JoinHook):
@@ -167,9 +163,8 @@ class Shadow(Leaving):
         is_source = self._channel.rank == source
         box: list[Any] = [[optimizer.state_dict() for optimizer in self._optimizers] if is_source else None]
         group, device = self._wrapper.join_process_group, self._wrapper.join_device
-        broadcast = partial(dist.broadcast_object_list, box, group=group, group_src=source, device=device)
-        with self._channel.meeting():
-            self._channel.run("broadcast of optimizer state", broadcast)
+        with self._channel.meeting(), collective("broadcast of optimizer state", group):
+            dist.broadcast_object_list(box, group=group, group_src=source, device=device)
         if not is_source:
             for optimizer, state in zip(self._optimizers, box[0], strict=True):
                 optimizer.load_state_dict(state)

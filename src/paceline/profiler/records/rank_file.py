@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.core.strict_json import shown
+from paceline.core.strict_json import loads, shown
 from paceline.core.telemetry.spans import Span
-from paceline.core.untrusted_files import WrongValue, instance_of, new_file, parse, read_text
+from paceline.core.untrusted_files import WrongValue, instance_of, new_file, read_text
 from paceline.errors import UsageError
 from paceline.profiler.records.steps import Meeting, Step
 
@@ -200,7 +200,7 @@ def _read(path: Path) -> RankRecord:
         lines, facts, steps = read_text(path).splitlines(), dict[str, Any](), list[Step]()
         for number, text in enumerate(lines):
             try:
-                line = parse(text)
+                line = loads(text)
             except json.JSONDecodeError:
                 if number and number + 1 == len(lines):  # cut off when the rank was killed
                     break

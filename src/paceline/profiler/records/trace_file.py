@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.core.untrusted_files import parse, read_text
+from paceline.core.strict_json import loads
+from paceline.core.untrusted_files import read_text
 from paceline.profiler.records.rank_file import RankRecord, trace_of
 
 Event = dict[str, Any]
@@ -19,7 +20,7 @@ def read_traces(folder: Path, records: Sequence[RankRecord]) -> list[dict[str, A
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        trace = parse(read_text(file))
+        trace = loads(read_text(file))
     except (OSError, ValueError):
         return {}
     return trace if isinstance(trace, dict) else {}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.core.output.wording import signal_name
 from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
 from paceline.core.telemetry.users_code import is_users
 from paceline.testing.ranks.recorded_collectives import ONE_TO_ONE, Calls, unmatched
@@ -97,8 +97,7 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
     silent = [e for e in endings if e.outcome is None and not e.ordered]
     if silent:
         where = "; ".join(f"rank {e.rank} {e.doing}" for e in silent)
-        finished = [str(e.rank) for e in endings if e.outcome is not None]
-        others = f"; rank{'s' * (len(finished) > 1)} {', '.join(finished)} had finished" if finished else ""
+        others = f"; {named_ranks(list(outcomes))} had finished" if outcomes else ""
         return Verdict("failed", None, f"{deadlock or f'no end within {timeout:g} s'}: {where}{others}")
     for ending in endings:
         if ending.outcome is not None and ending.outcome.kind in LEFT_OUT:
@@ -151,12 +150,7 @@ def _other(ending: Ending, first: Ending | None) -> tuple[str, str]:
 def _died(ending: Ending) -> str:
     assert ending.code is not None
     if ending.code < 0:
-        try:
-            name = signal.Signals(-ending.code).name
-        except ValueError:
-            # real-time signals have no names
-            name = f"signal {-ending.code}"
-        return f"rank {ending.rank} was killed by {name}"
+        return f"rank {ending.rank} was killed by {signal_name(-ending.code)}"
     return f"rank {ending.rank} ended with exit code {ending.code}"
 
 

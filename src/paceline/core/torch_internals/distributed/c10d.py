@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import CellType
 from typing import Any
@@ -26,17 +26,9 @@ from torch._C._distributed_c10d import _broadcast_coalesced, _unregister_process
 
 _c10d: Any = dist.distributed_c10d
 
-
-def get_default_group() -> dist.ProcessGroup:
-    """Return the default process group; torch raises a ValueError if there is none."""
-    group: dist.ProcessGroup = _c10d._get_default_group()
-    return group
-
-
-def get_default_store() -> Store:
-    """Return the store of the default process group; torch raises a ValueError if there is none."""
-    store: Store = _c10d._get_default_store()
-    return store
+get_default_group: Callable[[], dist.ProcessGroup] = _c10d._get_default_group
+get_default_store: Callable[[], Store] = _c10d._get_default_store
+broadcast_coalesced: Callable[[Any, list[Tensor], int, int], None] = _broadcast_coalesced
 
 
 def get_default_timeout(backend: str) -> timedelta:
@@ -89,8 +81,3 @@ def forget_group(group: Any, name: Any) -> None:
         groups[:] = [other for other in groups if other is not group]
     world.tags_to_pg.pop(world.pg_to_tag.pop(group))
     _unregister_process_group(name)
-
-
-def broadcast_coalesced(group: Any, tensors: Sequence[Tensor], buffer_bytes: int, source: int) -> None:
-    """Broadcast `tensors` from rank `source` in place, in messages of about `buffer_bytes`."""
-    _broadcast_coalesced(group, list(tensors), buffer_bytes, source)

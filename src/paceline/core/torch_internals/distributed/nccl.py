@@ -28,17 +28,6 @@ def nccl_of(group: Any) -> Any:
     return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
 
 
-def bound_device(group: Any) -> torch.device | None:
-    """Return the ``device_id`` of `group`, if any. If it has one, its NCCL communicator exists from the start."""
-    device: torch.device | None = group.bound_device_id
-    return device
-
-
-def bare_group(store: Store, rank: int, size: int) -> Any:
-    """Return a process group without a backend, which is not in torch's tables."""
-    return ProcessGroup(store, rank, size)
-
-
 def attach_nccl(
     group: Any,
     parent: Any,
@@ -55,7 +44,7 @@ def attach_nccl(
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.global_ranks_in_group, options.group_name = list(ranks), name
-    device, source = bound_device(parent), nccl_of(parent)
+    device, source = parent.bound_device_id, nccl_of(parent)
     is_split = device is not None and source is not None and source.supports_splitting
     if is_split:
         options.split_from, options.split_color = source, 0
