@@ -227,6 +227,7 @@ def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
         key,
         restored,
         max(restored, *(record.completed for record in records)),
+        min(record.prepared for record in records),
         redone=max(record.redone for record in records),
         source=next((record.source for record in records if record.source), None),
         rescued=newest_step(folder / RESCUE / key),

@@ -67,7 +67,7 @@ def test_a_job_whose_memory_is_too_small_restarts_from_disk_and_says_so(tmp_path
     assert "ranks 0, 1: a failure will cost the steps since the last save on disk" in err
     assert f"because the job's folder is full ({small}" in err
     assert "; enlarge it (in a container: docker run --shm-size=8g), or choose another folder with PACELINE_JOBS" in err
-    assert "ranks again from step 5, which is on disk, because no rank could save step 7 (restart 1)" in err
+    assert "from step 5, which is on disk, 2 steps back, because no rank could save step 7 (restart 1)" in err
     assert [path.name for path in small.iterdir()] == ["ballast"]
 
 

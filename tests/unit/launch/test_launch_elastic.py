@@ -124,7 +124,7 @@ def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_p
             record.complete(5)
         said.append(restarts.decide(lost if restarts.size == 2 else Cause("AcceleratorError", may_pass=True, rank=0)))
         restarts.begin()
-    again = "from the beginning, because no rank could save step 5"
+    again = "from the beginning, 5 steps back, because no rank could save step 5"
     assert said[:2] == [
         f"starting all ranks again {again} (restart 1)",
         f"starting 1 rank instead of 2 {again} (restart 2, 1 of 9 without progress): "

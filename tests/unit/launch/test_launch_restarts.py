@@ -61,9 +61,9 @@ def test_by_default_a_start_without_progress_is_repeated_three_times(tmp_path: P
         decided.append(restarts.decide(Cause()))
         restarts.begin()
         start(tmp_path, [5, 5], restored=5)
-    again = "starting all ranks again from the beginning, because no rank could save step 5"
+    again = "starting all ranks again from the beginning, 5 steps back, because no rank could save step 5"
     assert decided[-2:] == [f"{again} (restart 4, 3 of 3 without progress)", None]
-    assert decided[0] == "starting all ranks again from the beginning, because no rank could save step 5 (restart 1)"
+    assert decided[0] == f"{again} (restart 1)"
 
 
 def test_progress_sets_the_count_back_and_only_steps_that_are_new_are_progress(tmp_path: Path) -> None:
@@ -261,9 +261,9 @@ def test_the_cause_is_the_first_ranks_own_error(ends: list[End], expected: Cause
         ([7], [5], " from step 7, which is in memory"),
         ([], [5, 7], " from step 7, which is on disk"),  # where the rescue went, as memory was full
         ([7], [7], " from step 7, which is on disk"),
-        ([3], [5], " from step 5, which is on disk, because no rank could save step 7"),
-        ([6], [5], " from step 6, which is in memory, because no rank could save step 7"),
-        ([], [], " from the beginning, because no rank could save step 7"),
+        ([3], [5], " from step 5, which is on disk, 2 steps back, because no rank could save step 7"),
+        ([6], [5], " from step 6, which is in memory, 1 step back, because no rank could save step 7"),
+        ([], [], " from the beginning, 7 steps back, because no rank could save step 7"),
     ],
 )
 def test_a_restart_says_which_step_its_ranks_will_find(

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from paceline.core.output.wording import counted
+
 LIMIT = 3
 """Default limit on consecutive restarts without progress."""
 EARLY_S = 120.0
@@ -55,6 +57,8 @@ class Reached:
     """The restored step."""
     completed: int
     """The last step that a rank completed; the restored step if no rank completed one."""
+    prepared: int = -1
+    """The last step that all ranks were ready to take, so that optimizers may have begun it; -1 for none."""
     redone: int = 0
     source: str | None = None
     rescued: int | None = None
@@ -89,7 +93,11 @@ class Reached:
             return ""
         place = "on disk" if newest == on_disk else "in memory"
         where = f" from step {newest}, which is {place}" if newest else " from the beginning"
-        return where if newest >= self.completed else f"{where}, because no rank could save step {self.completed}"
+        if newest >= self.completed:
+            return where
+        begun = f" after optimizers had begun step {self.prepared}" if self.prepared > self.completed else ""
+        back = counted(self.completed - newest, "step")
+        return f"{where}, {back} back, because no rank could save step {self.completed}{begun}"
 
 
 @dataclass(frozen=True)
