@@ -140,7 +140,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         Under ``paceline run``, on one host and on the CPU, a failure loses no completed step: the remaining ranks save
         the last one into memory, and the next start restores it. To make this possible, optimizers wait in ``step()``
-        until all ranks have their gradients. In other cases, a run continues from the newest checkpoint on disk.
+        until all ranks have their gradients. In other cases, for example if a rank is lost between the two optimizers
+        of a GAN, a run continues from the newest checkpoint on disk.
 
         After the first call, a SIGTERM, SIGUSR1, SIGHUP or SIGINT to any rank ends the training: all ranks agree on a
         last step and save it. Signals that the script handles itself are left alone. A second signal ends the process

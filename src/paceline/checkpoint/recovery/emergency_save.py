@@ -1,10 +1,11 @@
 """The rescue: after a rank is lost, the remaining ranks save the last completed step into memory.
 
-Any remaining rank whose optimizer has not stepped since the last boundary can save it: these ranks have the same
+Any remaining rank whose optimizers have not stepped since the last boundary can save it: these ranks have the same
 parameters and optimizer states, and the per-rank states of all ranks, including the lost ones, are in memory. The first
 rank to take the lock saves, and the others wait. The result is an ordinary checkpoint in the job's folder in memory, so
 a full disk does not matter. If memory is full, or the launcher will not restart the ranks, it is written to the
-checkpoint folder.
+checkpoint folder. If an optimizer has stepped on every remaining rank, for example during the backward of a GAN's
+generator, no rank can save.
 """
 
 from __future__ import annotations
@@ -140,12 +141,7 @@ def _all_own_states(barrier: StepBarrier, step: int) -> list[OwnStates]:
     prepared = _own_states(barrier, barrier.rank, step, prepared=True)
     for rank in range(barrier.size):
         if barrier.completed(rank) < step:
-            states[rank], unknown = carry_over(states[rank], prepared, states[barrier.rank])
-            if unknown:
-                say(
-                    f"note: rank {rank} ended between the optimizer and the end of step {step}, so later changes of "
-                    f"its {', '.join(unknown)} are unknown; it continues with the earlier values"
-                )
+            states[rank] = carry_over(rank, states[rank], prepared, states[barrier.rank])
     return states
 
 

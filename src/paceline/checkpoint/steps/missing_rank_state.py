@@ -2,7 +2,8 @@
 
 The sources are the lost rank's states at the barrier, and a survivor's states at the barrier and at the end of the
 step. A value that the survivor did not change is taken to be unchanged on the lost rank. A value that was equal on both
-ranks at the barrier, such as an update counter, is taken to be equal at the end.
+ranks at the barrier, such as an update counter, is taken to be equal at the end. Other values cannot be known: for
+example, the random generators after the second forward of a GAN.
 """
 
 from __future__ import annotations
@@ -18,33 +19,34 @@ from paceline.checkpoint.format.safetensors_file import bytes_view
 from paceline.checkpoint.steps.rank_states import OwnStates
 
 
-def carry_over(lost: OwnStates, before: OwnStates, after: OwnStates) -> tuple[OwnStates, list[str]]:
-    """Return a lost rank's states at the end of the step, and the names of the states that are unknown.
+def carry_over(rank: int, lost: OwnStates, before: OwnStates, after: OwnStates) -> OwnStates:
+    """Return the states of the lost `rank` at the end of the step; raise a ValueError if one is unknown.
 
     Args:
-        lost: the lost rank's states at the barrier.
+        rank: the lost rank. Buffers are reconstructed only for rank 0, because no others are saved.
+        lost: its states at the barrier.
         before: a survivor's states at the barrier.
         after: the survivor's states at the end of the step.
     """
-    unknown: list[str] = []
     generators = dict(lost.generators)
     for name, at_end in after.generators.items():
-        generators[name] = _at_end(generators.get(name), before.generators.get(name), at_end, name, unknown)
+        states = generators.get(name), before.generators.get(name), at_end
+        generators[name] = _at_end(*states, f"random generator {name!r} of rank {rank}")
     buffers = list(lost.buffers)
-    if len(buffers) == len(before.buffers) == len(after.buffers):
+    if rank == 0 and len(buffers) == len(before.buffers) == len(after.buffers):
         columns = zip(lost.buffers, before.buffers, after.buffers, strict=True)
-        buffers = [_at_end(*column, f"buffer {number}", unknown) for number, column in enumerate(columns)]
-    objects = _objects_at_end(lost.objects, before.objects, after.objects, unknown)
-    return replace(lost, generators=generators, objects=objects, buffers=buffers), unknown
+        buffers = [_at_end(*column, f"buffer {number} of rank 0") for number, column in enumerate(columns)]
+    return replace(lost, generators=generators, objects=_objects_at_end(rank, lost, before, after), buffers=buffers)
 
 
-def _objects_at_end(lost: Capture, before: Capture, after: Capture, unknown: list[str]) -> Capture:
+def _objects_at_end(rank: int, lost: OwnStates, before: OwnStates, after: OwnStates) -> Capture:
     nodes, tensors = dict[str, Any](), dict[str, torch.Tensor]()
-    for name in lost.nodes:
-        states = [(capture.nodes.get(name), _tensors_of(name, capture)) for capture in (lost, before, after)]
-        nodes[name], object_tensors = _at_end(states[0], states[1], states[2], name, unknown)
+    captures = lost.objects, before.objects, after.objects
+    for name in lost.objects.nodes:
+        states = [(capture.nodes.get(name), _tensors_of(name, capture)) for capture in captures]
+        nodes[name], object_tensors = _at_end(states[0], states[1], states[2], f"{name!r} of rank {rank}")
         tensors |= object_tensors
-    return Capture(nodes, tensors, {**lost.aliases, **after.aliases} if lost.aliases else after.aliases)
+    return Capture(nodes, tensors, {**lost.objects.aliases, **after.objects.aliases})
 
 
 def _tensors_of(name: str, capture: Capture) -> dict[str, torch.Tensor]:
@@ -53,13 +55,12 @@ def _tensors_of(name: str, capture: Capture) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in capture.tensors.items() if owners[key] == name}
 
 
-def _at_end(lost: Any, before: Any, after: Any, name: str, unknown: list[str]) -> Any:
+def _at_end(lost: Any, before: Any, after: Any, name: str) -> Any:
     if are_equal(before, after):
         return lost
     if are_equal(lost, before):
         return after
-    unknown.append(name)
-    return lost
+    raise ValueError(f"{name} changed between the optimizer and the end of the step, and its new state is lost")
 
 
 def are_equal(first: Any, second: Any) -> bool:

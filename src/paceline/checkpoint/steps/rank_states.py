@@ -1,7 +1,7 @@
 """A rank's own states, kept in memory that outlives the rank: random generators, buffers, registered objects.
 
 The rank fills four slots of a file in turn; see :mod:`paceline.checkpoint.steps.slot_file`. If the rank is killed, the
-file still has its states at the end of the previous step and at the barrier of the current step (possibly twice).
+file still has its states at the end of the previous step and at the barrier of the current step.
 
 Plain values are stored with ``marshal``, which is fast and runs no code when it is read.
 """

@@ -20,7 +20,7 @@ from paceline.checkpoint.format.safetensors_file import Spec, stored
 from paceline.checkpoint.storage.free_space import aligned
 
 SLOTS = 4
-"""Slots of a file, filled in turn: the previous step, the current step (possibly twice), and an interrupted write."""
+"""Slots of a file, filled in turn: the barrier and the end of the previous step and of the current step."""
 Layout = Sequence[tuple[tuple[int, ...], str]]
 """Shapes and dtypes of consecutive tensors."""
 _HEAD = struct.Struct("<qqqq")  # write number, step, size of plain values, total size

@@ -62,11 +62,11 @@ class StepBarrier:
             The requests of all ranks, combined with *or*; the same on all ranks.
         """
         self._states.write(step, objects, buffers)
-        part = self.record.prepare(step, wish)
-        waiting = self._absent(part, range(self.size))
+        self.record.prepare(step, wish)
+        waiting = self._absent(step, range(self.size))
         if waiting:
             with recorder.span(COLLECTIVE):
-                self._wait(step, part, waiting)
+                self._wait(step, waiting)
         for other in self._others.values():
             wish |= other.wish(step)
         return wish
@@ -116,10 +116,10 @@ class StepBarrier:
             time.sleep(_LOOK_S)
         return gone
 
-    def _wait(self, step: int, part: int, waiting: list[int]) -> None:
+    def _wait(self, step: int, waiting: list[int]) -> None:
         began = looked = time.monotonic()
         for turn in itertools.count():
-            waiting = self._absent(part, waiting)
+            waiting = self._absent(step, waiting)
             if not waiting:
                 return
             if turn < _SPINS:
@@ -132,7 +132,7 @@ class StepBarrier:
                 continue
             looked = now
             gone = [rank for rank in waiting if rank in self._others and not is_running(self._others[rank].pid)]
-            if gone and self._absent(part, gone):  # a rank may have arrived just before it ended
+            if gone and self._absent(step, gone):  # a rank may have arrived just before it ended
                 raise CommunicationError(
                     f"rank {self.rank}: {named_ranks(gone)} ended before optimizer step {step}, so no rank takes it; "
                     "look for the error of that rank"
@@ -143,15 +143,15 @@ class StepBarrier:
                     f"{self._timeout:g} s; {REMEDY}"
                 ).because_of(waiting)
 
-    def _absent(self, part: int, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if rank != self.rank and self._prepared(rank) < part]
+    def _absent(self, step: int, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank != self.rank and self._prepared(rank) < step]
 
     def _prepared(self, rank: int) -> int:
         record = self._other(rank)
         if record is None:
             return -1
         # A rank that steps alone never returns to the barrier.
-        return sys.maxsize if record.is_alone else record.prepared_part
+        return sys.maxsize if record.is_alone else record.prepared
 
     def _opened(self) -> dict[int, StepRecord]:
         """Return the records of the other ranks that have opened their Checkpointers."""

@@ -1,4 +1,4 @@
-"""The end of a training step, when all registered objects are consistent, and the rollback to it.
+"""The end of a training step, when all registered objects are consistent, and their states at that point.
 
 Parameters and optimizer states do not change until the next optimizer step, so they are not copied. Settings of
 optimizers, small buffers of modules, and the states of other objects can change earlier, so they are copied; see
@@ -17,7 +17,6 @@ from torch import nn
 
 from paceline.checkpoint import captures
 from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.steps.optimizer_rollback import OptimizerRollback
 from paceline.checkpoint.steps.step_barrier import StepBarrier
 from paceline.checkpoint.steps.step_snapshot import SmallBuffers, Snapshotter, object_from_snapshot, parameters_of
 from paceline.checkpoint.storage.free_space import nothing_is_kept
@@ -42,7 +41,6 @@ class Watched:
         self.shared = [(Snapshotter(entry), entry.is_constant) for entry in entries if not entry.per_rank]
         self.accumulating = [entry.object for entry in entries if isinstance(entry.object, Accumulates)]
         self.modules = [entry.object for entry in entries if isinstance(entry.object, nn.Module)]
-        self.optimizers = [entry.object for entry in entries if isinstance(entry.object, torch.optim.Optimizer)]
         self.parameters = parameters_of(entries)
         self.buffers = SmallBuffers(entries)
         self.holds_shards = any(entry.holds_shard for entry in entries)
@@ -77,8 +75,8 @@ class Boundary:
         """Counts completed steps without a barrier, so that a restart knows which steps it recomputes."""
         self._is_armed = False
         """Whether :meth:`mark` has been called; from then on, optimizers wait for the other ranks."""
-        self._rollback = OptimizerRollback()
-        """The optimizer steps since the boundary."""
+        self._has_stepped = False
+        """Whether an optimizer has stepped or is about to step since the boundary."""
         self._hooks: dict[int, Any] = {}
         """Handles of the optimizers' hooks, by the optimizer's id."""
         self._snapshots: dict[str, Any] | None = None
@@ -91,7 +89,7 @@ class Boundary:
     @property
     def can_be_saved(self) -> bool:
         """Whether :meth:`states` can return the states of all shared objects at the boundary."""
-        return self._snapshots is not None and self._rollback.can_go_back
+        return self._snapshots is not None and not self._has_stepped
 
     @property
     def joins(self) -> bool:
@@ -109,23 +107,23 @@ class Boundary:
         self.step, self._snapshots = step, None
         if (box := black_box()) is not None:
             box.go_on_from(step)
-        self._rollback.end()
+        self._has_stepped = False
 
     def mark(self) -> bool:
         """Mark that all registered objects are consistent; return whether this ends an optimizer step.
 
         The result is False while gradients accumulate, and after a step that a GradScaler has skipped.
         """
-        if self._rollback.has_begun:
+        if self._has_stepped:
             strike("stepped")
         watched = self._refresh_watched()
         # The first mark may precede any step; it is the boundary for a failure in the first step.
         is_first, self._is_armed = not self._is_armed, True
         if any(model.holds_local_gradients() for model in watched.accumulating):
             return False
-        if self._hooks and not self._rollback.has_begun and not is_first:
+        if self._hooks and not self._has_stepped and not is_first:
             return False
-        is_step = self._rollback.has_begun or not self._hooks
+        is_step = self._has_stepped or not self._hooks
         self.step += is_step
         if self.barrier is not None and not self._can_rescue(watched):
             if watched.holds_shards and self.barrier.rank == 0:
@@ -146,7 +144,7 @@ class Boundary:
                 self._leave_full_memory(error)
         elif self._record is not None:
             self._record.complete(self.step)
-        self._rollback.end()
+        self._has_stepped = False
         if (box := black_box()) is not None:
             box.mark(self.step)
         strike("boundary")
@@ -158,9 +156,8 @@ class Boundary:
         Training cannot continue afterwards, because modules and optimizers are changed in place.
         """
         assert self._snapshots is not None
-        if self._versions != [self._rollback.version_of(parameter) for parameter in self._watched.parameters]:
+        if self._versions != self._watched.versions():
             raise CheckpointError("a parameter has changed since the end of the last step")
-        self._rollback.go_back()
         for entry in self._entries():
             if not entry.per_rank:
                 yield object_from_snapshot(entry, self._snapshots[entry.name])
@@ -180,23 +177,23 @@ class Boundary:
         self._hooks.clear()
         self._snapshots = None
 
-    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _optimizer_steps(self, *_: Any) -> None:
         if os.getpid() != self._process:  # a forked child inherits the hook, but only its parent is the rank
             return
-        is_first = not self._rollback.has_begun
-        if not self._is_armed and not is_first and (box := black_box()) is not None:
-            box.lose_count()
-        if is_first:
-            strike("prepared")
-        watched = self._refresh_watched()
-        if self._is_armed and self.barrier is not None and self._rollback.has_new_gradients(optimizer):
+        if self._has_stepped:
+            if not self._is_armed and (box := black_box()) is not None:
+                box.lose_count()
+            return
+        strike("prepared")
+        if self._is_armed and self.barrier is not None:
+            watched = self._refresh_watched()
             if self._can_rescue(watched):
                 self._prepare(self.step + 1, watched)
             else:
                 self.leave_barrier()
-        self._rollback.step(optimizer, watched.optimizers)
-        if is_first:
-            strike("gate")
+        # From here on, this rank cannot save the boundary, because its parameters and optimizers are changing.
+        self._has_stepped = True
+        strike("gate")
 
     def _refresh_watched(self) -> Watched:
         entries = self._entries()

@@ -5,7 +5,7 @@ the launcher moves it to ``steps-before``. A rank has *prepared* a step when it 
 stored its per-rank states. It has *completed* the step when the optimizer has stepped and all registered objects are
 consistent again. No optimizer steps before all ranks have prepared the step; see
 :class:`paceline.checkpoint.steps.step_boundary.Boundary`. If a rank dies, the others have therefore completed the same
-step, or are about to.
+step, or are about to, unless they need that rank for another backward in the same step.
 
 Only the rank itself writes its numbers, each of them atomically.
 """
@@ -41,8 +41,6 @@ _WISHES = 9
 _FOLDER_AT = 512
 """Offset of the path of the checkpoint folder, a zero-terminated string."""
 _NONE = -1
-PARTS = 2**20
-"""Maximum number of parts of a step."""
 
 
 class Stopping(IntEnum):
@@ -90,8 +88,8 @@ class StepRecord:
     """The step that this start resumed from; 0 for the beginning."""
     redone = _Number(4)
     """Number of completed steps of earlier starts that had to be computed again."""
-    prepared_part = _Number(5)
-    """:attr:`prepared` times :data:`PARTS`, plus the number of prepared parts of that step after the first."""
+    prepared = _Number(5)
+    """The last step prepared since this start; -1 for none."""
     completed = _Number(6)
     """The last step completed since this start; -1 for none."""
     is_alone = _Number(7)
@@ -146,11 +144,6 @@ class StepRecord:
         return SOURCES[self._source]
 
     @property
-    def prepared(self) -> int:
-        """The last step prepared since this start; -1 for none."""
-        return self.prepared_part // PARTS
-
-    @property
     def pace(self) -> float:
         """Duration of the last step in seconds; 0 if unknown."""
         return self._pace / 1e6
@@ -189,17 +182,12 @@ class StepRecord:
         """Record that the rank resumes from `step`."""
         self.restored, self._source, self.redone = step, SOURCES.index(source), redone
 
-    def prepare(self, step: int, wish: int = 0) -> int:
-        """Record that the rank has its averaged gradients of `step` and has stored its per-rank states.
-
-        A step with several backward passes and optimizers calls this several times. Returns :attr:`prepared_part`.
-        """
-        is_repeated = step == self.prepared
+    def prepare(self, step: int, wish: int = 0) -> None:
+        """Record that the rank has its averaged gradients of `step` and has stored its per-rank states."""
         # Write the requests before the number that tells other ranks to read them. Two alternating slots are enough,
         # because the barrier of each step keeps this rank from being two steps ahead of a reader.
         self.numbers[_WISHES + step % 2] = wish
-        self.prepared_part = self.prepared_part + 1 if is_repeated else step * PARTS
-        return self.prepared_part
+        self.prepared = step
 
     def complete(self, step: int, seconds: float = 0.0) -> None:
         """Record that all registered objects have reached the end of `step`, which took `seconds`."""
