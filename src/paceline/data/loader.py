@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from paceline.core.output.wording import with_article
 from paceline.core.state.rng import derive_seed
+from paceline.core.state.virtual_ranks import Slices
 from paceline.core.telemetry.spans import DATA_WAIT, recorder
 from paceline.data.arguments import find_place
 from paceline.data.fetch import Collate, Failure, Fetch
@@ -140,19 +141,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             worker_init_fn=options.get("worker_init_fn"),
         )
 
-    @property
-    def virtual_ranks(self) -> int | None:
-        """Number of slices per global batch; None for one slice per rank."""
-        return self.progress.slicing.virtual_ranks
+    def in_slices(self, virtual_ranks: int) -> Iterator[Slices]:
+        """Iterate as a plain loop does, with each global batch cut into `virtual_ranks` slices, equally many per rank.
 
-    def use_virtual_ranks(self, count: int) -> None:
-        """Cut every global batch into `count` slices, the same number for each rank, from the next pass on.
-
-        The loader then yields this rank's slices as a list with their ``seeds``, and random streams are seeded by slice
-        instead of by rank. :func:`paceline.accumulate`, the Trainer, :func:`paceline.train.evaluate` and
-        :func:`paceline.train.predict` call this method with the wrapper's ``virtual_ranks``.
+        Yields this rank's slices as a list with their ``seeds``; random streams are seeded by slice, not by rank. If a
+        model has virtual ranks, :func:`paceline.accumulate`, the Trainer, :func:`paceline.train.evaluate` and
+        :func:`paceline.train.predict` iterate in this way. Other passes over the loader are not affected.
         """
-        self.progress.slicing.use_virtual_ranks(count)
+        return self._iterate(virtual_ranks)
 
     def __len__(self) -> int:
         """Return the number of global batches in an epoch."""
@@ -169,8 +165,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.progress.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._iterate(None)
+
+    def _iterate(self, virtual_ranks: int | None) -> Iterator[Any]:
         progress = self.progress
-        progress.begin()
+        progress.begin(virtual_ranks)
         if (check := self._weight_check) is not None:
             check.begin_step()
         self._worker_seed.manual_seed(derive_seed("workers", progress.seed, progress.epoch, progress.rank))

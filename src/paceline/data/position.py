@@ -49,6 +49,7 @@ class Position:
         self.slicing = Slicing(self.batch_size, self.rank, self.world_size, speed)
         self.epoch, self.position = 0, 0
         self._started = (0, 0)  # epoch and position at the beginning of the latest pass
+        self._virtual_ranks: int | None = None  # slices per global batch in the latest pass; None for one per rank
         self.key = data_position.key_of_caller() if self.world_size > 1 else -1
         """Number that identifies this source in the script, the same on every rank; -1 if there is only one rank."""
         self._end: int | None = None  # the epoch's number of global batches, if known without the order
@@ -71,14 +72,19 @@ class Position:
         """Yield a ticket for each remaining global batch of the pass."""
         raise NotImplementedError
 
-    def begin(self) -> None:
+    def begin(self, virtual_ranks: int | None = None) -> None:
         """Start a pass over the rest of the epoch, or over the next epoch if this one is complete.
 
         Batches that the latest pass handed over but no step consumed are repeated.
 
+        Args:
+            virtual_ranks: number of slices per global batch in this pass; None for one slice per rank.
+
         Raises:
-            UsageError: if the latest pass was left in the middle of an accumulation window; see :meth:`rewind`.
+            UsageError: if the latest pass was left in the middle of an accumulation window, see :meth:`rewind`; or if
+                batches cannot be cut into that many slices.
         """
+        self.slicing.shares(virtual_ranks)  # refuses a number that does not fit
         self._consumption.leave()
         last_step_at = self._consumption.left_over(self.position, self.length)
         if last_step_at is not None and self._consumption.window > 1:
@@ -92,6 +98,7 @@ class Position:
         if self.position == self.length and not self._named:
             self.finish()
         self._started = (self.epoch, self.position)
+        self._virtual_ranks = virtual_ranks
         self._reported = False
         self.passes += 1
         self._consumption.begin(self.position)
@@ -200,15 +207,15 @@ class Position:
     def origin(self) -> data_position.Origin:
         """Describe the current pass, for comparison with the other ranks."""
         if self._origin_of != self.passes:
-            self._origin_of, self._origin = self.passes, self.origin_in(self._started[0])
+            self._origin_of, self._origin = self.passes, self.origin_in(self._started[0], self._virtual_ranks)
         return self._origin._replace(position=self._consumption.handed, stream=self._stream_digest)
 
-    def origin_in(self, epoch: int | None) -> data_position.Origin:
-        """Describe the data and, unless `epoch` is None, its order in that epoch."""
+    def origin_in(self, epoch: int | None, virtual_ranks: int | None) -> data_position.Origin:
+        """Describe the data and, unless `epoch` is None, its order and slices in a pass over that epoch."""
         order = -1 if epoch is None else self._order_digest(epoch)
         if epoch is not None and self.slicing.speeds is not None:  # with different speeds, slices would overlap
             order = data_position.short(derive_seed("speed", order, repr(self.slicing.speeds)))
-        if epoch is not None and (virtual_ranks := self.slicing.virtual_ranks) is not None:
+        if epoch is not None and virtual_ranks is not None:
             order = data_position.short(derive_seed("virtual ranks", order, virtual_ranks))
         return data_position.Origin(
             source=self.key,

@@ -157,10 +157,10 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     def tickets(self) -> Iterator[Slice | Slices]:
         """Yield this rank's slice of each remaining global batch, or its slices with virtual ranks."""
-        if self.slicing.virtual_ranks is None:
+        if self._virtual_ranks is None:
             yield from self._tickets_by_rank()
             return
-        (epoch, start), (count, shares) = self._started, self.slicing.shares()
+        (epoch, start), (count, shares) = self._started, self.slicing.shares(self._virtual_ranks)
         order = self._order.of(epoch)
         for number, indices in self._batches(order, start):
             batch = indices.tolist()
@@ -189,11 +189,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
                 yield Slice(indices.tolist(), epoch, number, self.rank)
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.slicing.virtual_ranks is not None:
-            raise UsageError(
-                f"rank {self.rank}: with virtual_ranks={self.slicing.virtual_ranks} a batch has several slices; use "
-                "paceline.data.DataLoader, which fetches them"
-            )
         self.begin()
         for indices in self._tickets_by_rank():
             self._fetched += 1
@@ -204,9 +199,9 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             self.finish()
             self._assumed = True
 
-    def begin(self) -> None:
+    def begin(self, virtual_ranks: int | None = None) -> None:
         """Start a pass; see :meth:`Position.begin`."""
-        super().begin()
+        super().begin(virtual_ranks)
         self._fetched = 0
         if self.position == 0:
             self._read_size()

@@ -74,12 +74,12 @@ class GlobalBatchStream(Position):
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield an endless sequence of tickets for global batches, because only a reader sees the end of the stream."""
-        (epoch, start), shares = self._started, self.slicing.shares()
+        (epoch, start), shares = self._started, self.slicing.shares(self._virtual_ranks)
+        is_cut = self._virtual_ranks is not None
         # Set the epoch before workers do: torch requests the first ticket while all workers are idle. Hugging Face data
         # sets keep their epoch in shared memory and add the difference, which two concurrent workers would add twice.
         set_epoch_of(self.dataset, epoch)
         if start != self.length:  # the length is known only after a pass has reached the end
-            is_cut = self.slicing.virtual_ranks is not None
             for number in count(start):
                 yield Ticket(epoch, number, shares, is_cut)
 
@@ -89,9 +89,9 @@ class GlobalBatchStream(Position):
         one."""
         return self.position * self.batch_size
 
-    def begin(self) -> None:
+    def begin(self, virtual_ranks: int | None = None) -> None:
         """Start a pass; see :meth:`Position.begin`."""
-        super().begin()
+        super().begin(virtual_ranks)
         self._stream_digest = -1
 
     def note_read(self, read: Read) -> None:

@@ -41,7 +41,7 @@ def accumulate(
 
     For a model with ``virtual_ranks``, the function iterates over this rank's slices of each global batch, and
     gradients are synchronized in the last slice. Omit `every`; `batches` must be a
-    :class:`paceline.data.DataLoader`, whose number of slices this function sets. Each slice has separate random
+    :class:`paceline.data.DataLoader`, whose other passes still yield whole batches. Each slice has separate random
     streams. Empty slices of a short last batch are skipped; if all of a rank's slices are empty, ``None`` is yielded
     once: call ``model.sync_gradients()`` for it. With ``check_compute_every``, a slice may be yielded again; in that
     case ``model.is_repeat`` is true, so that the loop can skip its loss in sums.
@@ -68,11 +68,6 @@ def _windows(
 ) -> Generator[Batch, None, None]:
     if every is None:
         raise UsageError("pass every= to accumulate(), or virtual_ranks= to the model")
-    if (count := getattr(batches, "virtual_ranks", None)) is not None:
-        raise UsageError(
-            f"the loader cuts batches for a model with virtual_ranks={count}, but this model has none; create a loader "
-            "for each model"
-        )
     if every < 1:
         raise UsageError(f"accumulate(every={every}): a window holds at least 1 micro-batch")
     length, pairs = None, _looked_ahead(batches)
@@ -99,14 +94,13 @@ def _windows(
 
 def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generator[Any, None, None]:
     """Iterate over this rank's slices of each global batch, each with separate random streams."""
-    if not hasattr(loader, "use_virtual_ranks"):
+    if not hasattr(loader, "in_slices"):
         raise UsageError(
             f"a model with virtual_ranks={count} needs a loader that cuts each batch into that many slices; "
             "pass the paceline.data.DataLoader itself; a progress bar can wrap accumulate's result instead"
         )
     from paceline.ddp.slices.gradients import in_order
 
-    loader.use_virtual_ranks(count)
     state, connection = rng_state(), model._connected()
     virtual_ranks, check = connection.virtual_ranks, connection.compute_check
     assert virtual_ranks is not None
@@ -120,7 +114,7 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
         virtual_ranks.begin_slice(number, filled)
 
     try:
-        for slices in loader:
+        for slices in loader.in_slices(count):
             filled = [number for number, batch in enumerate(slices) if batch is not None]
             if check is not None and check.is_due:
                 yield from check.go_through(begin, slices, filled, is_latest)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.core.output.wording import with_article
-from paceline.core.state.rng import rng_state, seed_all, set_rng_state
+from paceline.core.state.rng import rng_state, set_rng_state
 from paceline.core.state.unwrapping import unwrap
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
@@ -59,48 +59,46 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
     """
     validate_wrapper(model, "evaluate()")
     validate_evaluation(evaluation)
-    loader = evaluation.loader
-    begin_anew(loader, model)
+    loader, slices = evaluation.loader, model.virtual_ranks
+    begin_anew(loader)
     # In float64, because sums over a data set exceed the precision of float32. One row per slice of virtual ranks,
     # because sums per rank would depend on the number of ranks.
-    totals = torch.zeros(loader.virtual_ranks or 1, len(evaluation.names) + 1, dtype=torch.float64)
+    totals = torch.zeros(slices or 1, len(evaluation.names) + 1, dtype=torch.float64)
     with in_eval_mode(model) as module:
         check_same_data(loader, model, epoch=0)
-        for batch in loader:
-            for share, part in parts_of(batch, loader):
-                row = 0 if loader.virtual_ranks is None else share
-                sums, count = _summed(evaluation.sums(module, part), evaluation.names)
-                totals[row] += torch.tensor(
-                    [*(float(sums[name]) for name in evaluation.names), float(count)], dtype=torch.float64
-                )
+        for _, share, part in parts_of(loader, slices):
+            row = 0 if slices is None else share
+            sums, count = _summed(evaluation.sums(module, part), evaluation.names)
+            totals[row] += torch.tensor(
+                [*(float(sums[name]) for name in evaluation.names), float(count)], dtype=torch.float64
+            )
     totals = all_sum(totals, model).sum(0)
     # strict=False, because the last total is the number of samples.
     means = {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
     return means if evaluation.derive is None else evaluation.derive(means)
 
 
-def begin_anew(loader: DataLoader, model: DistributedDataParallel) -> None:
-    """Make the next pass read the first epoch from the beginning, sliced for the model's virtual ranks."""
-    if (slices := model.virtual_ranks) is not None:
-        loader.use_virtual_ranks(slices)
+def begin_anew(loader: DataLoader) -> None:
+    """Make the next pass read the first epoch from the beginning."""
     loader.progress.set_epoch(0)
     loader.progress.restart()
 
 
-def parts_of(batch: Any, loader: DataLoader) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the samples of each nonempty slice of a global batch that belongs to this rank.
+def parts_of(loader: DataLoader, virtual_ranks: int | None) -> Iterator[tuple[int, int, Any]]:
+    """Iterate over `loader`, and yield each nonempty slice of this rank after the numbers of its batch and its slice.
 
-    Without virtual ranks, each rank has one slice, numbered by the rank.
+    Without virtual ranks, each rank has one slice of a batch, numbered by the rank.
     """
-    shares = loader.progress.slicing.shares()[1]
-    if loader.virtual_ranks is None:
-        if batch is not None:
-            yield shares[0], batch
+    if virtual_ranks is None:
+        for number, batch in enumerate(loader):
+            if batch is not None:
+                yield number, loader.progress.rank, batch
         return
-    for share, part, seed in zip(shares, batch, batch.seeds, strict=True):
-        if part is not None:
-            seed_all(seed)  # so that a slice gets the same random numbers on any number of ranks
-            yield share, part
+    shares = loader.progress.slicing.shares(virtual_ranks)[1]
+    for number, slices in enumerate(loader.in_slices(virtual_ranks)):
+        for at, share in enumerate(shares):
+            if slices[at] is not None:  # seeded, so that a slice gets the same random numbers on any number of ranks
+                yield number, share, slices.seeded(at)
 
 
 @contextmanager

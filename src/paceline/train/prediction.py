@@ -46,23 +46,23 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
     """
     validate_wrapper(model, "predict()")
     validate_loader(loader, "predict()")
-    begin_anew(loader, model)
+    slices = model.virtual_ranks
+    begin_anew(loader)
     # Each row's sample and its place in the epoch. Both are needed, because an epoch may repeat a sample.
     places: list[tuple[int, int]] = []
     rows: list[Any] = []
     with in_eval_mode(model) as module:
         check_same_data(loader, model, epoch=0)
-        samples_of = _samples_by_slice(loader)
-        for number, batch in enumerate(loader):
-            for share, part in parts_of(batch, loader):
-                output = predict_step(module, part)
-                first = (number * loader.progress.slicing.shares()[0] + share) * loader.progress.batch_size
-                count = _length(next(iter(tree_leaves(output, is_leaf=_is_list)), None))
-                in_epoch = range(first, first + max(0, count))
-                samples = samples_of(number, share, in_epoch)
-                _check_rows(output, len(samples))
-                places += zip(samples, in_epoch, strict=True)
-                rows.append(output)
+        samples_of = _samples_by_slice(loader, slices)
+        for number, share, part in parts_of(loader, slices):
+            output = predict_step(module, part)
+            first = (number * (slices or loader.progress.world_size) + share) * loader.progress.batch_size
+            count = _length(next(iter(tree_leaves(output, is_leaf=_is_list)), None))
+            in_epoch = range(first, first + max(0, count))
+            samples = samples_of(number, share, in_epoch)
+            _check_rows(output, len(samples))
+            places += zip(samples, in_epoch, strict=True)
+            rows.append(output)
     keys, all_rows = gather_for_metrics(
         (torch.tensor(places, dtype=torch.int64).view(-1, 2), _concatenated(rows) if rows else None)
     )
@@ -71,7 +71,7 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
     return tree_map(lambda part: _chosen(part, order), all_rows, is_leaf=_is_list)
 
 
-def _samples_by_slice(loader: DataLoader) -> Callable[[int, int, Sequence[int]], Sequence[int]]:
+def _samples_by_slice(loader: DataLoader, slices: int | None) -> Callable[[int, int, Sequence[int]], Sequence[int]]:
     """Return a function that maps a batch number, a slice number and the slice's places in the epoch to sample numbers.
 
     Samples of a stream are numbered by their places in the epoch.
@@ -79,12 +79,12 @@ def _samples_by_slice(loader: DataLoader) -> Callable[[int, int, Sequence[int]],
     progress = loader.progress
     if not isinstance(progress, GlobalBatchSampler):
         return lambda _batch, _slice, places: places
-    progress.begin()
-    slices = {}
+    progress.begin(slices)
+    samples = {}
     for ticket in progress.tickets():
         for part in ticket if isinstance(ticket, Slices) else [ticket]:
-            slices[part.number, part.share] = part
-    return lambda batch, share, _places: slices[batch, share]
+            samples[part.number, part.share] = part
+    return lambda batch, share, _places: samples[batch, share]
 
 
 def _is_list(part: Any) -> bool:

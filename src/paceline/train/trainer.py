@@ -94,9 +94,8 @@ class Trainer:
         keep_best = None if checkpointer is None else checkpointer.keep_best
         wanted = wanted_metrics(config, keep_best, scheduler, callbacks)
         validate_evaluated(config, evaluation, wanted)
-        # Share virtual ranks last, because this changes the loaders.
         evaluated = [] if evaluation is None else [evaluation.loader]
-        validation.share_virtual_ranks(model, config, [loader, *evaluated])
+        validation.validate_virtual_ranks(model, config, [loader, *evaluated])
         check_same_data(loader, model)
         loader.progress.rewind()  # batches that were read before training do not count as consumed
         loop = self._loop = Loop(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks)

@@ -55,8 +55,8 @@ def validate_training_loader(loader: Any, config: TrainConfig) -> None:
         raise UsageError("the length of a stream is unknown; give TrainConfig(max_steps=…) instead of epochs")
 
 
-def share_virtual_ranks(model: DistributedDataParallel, config: TrainConfig, loaders: Iterable[DataLoader]) -> None:
-    """Give all `loaders` the model's number of virtual ranks, if it has one."""
+def validate_virtual_ranks(model: DistributedDataParallel, config: TrainConfig, loaders: Iterable[DataLoader]) -> None:
+    """Check that the batches of all `loaders` can be cut into slices for the model's virtual ranks, if it has any."""
     if (count := model.virtual_ranks) is None:
         return
     if config.accumulate > 1:
@@ -65,7 +65,7 @@ def share_virtual_ranks(model: DistributedDataParallel, config: TrainConfig, loa
             "(--micro-batches), or use more virtual ranks"
         )
     for loader in loaders:
-        loader.use_virtual_ranks(count)
+        loader.progress.slicing.shares(count)  # refuses a number that does not fit
 
 
 def validate_optimizer(optimizer: Any, model: nn.Module) -> None:

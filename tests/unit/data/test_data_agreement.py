@@ -117,6 +117,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str]] = {
     "stream split by rank": unlike("split by rank"),
     "stream with a shuffle of its own": unlike("its own shuffle"),
     "epoch": (lambda rank: moved(DataLoader(points(), 4), rank), "as the loader's epoch"),
+    "slices": (lambda rank: DataLoader(Files(["1", "2"] * 8), 4).in_slices(2 << rank), "digest of the epoch's order"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,23 +33,27 @@ class Stream(IterableDataset[Tensor]):
 
 def loader_of(kind: str, rank: int, size: int, **options: Any) -> DataLoader:
     if kind == "stream":
-        loader = DataLoader(GlobalBatchStream(Stream(), BATCH, rank=rank, world_size=size), **options)
-    else:
-        sampler = GlobalBatchSampler(Drawn(), BATCH, rank=rank, world_size=size)
-        loader = DataLoader(Drawn(), batch_sampler=sampler, **options)
-    loader.use_virtual_ranks(COUNT)
-    return loader
+        return DataLoader(GlobalBatchStream(Stream(), BATCH, rank=rank, world_size=size), **options)
+    sampler = GlobalBatchSampler(Drawn(), BATCH, rank=rank, world_size=size)
+    return DataLoader(Drawn(), batch_sampler=sampler, **options)
+
+
+def one_pass(loader: DataLoader, count: int | None) -> Iterator[Any]:
+    return iter(loader) if count is None else loader.in_slices(count)
+
+
+def numbers(batch: Any) -> Any:
+    """Return a batch, or the batches of a pass, as numbers."""
+    if isinstance(batch, Tensor):
+        return batch.tolist()
+    return None if batch is None else [numbers(part) for part in batch]
 
 
 def slices_of_all(kind: str, size: int, **options: Any) -> list[list[tuple[int, Any]]]:
     """Return, for each global batch, the seeds and batches of all ranks' slices."""
-    of_ranks = [list(loader_of(kind, rank, size, **options)) for rank in range(size)]
+    of_ranks = [list(loader_of(kind, rank, size, **options).in_slices(COUNT)) for rank in range(size)]
     return [
-        [
-            (seed, None if batch is None else batch.tolist())
-            for slices in of_batch
-            for seed, batch in zip(slices.seeds, slices, strict=True)
-        ]
+        [pair for slices in of_batch for pair in zip(slices.seeds, numbers(slices), strict=True)]
         for of_batch in zip(*of_ranks, strict=True)
     ]
 
@@ -65,20 +70,33 @@ def test_slices_and_seeds_are_the_same_for_every_number_of_ranks(kind: str) -> N
 
 def test_with_as_many_slices_as_ranks_each_fetches_what_it_does_without_virtual_ranks() -> None:
     for rank in range(COUNT):
-        sampler = GlobalBatchSampler(Drawn(), BATCH, rank=rank, world_size=COUNT)
-        plain = list(DataLoader(Drawn(), batch_sampler=sampler))
-        for ours, theirs in zip(loader_of("map", rank, COUNT), plain, strict=True):
-            assert ours[0] is theirs is None or torch.equal(ours[0], theirs)
+        loader, twin = (loader_of("map", rank, COUNT) for _ in range(2))
+        assert numbers(loader.in_slices(COUNT)) == [[batch] for batch in numbers(twin)]
 
 
-def test_a_position_means_the_same_to_another_number_of_ranks() -> None:
-    loader = loader_of("map", 0, 4)
-    next(iter(loader))
+@pytest.mark.parametrize(("count", "other_count"), [(8, 8), (8, 4), (8, None), (None, 8)])
+def test_a_position_means_the_same_to_any_other_pass(count: int | None, other_count: int | None) -> None:
+    loader, other, twin = (loader_of("map", 0, size) for size in (4, 1, 1))
+    next(one_pass(loader, count))
     state = loader.state_dict(consumed=1)
     assert state == loader_of("map", 1, 2).state_dict() | {"position": 1}
-    other = loader_of("map", 0, 1)
     other.load_state_dict(state)
-    assert [slices.seeds for slices in other] == [slices.seeds for slices in loader_of("map", 0, 1)][1:]
+    assert numbers(one_pass(other, other_count)) == numbers(one_pass(twin, other_count))[1:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_a_pass_leaves_no_slices_to_the_next(kind: str, workers: int) -> None:
+    """With two slices per rank, a plain loop "for x, y in loader" once took them for x and y."""
+    loader = loader_of(kind, 0, 2, num_workers=workers, persistent_workers=workers > 0)
+    for epoch, (count, other_count) in enumerate([(4, None), (None, 4), (4, 8), (8, None)]):
+        left = one_pass(loader, count)
+        next(left)
+        twin = loader_of(kind, 0, 2)
+        twin.progress.set_epoch(epoch)
+        assert numbers(one_pass(loader, other_count)) == numbers(one_pass(twin, other_count))
+        with pytest.raises(UsageError, match="another pass over the same loader or sampler has begun"):
+            next(left)
 
 
 def test_a_sample_that_fails_is_named() -> None:
@@ -88,9 +106,8 @@ def test_a_sample_that_fails_is_named() -> None:
 
     sampler = GlobalBatchSampler(8, 8, shuffle=False, rank=0, world_size=1)
     loader = DataLoader(Broken(), batch_sampler=sampler)
-    loader.use_virtual_ranks(4)
     with pytest.raises(DataError, match="sample 0 of batch 0 of epoch 0"):
-        next(iter(loader))
+        next(loader.in_slices(4))
 
 
 @pytest.mark.parametrize(
@@ -105,9 +122,4 @@ def test_a_sample_that_fails_is_named() -> None:
 def test_what_cannot_be_cut_so_is_refused(count: int, options: dict[str, Any], words: str) -> None:
     loader = DataLoader(Drawn(), batch_sampler=GlobalBatchSampler(SAMPLES, BATCH, **options))
     with pytest.raises(UsageError, match=words):
-        loader.use_virtual_ranks(count)
-
-
-def test_another_loader_than_ours_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"use paceline\.data\.DataLoader"):
-        next(iter(loader_of("map", 0, 1).progress))
+        next(loader.in_slices(count))

@@ -137,13 +137,6 @@ def unpicklable() -> None:
     next(accumulate(wrap(check_compute_every=10), DataLoader(Unpicklable(), 8, collate_fn=list)))
 
 
-def cut_loader() -> DataLoader:
-    """A loader that a model with 8 virtual ranks has used."""
-    loader = DataLoader([1.0] * 8, 8)
-    loader.use_virtual_ranks(8)
-    return loader
-
-
 IN_A_HOOK = "the call runs in a hook, before this backward has averaged its gradients"
 SAME_BITS = "check_compute_every=10 compares slices and needs virtual_ranks; also give virtual"
 EVERY = "check_compute_every must be a number of optimizer steps >= 1, or None, not"
@@ -169,14 +162,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "small batch": (
         lambda: next(accumulate(wrap(), DataLoader([1.0] * 8, 2))),
         "a global batch of 2 samples cannot be cut into virtual_ranks=4 slices",
-    ),
-    "other count": (
-        lambda: next(accumulate(wrap(), cut_loader())),
-        "the loader already cuts batches for a model with virtual_ranks=8, not 4",
-    ),
-    "no count": (
-        lambda: next(accumulate(DistributedDataParallel(nn.Linear(4, 4)), cut_loader(), every=1)),
-        "the loader cuts batches for a model with virtual_ranks=8, but this model has none",
     ),
     "check without": (lambda: DistributedDataParallel(nn.Linear(4, 4), check_compute_every=10), SAME_BITS),
     "check every 0": (lambda: wrap(check_compute_every=0), f"{EVERY} 0"),

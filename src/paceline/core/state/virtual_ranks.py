@@ -25,7 +25,7 @@ def check_virtual_ranks(name: str, count: Any) -> int:
 
 
 def virtual_ranks_of(object: Any) -> int:
-    """Return the number of virtual ranks of a wrapper or a loader; 0 for anything without them."""
+    """Return the number of virtual ranks of a wrapper; 0 for anything else."""
     count = getattr(object, "virtual_ranks", None)
     return count if isinstance(count, int) else 0
 

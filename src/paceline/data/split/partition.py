@@ -45,10 +45,7 @@ def slice_bounds(length: int, rank: int, world_size: int, speeds: tuple[float, .
 
 
 class Slicing:
-    """One slice per rank, of equal length or by speed; or `virtual_ranks` equal slices, the same number per rank."""
-
-    virtual_ranks: int | None = None
-    """Number of slices per global batch; None for one slice per rank."""
+    """One slice per rank, of equal length or by speed; with virtual ranks, equal slices, the same number per rank."""
 
     def __init__(self, batch_size: int, rank: int, world_size: int, speed: Sequence[float] | None) -> None:
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
@@ -57,28 +54,21 @@ class Slicing:
         self.speeds = checked_speeds(speed, world_size, batch_size)
         """The ranks' speeds; None if slices do not depend on them."""
 
-    def use_virtual_ranks(self, count: int) -> None:
-        """Cut every global batch into `count` slices, from the next pass on."""
-        if self.virtual_ranks not in (None, count):
-            raise UsageError(
-                f"the loader already cuts batches for a model with virtual_ranks={self.virtual_ranks}, not {count}; "
-                "create a loader for each model"
-            )
-        slices_of_rank(count, self._rank, self._world_size)  # refuses a count that ranks cannot share equally
+    def shares(self, virtual_ranks: int | None) -> tuple[int, Sequence[int]]:
+        """Return the number of slices of a global batch, and the numbers of this rank's slices.
+
+        Without virtual ranks, each rank has one slice, numbered by the rank.
+        """
+        if virtual_ranks is None:
+            return self._world_size, (self._rank,)
         if self.unlike_by:
             raise UsageError(
-                f"{self.unlike_by}= cuts batches into slices of different lengths and virtual_ranks={count} into equal "
-                "ones; leave one of the two out"
+                f"{self.unlike_by}= cuts batches into slices of different lengths and virtual_ranks={virtual_ranks} "
+                "into equal ones; leave one of the two out"
             )
-        if count > self._batch_size:
+        if virtual_ranks > self._batch_size:
             raise UsageError(
-                f"a global batch of {self._batch_size} samples cannot be cut into virtual_ranks={count} slices; give a "
-                f"batch_size of at least {count}"
+                f"a global batch of {self._batch_size} samples cannot be cut into virtual_ranks={virtual_ranks} "
+                f"slices; give a batch_size of at least {virtual_ranks}"
             )
-        self.virtual_ranks = count
-
-    def shares(self) -> tuple[int, Sequence[int]]:
-        """Return the number of slices of a global batch, and the numbers of this rank's slices."""
-        if self.virtual_ranks is None:
-            return self._world_size, (self._rank,)
-        return self.virtual_ranks, slices_of_rank(self.virtual_ranks, self._rank, self._world_size)
+        return virtual_ranks, slices_of_rank(virtual_ranks, self._rank, self._world_size)

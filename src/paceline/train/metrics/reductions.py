@@ -25,7 +25,8 @@ def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: i
     rows = torch.zeros(size, len(Origin._fields), dtype=torch.float64)
     if loader.progress.world_size == size:
         # source=0, because ranks may have created the loader on different lines of code.
-        rows[rank] = torch.tensor(loader.progress.origin_in(epoch)._replace(source=0), dtype=torch.float64)
+        origin = loader.progress.origin_in(epoch, model.virtual_ranks)._replace(source=0)
+        rows[rank] = torch.tensor(origin, dtype=torch.float64)
     else:  # the loader belongs to a different set of ranks; this rank only takes part in the collective
         rows[rank] = -1
     origins = all_sum(rows, model, "the comparison of data").tolist()
