@@ -72,9 +72,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             One save is written at a time. The next :meth:`save`, :meth:`wait` or :meth:`close` raises its errors.
 
     Raises:
-        UsageError: on every rank, if an argument is invalid, or if the folder cannot be created or written to, or is in
-            use by another run. After a restart of a job that has completed steps, an unwritable folder only causes a
-            warning.
+        UsageError: on every rank, if an argument is invalid, or if the folder cannot be created or written to, is in
+            use by another run, or has a checkpoint in a newer format. After a restart of a job that has completed
+            steps, an unwritable folder only causes a warning.
     """
 
     @on_all_ranks("Checkpointer(…)")

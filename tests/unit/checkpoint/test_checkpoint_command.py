@@ -143,15 +143,13 @@ def test_verify_names_every_damaged_file_and_whose_tensors_it_holds(run_folder: 
     assert len(json.loads(told.out)["checkpoints"][1]["damages"]) == 4
 
 
-def test_verify_names_a_format_that_it_cannot_read(run_folder: Path, command: Command) -> None:
+def test_a_newer_format_is_refused_with_the_remedy(run_folder: Path, command: Command) -> None:
     path = run_folder / step_name(3) / manifest.NAME
     path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
-    done = command("verify", run_folder)
-    assert done.code == 1
-    assert "step 3: damaged: manifest.json: format_version is 2, but this Paceline reads 1; use the one" in done.out
-    told = json.loads(command("list", run_folder, "--json").out)
-    assert [each["state"] for each in told["checkpoints"]] == ["complete", "complete", "damaged"]
-    assert told["latest"] == 2
+    for arguments in (("list",), ("verify",), ("export", "--out", run_folder / "model.pt")):
+        done = command(*arguments, run_folder)
+        assert done.code == 2
+        assert "step-00000003 has format 2, but this version of Paceline reads formats up to 1; update" in done.err
 
 
 def test_what_a_terminal_would_obey_is_shown_as_text(tmp_path: Path, command: Command) -> None:

@@ -179,7 +179,7 @@ FORGERIES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (at(0, tensors={"w": {"shape": [2**62], "dtype": "float32"}}), "does not have the tensors that the manifest lists"),
     (at(0, tensors={"w": {"shape": [1], "dtype": "object"}}), "not a dtype"),
     (at(0, tensors={"w": {"shape": [1]}}), "malformed"),
-    (lambda body: body.update(format_version=2), "format_version is 2, but this Paceline reads 1"),
+    (lambda body: body.update(format_version=0), "format_version is 0, not 1"),
     (lambda body: body.update(aliases={"model.safetensors": {"a": "b"}}), "refers to 'b'"),
     (lambda body: body.update(more=1), "checksum"),
     (lambda body: body["files"].pop(), "does not list state.json"),
@@ -191,6 +191,22 @@ def test_a_forged_manifest_is_refused(folder: Path, change: Callable[[dict[str, 
     forge(folder / "step-00000002", change)
     with pytest.warns(CheckpointWarning, match=why):
         assert restored(folder) == (1, 1.0)
+
+
+def test_a_newer_format_is_refused_by_name_and_nothing_is_saved_beside_it(folder: Path) -> None:
+    # It counted as damaged: a run went on from an older checkpoint, and replaced this one or rotated it away.
+    newer, elsewhere = folder / "step-00000002", folder / "elsewhere"
+    forge(newer, lambda body: body.update(format_version=2))
+    refused = f"{newer} has format 2, but this version of Paceline reads formats up to 1; update Paceline"
+    for use in (Checkpointer, Checkpointer, load_weights, lambda folder: load_weights(newer)):
+        with pytest.raises(NoCheckpoint, match=refused):
+            use(folder)
+    with Checkpointer(elsewhere) as checkpointer:
+        shutil.rmtree(elsewhere)
+        shutil.copytree(newer, elsewhere / newer.name)  # another disk is mounted in its place
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="has format 2"):
+                checkpointer.save(2)
 
 
 STATES: list[Callable[[dict[str, Any]], Any]] = [

@@ -11,10 +11,12 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.format.safetensors_file import CODES, Spec
 from paceline.core import strict_json
+from paceline.errors import NoCheckpoint
 
 FORMAT_VERSION = 1
 NAME = "manifest.json"
@@ -66,17 +68,19 @@ class Manifest:
         return strict_json.render({**body, "sha256": digest}, indent=1) + b"\n"
 
 
-def parse(raw: bytes) -> Manifest:
-    """Parse the bytes of a ``manifest.json``."""
+def parse(raw: bytes, folder: Path) -> Manifest:
+    """Parse the bytes of the ``manifest.json`` in the checkpoint `folder`."""
     body = strict_json.parse(raw)
     if not isinstance(body, dict):
         raise ValueError("it is not a JSON object")
     version = body.get("format_version")
-    if version != FORMAT_VERSION:
-        shown = strict_json.shown(version)
-        raise ValueError(
-            f"format_version is {shown}, but this Paceline reads {FORMAT_VERSION}; use the one that wrote it"
+    if type(version) is int and version > FORMAT_VERSION:
+        raise NoCheckpoint(
+            f"the checkpoint {folder} has format {version}, but this version of Paceline reads formats up to "
+            f"{FORMAT_VERSION}; update Paceline, or use another folder"
         )
+    if version != FORMAT_VERSION:
+        raise ValueError(f"format_version is {strict_json.shown(version)}, not {FORMAT_VERSION}")
     try:
         aliases = body["aliases"]
         files = tuple(_file_in(entry, aliases) for entry in body["files"])

@@ -13,6 +13,7 @@ from typing import TypeVar
 from paceline.checkpoint.format import manifest, safetensors_file
 from paceline.checkpoint.format.manifest import File, Manifest
 from paceline.core import strict_json
+from paceline.errors import NoCheckpoint
 
 Value = TypeVar("Value")
 PIECE = 2**20  # bytes
@@ -47,7 +48,9 @@ def damages(folder: Path, listed: Manifest, every_byte: bool = True) -> Iterator
 def read_manifest(folder: Path, step: int) -> Manifest:
     """Return the manifest of the checkpoint `folder`, without reading the listed files."""
     try:
-        listed = manifest.parse(read_document(folder / manifest.NAME))
+        listed = manifest.parse(read_document(folder / manifest.NAME), folder)
+    except NoCheckpoint:  # a newer format, which is not damage: the run must not go on from an older checkpoint
+        raise
     except ValueError as error:
         raise Damaged(f"{manifest.NAME}: {error}") from None
     if listed.step != step:

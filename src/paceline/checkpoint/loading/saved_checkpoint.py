@@ -65,7 +65,8 @@ class Saved:
             return {"path": str(path), "manifest": listed.render().decode("ascii"), "state": state}
 
         answer = consensus.decide(world, read)
-        path, contents = Path(answer["path"]), manifest.parse(answer["manifest"].encode("ascii"))
+        path = Path(answer["path"])
+        contents = manifest.parse(answer["manifest"].encode("ascii"), path)
         state = answer["state"]
         try:
             objects, ranks = state["objects"], state["ranks"]

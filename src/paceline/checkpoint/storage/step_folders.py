@@ -27,7 +27,7 @@ from pathlib import Path
 from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.format.metadata import Keep, Notes
-from paceline.checkpoint.format.verify import Damaged, read_whole
+from paceline.checkpoint.format.verify import Damaged, read_manifest, read_whole
 from paceline.checkpoint.step_names import step_name, step_of
 from paceline.checkpoint.storage.folder_lock import FolderLock
 from paceline.checkpoint.storage.free_space import check_room
@@ -87,6 +87,7 @@ class Storage:
             _make(folder)
             self._lock = FolderLock(folder)
             self._clean()  # under the lock, because another run's save has a temporary folder
+            _refuse_newer(folder)
             _probe(folder)
         except OSError as error:
             if not goes_on:
@@ -120,6 +121,7 @@ class Storage:
         if self._lock is None:
             _make(self.folder)
         if self._lock is None or not self._lock.is_on(self.folder):  # the folder was removed and re-created
+            _refuse_newer(self.folder)
             # The old lock is released last, so that an error leaves this object with a lock.
             lock = FolderLock(self.folder)
             self.close()
@@ -215,6 +217,13 @@ class Storage:
                 (self.folder / entry.name).rename(self.folder / name)
             else:
                 shutil.rmtree(entry.path)
+
+
+def _refuse_newer(folder: Path) -> None:
+    """Raise if `folder` has a checkpoint of a newer format, which this version must not replace or delete."""
+    for step in steps_in(folder):
+        with suppress(Damaged):
+            read_manifest(folder / step_name(step), step)
 
 
 def _probe(folder: Path) -> None:
