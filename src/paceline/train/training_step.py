@@ -32,6 +32,13 @@ def autocast(model: nn.Module, precision: str) -> AbstractContextManager[Any]:
     return torch.autocast(next(model.parameters()).device.type, _DTYPES[precision])
 
 
+def _loss_scale(items: float) -> float:
+    """Return the scale for a loss that is summed over `items` on each rank."""
+    # GradScaler's default, 2**16, is for a mean. Summing the loss multiplies the gradients by the number of items. It
+    # is rounded up to a power of two, because dividing by a power of two is exact.
+    return 2.0 ** (16 - (math.ceil(items) - 1).bit_length())
+
+
 class TrainingStep:
     """Computes the steps of a model on this rank's micro-batches, and adds their losses to `average`.
 
@@ -56,10 +63,7 @@ class TrainingStep:
         self._window: list[tuple[Tensor, float, int]] = []  # losses, weights and slice numbers since the last step
         self._has_stepped = False  # whether the optimizer has stepped since finish() was called
         if config.precision == "fp16":
-            # GradScaler's default, 2**16, is for a mean. Summing the loss multiplies the gradients by the number of
-            # samples. It is rounded up to a power of two, because dividing by a power of two is exact.
-            samples = math.ceil(batch_size / (model.virtual_ranks or dist.get_world_size()))
-            self._first_scale = 2.0 ** (16 - (samples - 1).bit_length())
+            self._first_scale = _loss_scale(batch_size / (model.virtual_ranks or dist.get_world_size()))
             self.scaler = GradScaler(model.device.type, init_scale=self._first_scale)
             # GradScaler.step() does not return whether it skipped the optimizer's step.
             optimizer.register_step_post_hook(self._note_step)
@@ -77,7 +81,8 @@ class TrainingStep:
         with self.autocast():
             loss, weight = summed_loss(self._loss(self._model, batch))
         with self._model.weight(weight):
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            # The scale is the gradient of the loss, not a factor, so that a mean is recognized in every precision.
+            loss.backward(None if self.scaler is None else self.scaler.scale(torch.ones_like(loss)))
         # A slice that is computed again to compare its bits counts only once.
         if not self._model.is_repeat:
             self._window.append((loss.detach(), weight, self._model.slice_number))
@@ -113,7 +118,8 @@ class TrainingStep:
     def _scale_for_weight(self) -> float:
         """Return the scale for sums over more items than samples, such as tokens, given the weight of this step."""
         weight = self._model.total_weight / dist.get_world_size()
-        return min(self._first_scale / 2, 2.0 ** (16 - max(0, math.frexp(weight)[1])))
+        # For more items than the weight, because the step has overflowed.
+        return min(self._first_scale / 2, _loss_scale(int(weight) + 1))
 
     def drop(self) -> None:
         """Forget the losses since the last step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,7 +110,29 @@ def test_a_step_that_the_scaler_skips_is_skipped_on_every_rank_and_counts_for_no
 
 def test_a_loss_summed_over_tokens_skips_one_step(pools: Pools) -> None:
     for _, facts in pools.run(2, train, Case(tokens=2**14)):
-        assert facts[0] == WINDOWS - 1
+        assert facts[:2] == [WINDOWS - 1, 2**15 / 2**14]  # half of the default, for a sum over one item
+
+
+def warned(world: World, precision: Any) -> list[tuple[str, str]]:
+    """Return file and text of the warnings about a loss that is a mean."""
+    model = DistributedDataParallel(net(RUN))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        return nn.functional.mse_loss(model(batch[0]), batch[1]), len(batch[0])
+
+    trainer = Trainer(model, optimizer, loss, DataLoader(Points(8, RUN.dtype), 8), TrainConfig(1, precision=precision))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit()
+    return [(each.filename, str(each.message)) for each in caught if "from a mean" in str(each.message)]
+
+
+def test_a_mean_loss_is_reported_at_the_users_line_in_every_precision(pools: Pools) -> None:
+    # It named training_step.py, and fp16 hid the mean behind the scale.
+    plain = pools.run(2, warned, "fp32")
+    assert [file for [(file, _)] in plain] == [__file__] * 2
+    assert [pools.run(2, warned, precision) for precision in DTYPES] == [plain] * 2
 
 
 def overflows_forever(world: World) -> str:

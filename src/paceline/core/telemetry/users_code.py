@@ -9,7 +9,9 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
+
+from paceline.core.thread_stacks import readable_stacks
 
 _LIBRARIES = (sys.base_prefix + "/lib", str(Path(__file__).parents[2]), "<")
 """Path prefixes of files of Python and of this package, and of code without a file."""
@@ -31,9 +33,10 @@ def place_in(trace: TracebackType | None) -> str:
     return "" if index is None else f" ({frames[index].filename}, line {frames[index].lineno})"
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line that led here, or at the caller's line if there is none."""
-    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
+def warn(message: str, category: type[Warning] = UserWarning, call: FrameType | None = None) -> None:
+    """Warn at the user's line that led to `call`, by default to the caller, or at that line if there is none."""
+    with readable_stacks():  # `call` may be in another thread
+        frames = [frame for frame, _ in traceback.walk_stack(call or sys._getframe(1))][::-1]
     index = _innermost([frame.f_code.co_filename for frame in frames])
     at = frames[-1 if index is None else index]
     registry = at.f_globals.setdefault("__warningregistry__", {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,8 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.core.thread_stacks import readable_stacks
 from paceline.core.torch_internals.tensors import content_of
-
-_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2] / "ddp"))
 
 
 class GraphTask:
@@ -134,16 +131,6 @@ def _innermost(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not torch.autograd.backward.__code__:
         frame = frame.f_back
     return frame
-
-
-def place_of(call: FrameType) -> tuple[str, int]:
-    """Return file and line of the user's code that made this call."""
-    frame: FrameType | None = call
-    with readable_stacks():
-        while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_FOREIGN):
-            frame = frame.f_back
-    assert frame is not None
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def is_in_backward() -> bool:

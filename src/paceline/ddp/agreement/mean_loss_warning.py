@@ -8,14 +8,14 @@ while the graph is running; because n times a mean is a sum, a product causes no
 from __future__ import annotations
 
 import math
-import warnings
 from enum import Enum
 from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
-from paceline.core.torch_internals.autograd import backward_call, place_of
+from paceline.core.telemetry.users_code import warn
+from paceline.core.torch_internals.autograd import backward_call
 from paceline.ddp.agreement.weight_block import Block
 
 LOOKS = 3
@@ -58,13 +58,11 @@ class MistakenMeans:
         if call is None or not any(map(_is_mean, _roots(call))):
             return
         self._looks = 0
-        place = place_of(call)
         message = (
-            f"{place[0]}:{place[1]}: backward starts from a mean inside model.weight({weight:g}), which takes a summed "
-            f"loss, so gradients come out up to {weight:g} times too small; multiply the mean by {weight:g}, or use "
-            'reduction="sum" in the loss'
+            f"backward starts from a mean inside model.weight({weight:g}), which takes a summed loss, so gradients are "
+            f'up to {weight:g} times too small; multiply the mean by {weight:g}, or use reduction="sum" in the loss'
         )
-        warnings.warn_explicit(message, UserWarning, *place)
+        warn(message, call=call)
 
 
 def _roots(call: FrameType) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,8 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from paceline.core.torch_internals.autograd import backward_call, place_of
+from paceline.core.telemetry.users_code import warn
+from paceline.core.torch_internals.autograd import backward_call
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import Block
 
@@ -108,7 +108,7 @@ class PendingForwards:
             "differentiated; take the derivatives first with torch.autograd.grad(loss, parameters, create_graph=True), "
             "and call backward() on the loss computed from them"
         )
-        warnings.warn_explicit(message, UserWarning, *place_of(call))
+        warn(message, call=call)
 
     def close(self) -> None:
         """Drop the reference to the reducer's function."""
