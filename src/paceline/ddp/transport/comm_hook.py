@@ -155,7 +155,7 @@ class HookFinisher(Finisher):
             raise
         except Exception as error:
             raised = f"{type(error).__qualname__}: {error}{place_in(error.__traceback__)}"
-            raise HookError(f"{where}, raised {raised}; fix the hook") from error
+            raise HookError(f"{where}, raised {raised}; fix the hook, or see the errors of the other ranks") from error
         if not isinstance(future, Future):
             raise HookError(
                 f"{where}, returned {with_article(type(future).__qualname__)}; return a "
@@ -236,7 +236,7 @@ class _Answer:
                 raise CommunicationError(f"{self._where}, could not reach the other ranks: {text}") from error
             raise HookError(
                 f"{self._where}, returned a future that failed, in the hook's own callback or because another rank "
-                f"ended: {type(error).__qualname__}: {text}"
+                f"ended: {type(error).__qualname__}: {text}; see the errors of the other ranks"
             ) from error
 
     def _check_done(self) -> None:
@@ -252,7 +252,7 @@ class _Answer:
         if not completed.wait(seconds):
             raise HookError(
                 f"{self._where}, returned a future that was not completed within {seconds:g} s; complete it with "
-                "set_result, or return the future of a collective"
+                "set_result, or return the future of a collective; if it was one, see the errors of the other ranks"
             )
 
 
