@@ -64,8 +64,8 @@ def find_stragglers(seconds: Any, *, min_slowdown: float = DEFAULT_SLOWDOWN) -> 
     docs/stragglers.md describes the method and its accuracy.
 
     Args:
-        seconds: compute time of each step on each rank, shape (steps, ranks): a tensor, an array, or a list of lists of
-            numbers, with NaN for a missing time.
+        seconds: compute time of each step on each rank, shape (steps, ranks): a tensor, an array, or a list of
+            rows, with NaN for a missing time.
         min_slowdown: smallest slowdown to report.
 
     Raises:
@@ -102,13 +102,12 @@ def find_stragglers(seconds: Any, *, min_slowdown: float = DEFAULT_SLOWDOWN) -> 
 def _as_table(seconds: Any) -> Tensor:
     """Return `seconds` as float64, shape (steps, ranks), after checking every value."""
     try:
-        if isinstance(seconds, Tensor):
-            table = seconds.detach().cpu().double()
-        else:
-            table = torch.tensor(seconds, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
+        # As lists, because torch.tensor() takes neither a list of tensors nor an array with negative strides.
+        rows = [row.tolist() if hasattr(row, "tolist") else row for row in seconds]
+        table = torch.tensor(rows or [[]], dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UsageError(
-            f"seconds must be numbers of shape (steps, ranks) ({error}); give NaN for a missing time"
+            "seconds must be a dense table of real numbers of shape (steps, ranks); give NaN for a missing time"
         ) from None
     if table.ndim != 2:
         raise UsageError(

@@ -200,8 +200,9 @@ def test_too_little_to_compare_has_no_stragglers(seconds):
 def test_every_kind_of_table_gives_the_same_answer():
     seconds = times(100, 4)
     seconds[:, 2] *= 1.5
-    kinds = [seconds.tolist(), torch.tensor(seconds)]
-    assert [find_stragglers(kind) for kind in kinds] == [find_stragglers(seconds)] * 2
+    tensor = torch.tensor(seconds)
+    kinds = [seconds.tolist(), tensor, list(tensor), list(seconds), seconds[::-1, ::-1].copy()[::-1, ::-1]]
+    assert [find_stragglers(kind) for kind in kinds] == [find_stragglers(seconds)] * len(kinds)
     assert only(torch.tensor(seconds, requires_grad=True).float()).rank == 2
 
 
@@ -215,6 +216,12 @@ def test_every_kind_of_table_gives_the_same_answer():
         ([[None, 1.0]], "give NaN for a missing time"),
         ([1.0, 2.0], "one row for each step"),
         ("text", "numbers of shape"),
+        (1.0, "numbers of shape"),
+        ([[10**400, 1.0]], "numbers of shape"),
+        (torch.ones(2, 2).to_sparse(), "a dense table"),
+        ([torch.ones(2).to_sparse()], "a dense table"),
+        (torch.ones(2, 2) * 1j, "of real numbers"),
+        (numpy.ones((2, 2)) * 1j, "of real numbers"),
     ],
 )
 def test_bad_times_are_refused(seconds, message):
