@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -83,6 +84,7 @@ def list_checks() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks, and return the exit code."""
     options = parsed(arguments)
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the jobs that checks start
     if options.list:
         list_checks()
         return 0
