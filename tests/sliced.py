@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.utils.data import Dataset
 
-from paceline.data import DataLoader
+from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.optim import ShardedOptimizer
 
@@ -22,13 +23,12 @@ class Noisy(Dataset[Tensor]):
 
     def __init__(self, *shape: int) -> None:
         self.samples = torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(1))
-        self.copies = 1
 
     def __len__(self) -> int:
-        return SAMPLES * self.copies
+        return SAMPLES
 
     def __getitem__(self, index: int) -> Tensor:
-        sample = self.samples[index % SAMPLES]
+        sample = self.samples[index]
         return sample + 0.1 * torch.randn(sample.shape)
 
 
@@ -88,24 +88,32 @@ def model_and_data(kind: str) -> tuple[nn.Module, Noisy]:
 
 def bits(module: nn.Module) -> bytes:
     """Weights and buffers."""
-    return b"".join(value.numpy().tobytes() for value in module.state_dict().values())
+    return b"".join(value.cpu().numpy().tobytes() for value in module.state_dict().values())
 
 
 class Steps:
     """Trains, and counts; `number` is the step under way, counted from 1. Four steps are an epoch."""
 
-    def __init__(self, kind: str, options: dict[str, Any]) -> None:
-        self.module, data = model_and_data(kind)
-        data.copies = options.get("copies", 1)
-        count = options.get("count", 4)
+    def __init__(self, kind: str | tuple[nn.Module, Any], options: dict[str, Any]) -> None:
+        """`kind` may also be a model and its data. With a `group` of one rank, a rank trains alone."""
+        self.module, data = model_and_data(kind) if isinstance(kind, str) else kind
+        self.device = next(self.module.parameters()).device
+        group, self.dtype = options.get("group"), options.get("dtype")
         self.model = DistributedDataParallel(
-            self.module, virtual_ranks=count, check_compute_every=options.get("every"), unused_parameters="allow"
+            self.module,
+            virtual_ranks=options.get("count", 4),
+            check_compute_every=options.get("every"),
+            unused_parameters="allow",
+            process_group=group,
         )
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if options.get("sharded"):
             self.optimizer = ShardedOptimizer(self.model, torch.optim.AdamW, lr=1e-2)
-        self.loader = DataLoader(data, BATCH, shuffle=True, num_workers=options.get("workers", 0))
-        self.bf16, self.weighted = options.get("bf16", False), options.get("weighted", True)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        sampler = GlobalBatchSampler(data, BATCH, rank=rank, world_size=size)
+        self.loader = DataLoader(data, batch_sampler=sampler, num_workers=options.get("workers", 0))
+        self.scaler = GradScaler(self.device.type, enabled=self.dtype is torch.float16)
+        self.weighted = options.get("weighted", True)
         self.number = 1
         self.repeats = self.samples = 0
 
@@ -113,18 +121,20 @@ class Steps:
         if x is None:
             self.model.sync_gradients()
         else:
-            with torch.autocast("cpu", torch.bfloat16) if self.bf16 else contextlib.nullcontext():
-                losses = self.model(x).float().pow(2).flatten(1).mean(1)
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+                loss = self.model(x.to(self.device)).float().square().mean()
             if self.weighted:
                 with self.model.weight(len(x)):
-                    losses.sum().backward()
+                    self.scaler.scale(loss * len(x)).backward()
             else:
-                losses.mean().backward()
+                loss.backward()
             self.repeats += self.model.is_repeat
             self.samples += 0 if self.model.is_repeat else len(x)
         if self.model.do_sync:
+            self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
-            self.optimizer.step()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
             self.optimizer.zero_grad()
             self.number += 1
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline import unwrap
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel, accumulate
+from paceline.nn import SyncBatchNorm
 from paceline.testing.one_process import gradient_difference, tensor_difference, weight_difference
 from ranks import Pools as Pools
 
@@ -296,3 +297,64 @@ def no_warning_about_cycles() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*create_graph=True.*")
         yield
+
+
+# -- SyncBatchNorm -----------------------------------------------------------------------------------------------------
+
+NORMS: dict[int, Any] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def whole_batch(sizes: tuple[int, ...], rest: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Inputs of which rank r has ``sizes[r]`` samples of shape `rest`."""
+    generator = torch.Generator().manual_seed(sum(sizes))
+    return torch.randn(sum(sizes), *rest, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def norm_beside_twin(
+    world: World,
+    sizes: tuple[int, ...],
+    rest: tuple[int, ...],
+    options: dict[str, Any],
+    last: bool = False,
+    dtype: torch.dtype = torch.float64,
+    rtol: float = 1e-10,
+    device: str | torch.device = "cpu",
+) -> list[str]:
+    """Forward and backward on this rank's part of the batch and, alone, on the whole; returns the exact buffers."""
+    x = whole_batch(sizes, rest, dtype).to(device)
+    if last:
+        x = x.contiguous(memory_format=CHANNELS_LAST[x.dim()])
+    torch.manual_seed(0)
+    twin = NORMS[x.dim()](rest[0], **{"dtype": dtype if dtype is torch.float64 else torch.float32, **options})
+    for parameter in twin.parameters():
+        nn.init.normal_(parameter)
+    layer = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin.to(device)))
+    for step in range(2):
+        factors = torch.linspace(-1, 2, x.numel()).view(x.shape).to(device, dtype) * (step + 1)
+        whole = x.clone().requires_grad_()
+        theirs = twin(whole)
+        (theirs * factors).sum().backward()
+        mine = whole.detach().split(sizes)[world.rank].clone().requires_grad_()
+        ours = layer(mine)
+        (ours * factors.split(sizes)[world.rank]).sum().backward()
+
+        where = f"rank {world.rank}, step {step}"
+        assert ours.dtype is dtype
+        if last and len(mine):
+            assert ours.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
+        same_tensor(ours.detach(), theirs.detach().split(sizes)[world.rank], rtol, f"{where} output")
+        # Rounding is relative to the batch's gradient, not to this rank's part.
+        expected = whole.grad.split(sizes)[world.rank]
+        scale = float(whole.grad.abs().max()) if whole.numel() else 0.0
+        torch.testing.assert_close(mine.grad, expected, rtol=rtol, atol=rtol * scale)
+        for (name, parameter), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
+            assert parameter.grad.dtype is parameter.dtype
+            total = parameter.grad.double()
+            dist.all_reduce(total)
+            same_tensor(total, other.grad.double(), max(rtol, 1e-5 if parameter.dtype is torch.float32 else 0), name)
+        for (name, buffer), other in zip(layer.named_buffers(), twin.buffers(), strict=True):
+            same_tensor(buffer, other, max(rtol, 1e-6 if buffer.dtype is torch.float32 else 0), f"{where} {name}")
+        layer.zero_grad()
+        twin.zero_grad()
+    return [str(buffer.tolist()) for buffer in layer.buffers()]

@@ -5,52 +5,36 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.utils.data import TensorDataset
 
-import paceline
 from gpu_checks.models import SMALL, TINY, Llama
 from gpu_checks.rows import Place, Row, holds, measured
 from paceline.core.state.digests import weights_sha256
-from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.errors import UsageError, WrongComputation
-from paceline.optim import ShardedOptimizer
+from sliced import SAMPLES, Steps
 
-SLICES, BATCH, SAMPLES = 4, 16, 42
-"""With these sizes, the last batch of an epoch has 10 samples, so its slices are uneven."""
-
-
-class Net(nn.Module):
-    """Layers; forward returns the mean square of their outputs."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x).float()
-        return out.square().mean()
+Make = Callable[[Place], tuple[nn.Module, Tensor]]
+"""Makes a model and its data."""
 
 
-def mlp(place: Place, dropout: float = 0.1) -> tuple[nn.Module, Tensor]:
+def mlp(place: Place) -> tuple[nn.Module, Tensor]:
     width = 512 if place.on_gpu else 32
-    layers = [nn.Linear(64, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, width), nn.Tanh()]
-    return Net(*layers, nn.Linear(width, 8)), torch.randn(SAMPLES, 64)
+    layers = [nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 8)), torch.randn(SAMPLES, 64)
 
 
 def cnn(place: Place) -> tuple[nn.Module, Tensor]:
     width, side = (64, 32) if place.on_gpu else (6, 8)
     layers = [nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU()]
     layers += [nn.Conv2d(width, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.2)]
-    return Net(*layers, nn.Flatten(), nn.Linear(width * (side - 4) ** 2, 4)), torch.randn(SAMPLES, 3, side, side)
+    head = nn.Linear(width * (side - 4) ** 2, 4)
+    return nn.Sequential(*layers, nn.Flatten(), head), torch.randn(SAMPLES, 3, side, side)
 
 
 def llama(place: Place) -> tuple[nn.Module, Tensor]:
@@ -58,73 +42,41 @@ def llama(place: Place) -> tuple[nn.Module, Tensor]:
     return Llama(shape), torch.randint(shape.vocabulary, (SAMPLES, length))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One training."""
-
-    name: str
-    make: Callable[[Place], tuple[nn.Module, Tensor]]
-    dtype: torch.dtype | None = None
-    """The dtype of autocast; with fp16, a GradScaler scales the loss."""
-    sharded: bool = False
-    every: int | None = None
-    """Steps between compute checks; None for no check."""
-    epochs: int = 2
-
-
-CASES = (
-    Case("MLP with dropout, fp32", mlp),
-    Case("MLP with dropout, bf16", mlp, torch.bfloat16),
-    Case("MLP with dropout, fp16 and GradScaler", mlp, torch.float16),
-    Case("MLP with dropout, ShardedOptimizer", mlp, sharded=True),
-    Case("CNN with BatchNorm, fp32", cnn),
-    Case("CNN with BatchNorm, bf16", cnn, torch.bfloat16),
-    Case("Llama, fp32", llama),
-    Case("Llama, bf16", llama, torch.bfloat16),
-)
+MODELS: dict[str, Make] = {"MLP": mlp, "CNN": cnn, "Llama": llama}
+CASES: dict[str, tuple[Make, dict[str, Any]]] = {
+    "MLP with dropout, fp32": (mlp, {}),
+    "MLP with dropout, bf16": (mlp, {"dtype": torch.bfloat16}),
+    "MLP with dropout, fp16 and GradScaler": (mlp, {"dtype": torch.float16}),
+    "MLP with dropout, ShardedOptimizer": (mlp, {"sharded": True}),
+    "CNN with BatchNorm, fp32": (cnn, {}),
+    "CNN with BatchNorm, bf16": (cnn, {"dtype": torch.bfloat16}),
+    "Llama, fp32": (llama, {}),
+    "Llama, bf16": (llama, {"dtype": torch.bfloat16}),
+}
+"""Models, with options of the test suite's training."""
 
 
-class Training:
-    """A training loop over slices. With a `group` of one rank, it trains as if the job had one rank."""
+def steps(place: Place, make: Make, **options: Any) -> Any:
+    """Return a training over slices. With a `group` of one rank, it trains as if the job had one rank."""
+    torch.manual_seed(3)
+    module, data = make(place)
+    return Steps((module.to(place.device), data), options)
 
-    def __init__(self, place: Place, case: Case, group: Any = None) -> None:
-        torch.manual_seed(3)
-        module, data = case.make(place)
-        self.place, self.case, self.module = place, case, module.to(place.device)
-        options = {"virtual_ranks": SLICES, "check_compute_every": case.every, "process_group": group}
-        self.model = paceline.DistributedDataParallel(self.module, **options)
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        if case.sharded:
-            self.optimizer = ShardedOptimizer(self.model, torch.optim.AdamW, lr=1e-3)
-        rank, size = (place.rank, place.size) if group is None else (0, 1)
-        sampler = GlobalBatchSampler(SAMPLES, BATCH, seed=5, rank=rank, world_size=size)
-        self.loader = DataLoader(TensorDataset(data), batch_sampler=sampler)
-        self.scaler = GradScaler(place.device.type, enabled=case.dtype is torch.float16)
-        self.number, self.repeats = 1, 0
-        """Current step, starting at 1, and number of slices that were computed again."""
 
-    def run(self) -> str:
-        """Train, and return the SHA-256 of weights and buffers."""
-        for _ in range(self.case.epochs):
-            for batch in paceline.accumulate(self.model, self.loader):
-                self._slice(batch)
-        return weights_sha256(self.module)
+def trained(place: Place, make: Make, **options: Any) -> str:
+    """Train for an epoch and a step, and return the SHA-256 of weights and buffers."""
+    training = steps(place, make, **options)
+    training.run(5)
+    return weights_sha256(training.module)
 
-    def _slice(self, batch: Any) -> None:
-        x = batch[0].to(self.place.device)
-        dtype = self.case.dtype
-        with nullcontext() if dtype is None else torch.autocast(self.place.device.type, dtype):
-            loss = self.model(x)
-        with self.model.weight(len(x)):
-            self.scaler.scale(loss * len(x)).backward()
-        self.repeats += self.model.is_repeat
-        if self.model.do_sync:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad()
-            self.number += 1
+
+def error_of(training: Any, count: int) -> tuple[str, tuple[int, ...]]:
+    """Train until step `count` is done. Return the error of the compute check, and the ranks that it names."""
+    try:
+        training.run(count)
+    except (UsageError, WrongComputation) as error:
+        return str(error), getattr(error, "ranks", ())
+    return "", ()
 
 
 @contextmanager
@@ -149,14 +101,13 @@ def alone(place: Place) -> Any:
 def same_bits(place: Place) -> Iterator[Row]:
     """Training on these ranks is bit-identical to training on one rank, and training on one rank is repeatable."""
     group = alone(place)
-    for case in CASES:
+    for name, (make, options) in CASES.items():
         with deterministic():
-            one, several = Training(place, case, group).run(), Training(place, case).run()
-        yield holds(f"{case.name}: SHA-256 as of one rank", compared(several, one), several == one)
-    for case in CASES:
-        one, several = Training(place, case, group).run(), Training(place, case).run()
-        yield measured(f"{case.name}: the same with torch's default kernels", compared(several, one))
-    place.tidy()
+            one, several = trained(place, make, group=group, **options), trained(place, make, **options)
+        yield holds(f"{name}: SHA-256 as of one rank", compared(several, one), several == one)
+    for name, (make, options) in CASES.items():
+        one, several = trained(place, make, group=group, **options), trained(place, make, **options)
+        yield measured(f"{name}: the same with torch's default kernels", compared(several, one))
 
 
 def compared(bits: str, expected: str) -> str:
@@ -165,32 +116,26 @@ def compared(bits: str, expected: str) -> str:
 
 def checked(place: Place) -> Iterator[Row]:
     """A compute check in every step reports a flipped bit and its rank, has no false alarms and changes no result."""
-    for make, name in ((mlp, "MLP"), (cnn, "CNN"), (llama, "Llama")):
-        value, right = "", False
+    for name, make in MODELS.items():
         with deterministic():
-            expected = Training(place, Case(name, make, epochs=4)).run()
-            training = Training(place, Case(name, make, every=1, epochs=4))
-            try:
-                bits = training.run()
-                value, right = f"{compared(bits, expected)}, {training.repeats} repeats", bits == expected
-            except (UsageError, WrongComputation) as error:
-                value = str(error)
+            unchecked, training = steps(place, make), steps(place, make, every=1)
+            unchecked.run(12)
+            error, _ = error_of(training, 12)
+        bits, expected = weights_sha256(training.module), weights_sha256(unchecked.module)
+        right = not error and bits == expected
+        value = error or f"{compared(bits, expected)}, {training.repeats} repeats"
         yield holds(f"{name}, check_compute_every=1, 12 steps: no error, the same bits", value, right)
         if place.size == 1 or right:  # otherwise, ranks may be in different steps
             yield flipped(place, make, name)
-    value = "no error: they are deterministic here"
-    try:
-        for make in (mlp, cnn, llama):
-            Training(place, Case("default kernels", make, every=1)).run()
-    except (UsageError, WrongComputation) as error:
-        value = str(error)
+    errors = (error_of(steps(place, make, every=1), 5)[0] for make in MODELS.values())
+    value = next(filter(None, errors), "no error: they are deterministic here")
     yield measured("the three models with torch's default kernels", value)
 
 
-def flipped(place: Place, make: Callable[[Place], tuple[nn.Module, Tensor]], name: str) -> Row:
+def flipped(place: Place, make: Make, name: str) -> Row:
     """Flip a bit in step 3 on the rank that this step checks, and return the line about the error."""
-    bad, message, ranks = 2 % place.size, "no error", tuple[int, ...]()
-    training = Training(place, Case(name, make, every=1))
+    bad = 2 % place.size
+    training = steps(place, make, every=1)
     left = [1]
 
     def flip(gradient: Tensor) -> Tensor:
@@ -203,9 +148,6 @@ def flipped(place: Place, make: Callable[[Place], tuple[nn.Module, Tensor]], nam
 
     next(iter(training.module.parameters())).register_hook(flip)
     with deterministic():
-        try:
-            training.run()
-        except (UsageError, WrongComputation) as error:
-            message, ranks = str(error), getattr(error, "ranks", ())
+        message, ranks = error_of(training, 5)
     right = ranks == (bad,) and message.startswith("in step 3, ") and f"({place.device}, " in message
-    return holds(f"{name}: a flipped bit in a gradient is named with rank and device", message, right)
+    return holds(f"{name}: a flipped bit in a gradient is named with rank and device", message or "no error", right)

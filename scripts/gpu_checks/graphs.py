@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import paceline
+from gpu_checks.models import Net
 from gpu_checks.rows import NotRun, Place, Row, Verdict, holds, not_run
 from gpu_checks.wrapping import TorchDDP, Wrap, between, compress, with_buckets
 from paceline.errors import UsageError
@@ -19,22 +21,11 @@ WARM_UP, REPLAYS = 11, 4
 WIDTH = 32
 
 
-class Net(nn.Module):
-    """Two layers, with or without BatchNorm between them; forward returns the loss."""
-
-    def __init__(self, norm: bool = False) -> None:
-        super().__init__()
-        middle = [nn.BatchNorm1d(64)] if norm else []
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 64), *middle, nn.Tanh(), nn.Linear(64, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out.square().mean()
-
-
 def net(place: Place, norm: bool = False) -> Net:
+    """Return two layers, with BatchNorm between them if `norm`."""
     torch.manual_seed(0)
-    return Net(norm).to(place.device)
+    middle = [nn.BatchNorm1d(64)] if norm else []
+    return Net(nn.Linear(WIDTH, 64), *middle, nn.Tanh(), nn.Linear(64, WIDTH)).to(place.device)
 
 
 def batches(place: Place) -> list[Tensor]:
@@ -42,10 +33,11 @@ def batches(place: Place) -> list[Tensor]:
     return [torch.randn(16, WIDTH, generator=generator).to(place.device) for _ in range(WARM_UP + REPLAYS)]
 
 
-def trained(place: Place, wrap: Wrap, *, norm: bool = False, captures: bool = False) -> nn.Module:
-    """Train on a side stream for the warm-up steps, then by replaying a captured step if `captures`."""
+def trained(place: Place, wrap: Wrap, *, norm: bool = False, captures: bool = False) -> Net:
+    """Train. If `captures`, run the first steps on a side stream, capture one, and replay it for the other steps."""
+    captures = captures and place.on_gpu
     module = net(place, norm)
-    stream = torch.cuda.Stream(place.device) if place.on_gpu else None
+    stream = torch.cuda.Stream(place.device) if captures else None
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -62,7 +54,7 @@ def trained(place: Place, wrap: Wrap, *, norm: bool = False, captures: bool = Fa
             static.copy_(x)
             step()
     place.synchronize()
-    replay = captured(step) if captures and place.on_gpu else step
+    replay = captured(step) if captures else step
     for x in batches(place)[WARM_UP:]:
         static.copy_(x)
         replay()
@@ -77,15 +69,6 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     with capture:
         step()
     return graph.replay
-
-
-def eager(model: Any, place: Place) -> None:
-    """Train on all batches without capturing."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for x in batches(place):
-        optimizer.zero_grad()
-        model(x).backward()
-        optimizer.step()
 
 
 def capture_of(name: str, wrap: Wrap, norm: bool = False) -> Callable[[Place], Iterator[Row]]:
@@ -125,12 +108,13 @@ peer = capture_of("torch DDP, for comparison", TorchDDP)
 
 def callables(place: Place) -> Iterator[Row]:
     """A module that goes through ``make_graphed_callables`` and is then wrapped trains like an eager module."""
-    module: Any = net(place)
-    inner = module.layers
-    if place.on_gpu:
-        module.layers = torch.cuda.make_graphed_callables(inner, (batches(place)[0].clone(),))
-    eager(with_buckets(module), place)
-    error = between(module, trained(place, lambda module: module))
+
+    def graphed(module: Any) -> nn.Module:
+        if place.on_gpu:
+            module.layers = torch.cuda.make_graphed_callables(module.layers, (batches(place)[0].clone(),))
+        return with_buckets(module)
+
+    error = between(trained(place, graphed), trained(place, lambda module: module))
     yield holds("make_graphed_callables, then wrapped: weights differ by", f"{error:.1e}", error < 1e-5)
 
 
@@ -138,16 +122,13 @@ def compiled(place: Place) -> Iterator[Row]:
     """torch.compile inside and around the wrapper trains like eager mode."""
     if place.on_gpu and importlib.util.find_spec("triton") is None:
         raise NotRun("torch.compile needs triton, which is not installed")
-    backend = "inductor" if place.on_gpu else "eager"
+    compiled_by: Any = partial(torch.compile, backend="inductor" if place.on_gpu else "eager")
+    wraps: dict[str, Wrap] = {
+        "inside": lambda module: with_buckets(compiled_by(module)),
+        "around": lambda module: compiled_by(with_buckets(module)),
+    }
     expected = trained(place, lambda module: module)
-    for where in ("inside", "around"):
-        module = net(place)
-        compiled_module: Any
-        if where == "inside":
-            compiled_module = with_buckets(torch.compile(module, backend=backend))  # type: ignore[arg-type]
-        else:
-            compiled_module = torch.compile(with_buckets(module), backend=backend)
-        eager(compiled_module, place)
-        error = between(module, expected)
+    for where, wrap in wraps.items():
+        error = between(trained(place, wrap), expected)
         yield holds(f"torch.compile {where} the wrapper: weights differ by", f"{error:.1e}", error < 1e-4)
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""A Llama, a ResNet and an MLP in plain PyTorch. Their ``forward`` returns the loss."""
+"""A Llama, a ResNet and small networks in plain PyTorch. Their ``forward`` returns the loss."""
 
 from __future__ import annotations
 
@@ -122,14 +122,18 @@ class ResNet(nn.Module):
         return F.cross_entropy(scores, torch.zeros(len(images), dtype=torch.int64, device=images.device))
 
 
-class MLP(nn.Module):
-    """Linear layers with the given `widths`, each followed by tanh; forward returns the mean square."""
+class Net(nn.Module):
+    """`layers` in turn; forward returns the mean square of their outputs."""
 
-    def __init__(self, *widths: int) -> None:
+    def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, following) for width, following in pairwise(widths))
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().mean()
+        out: Tensor = self.layers(x)
+        return out.square().mean()
+
+
+def perceptron(*widths: int) -> Net:
+    """Return linear layers with the given `widths`, each followed by tanh."""
+    return Net(*(part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.Tanh())))

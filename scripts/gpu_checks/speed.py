@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_checks.rows import Place, Row, holds, measured, not_run
-from gpu_checks.timing import Trainee, Workload, host_times, mlp, resnet50, smollm2, step_times, trainees
+from gpu_checks.timing import Trainee, Workload, in_turn, mlp, resnet50, smollm2, trainees
 from gpu_checks.wrapping import bucket_bytes, variants
 from paceline.ddp.options.buckets import CAPACITY
-from paceline.tools.bench.turns import median_ratio, take_turns
+from paceline.tools.bench.turns import median_ratio
 
 SLOWER = 1.03
 """Maximum ratio of step times to torch's faster mode. Smaller differences are noise."""
@@ -26,7 +26,8 @@ TORCH = ("torch views", "torch batched")
 def steps(place: Place, workload: Workload, at_once: int = 2) -> Iterator[Row]:
     """Time whole training steps with fused AdamW. A turn has `at_once` steps, and ends when the GPU is idle."""
     built = trainees(workload, variants(place), place)
-    seconds = step_times(built, place, place.steps(at_once, 1))
+    turns = {name: partial(trainee.timed, place.steps(at_once, 1)) for name, trainee in built.items()}
+    seconds = in_turn(place, turns)
     best = min((name for name in TORCH if name in seconds), key=lambda name: statistics.median(seconds[name]))
     for name, took in seconds.items():
         against = median_ratio(seconds[best], took)
@@ -56,7 +57,7 @@ def host(place: Place) -> Iterator[Row]:
     for workload in (smollm2(place, 16), resnet50(place, 1)):
         built = trainees(workload, variants(place), place)
         parameters = len(list(built["bare"].model.parameters()))
-        seconds = host_times(built, place)
+        seconds = in_turn(place, {name: trainee.host_timed for name, trainee in built.items()}, rounds=100)
         bare = seconds.pop("bare")
         added = {
             name: 1000 * statistics.median(a - b for a, b in zip(took, bare, strict=True))
@@ -79,8 +80,6 @@ def kernels(place: Place) -> Iterator[Row]:
     buckets = 0
     workload = smollm2(place, 2048)
     for name, wrap in variants(place).items():
-        if not place.on_gpu and name.startswith("torch"):
-            continue  # counting operators on the CPU is not useful for torch DDP
         trainee = Trainee(workload, wrap, place)
         counts[name] = launched(trainee, place)
         if name == "paceline":
@@ -123,9 +122,9 @@ def overlap(place: Place) -> Iterator[Row]:
         dtype = next(built["bare"].model.parameters()).dtype
         bucket = torch.zeros(min(numel, CAPACITY // dtype.itemsize), dtype=dtype, device=place.device)
 
-        reduce: Callable[[], float] = partial(timed_reductions, place, bucket, -(-numel // len(bucket)))
-        runs: dict[str, Callable[[], float]] = {name: partial(trainee.timed, 2) for name, trainee in built.items()}
-        seconds = take_turns({**runs, "all-reduce": reduce}, place.rounds, warm_up=place.steps(3, 1), rotated=True)
+        turns = {name: partial(trainee.timed, 2) for name, trainee in built.items()}
+        turns["all-reduce"] = partial(timed_reductions, place, bucket, -(-numel // len(bucket)))
+        seconds = in_turn(place, turns)
         medians = {name: statistics.median(took) for name, took in seconds.items()}
         alone = medians["all-reduce"]
         shown = f"{1000 * alone:.2f} ms beside a bare step of {1000 * medians['bare']:.2f} ms"

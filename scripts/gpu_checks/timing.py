@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from gpu_checks.models import MLP, SMOLLM2_360M, TINY, ResNet
+from gpu_checks.models import SMOLLM2_360M, TINY, ResNet, perceptron
 from gpu_checks.rows import Place
 from gpu_checks.wrapping import Wrap, llama, tokens
 from paceline.tools.bench.turns import take_turns
@@ -18,16 +17,12 @@ from paceline.tools.bench.turns import take_turns
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, this rank's batch, and whether to use bf16 autocast in forward."""
+    """A model, this rank's batch, and whether to use bf16 autocast in forward. On the CPU, sizes are tiny."""
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[], Tensor]
     autocast: bool = False
-
-
-def named(place: Place, name: str) -> str:
-    return name if place.on_gpu else f"tiny instead of {name}"
 
 
 def smollm2(place: Place, count: int) -> Workload:
@@ -36,7 +31,7 @@ def smollm2(place: Place, count: int) -> Workload:
     length = min(count, 2048) if place.on_gpu else 8
     sizes = (max(1, count // length) if place.on_gpu else 2, length)
     return Workload(
-        named(place, f"SmolLM2-360M, {count:,} tokens"),
+        f"SmolLM2-360M, {count:,} tokens",
         lambda: llama(place, shape, torch.bfloat16),
         lambda: tokens(place, shape, 0, sizes),
     )
@@ -55,7 +50,7 @@ def resnet50(place: Place, batch: int) -> Workload:
         whole = torch.randn(batch if place.on_gpu else 2, 3, side, side, device=place.device)
         return whole.to(memory_format=torch.channels_last)
 
-    return Workload(named(place, f"ResNet-50, batch {batch}"), build, images, autocast=True)
+    return Workload(f"ResNet-50, batch {batch}", build, images, autocast=True)
 
 
 def mlp(place: Place, layers: int, width: int, batch: int) -> Workload:
@@ -64,9 +59,9 @@ def mlp(place: Place, layers: int, width: int, batch: int) -> Workload:
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return MLP(*[real_width] * (layers + 1)).to(place.device)
+        return perceptron(*[real_width] * (layers + 1)).to(place.device)
 
-    name = named(place, f"MLP {layers} × {width}, batch {batch}")
+    name = f"MLP {layers} × {width}, batch {batch}"
     return Workload(name, build, lambda: torch.randn(batch, real_width, device=place.device))
 
 
@@ -113,14 +108,6 @@ def trainees(workload: Workload, wraps: Mapping[str, Wrap], place: Place) -> dic
     return {name: Trainee(workload, wrap, place) for name, wrap in wraps.items()}
 
 
-def step_times(built: Mapping[str, Trainee], place: Place, steps: int) -> dict[str, list[float]]:
-    """Return the seconds per step of each variant, by round."""
-    turns = {name: partial(trainee.timed, steps) for name, trainee in built.items()}
-    return take_turns(turns, place.rounds, warm_up=place.steps(3, 1), rotated=True)
-
-
-def host_times(built: Mapping[str, Trainee], place: Place) -> dict[str, list[float]]:
-    """Return the host time in seconds of a backward pass of each variant, by round."""
-    rounds = place.rounds * place.steps(5, 1)
-    turns = {name: trainee.host_timed for name, trainee in built.items()}
-    return take_turns(turns, rounds, warm_up=place.steps(5, 1), rotated=True)
+def in_turn(place: Place, turns: Mapping[str, Callable[[], float]], rounds: int = 20) -> dict[str, list[float]]:
+    """Return the measurements of each variant, by round."""
+    return take_turns(turns, place.steps(rounds, 1), warm_up=place.steps(3, 1), rotated=True)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import paceline
@@ -16,6 +15,7 @@ from gpu_checks.models import Llama, Shape
 from gpu_checks.rows import Place
 from paceline import compression
 from paceline.core.state.digests import weights_sha256
+from paceline.testing.assertions import gather
 
 TorchDDP = nn.parallel.DistributedDataParallel
 Wrap = Callable[[nn.Module], nn.Module]
@@ -105,17 +105,9 @@ def between(ours: nn.Module, expected: nn.Module) -> float:
 
 def gradients_differ(ours: nn.Module, expected: nn.Module) -> float:
     """Return the :func:`difference` of two modules' gradients."""
-    pairs = zip(ours.parameters(), expected.parameters(), strict=True)
-    return max(difference([gradient_of(a).to_dense()], [gradient_of(b).to_dense()]) for a, b in pairs)
+    return difference(*([gradient_of(part).to_dense() for part in each.parameters()] for each in (ours, expected)))
 
 
 def alike(module: nn.Module) -> bool:
     """Return whether the module is bit-identical on all ranks."""
-    return same_everywhere(weights_sha256(module))
-
-
-def same_everywhere(digest: str) -> bool:
-    """Return whether all ranks have the same digest."""
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
-    return len(set(digests)) == 1
+    return len(set(gather(weights_sha256(module)))) == 1

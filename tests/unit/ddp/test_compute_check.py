@@ -30,7 +30,7 @@ def trained(world: World, kind: str, options: dict[str, Any], steps: int) -> tup
     ("size", "kind", "options"),
     [
         (1, "spectral", {}),
-        (2, "mlp", {"bf16": True, "workers": 1}),
+        (2, "mlp", {"dtype": torch.bfloat16, "workers": 1}),
         (4, "cnn", {"count": 8, "weighted": False}),
     ],
     ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else str(value),

@@ -34,7 +34,7 @@ def train(world: World, kind: str, options: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("mlp", {"sharded": True, "bf16": True, "workers": 2}),
+        ("mlp", {"sharded": True, "dtype": torch.bfloat16, "workers": 2}),
         ("cnn", {"weighted": False, "count": 8}),
         ("branches", {"count": 8}),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,78 +21,7 @@ from paceline import SyncBatchNorm
 from paceline.core.processes.world import World
 from paceline.errors import ReplicaMismatch, UsageError
 from paceline.nn import moments
-from twins import Pools, no_warning_about_cycles, same_tensor
-
-KINDS: dict[int, Callable[..., nn.Module]] = {
-    2: nn.BatchNorm1d,
-    3: nn.BatchNorm1d,
-    4: nn.BatchNorm2d,
-    5: nn.BatchNorm3d,
-}
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-EXACT = 1e-10
-
-
-def whole_batch(sizes: tuple[int, ...], rest: tuple[int, ...], dtype: torch.dtype, offset: float = 0.0) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(sizes))
-    return (torch.randn(sum(sizes), *rest, generator=generator, dtype=torch.float64) + offset).to(dtype)
-
-
-def twin_of(dims: int, channels: int, options: dict[str, Any]) -> nn.Module:
-    torch.manual_seed(0)
-    twin = KINDS[dims](channels, **options)
-    for parameter in twin.parameters():
-        nn.init.normal_(parameter)
-    return twin
-
-
-def beside_twin(
-    world: World,
-    sizes: tuple[int, ...],
-    rest: tuple[int, ...],
-    options: dict[str, Any],
-    dtype: torch.dtype = torch.float64,
-    rtol: float = EXACT,
-    last: bool = False,
-    offset: float = 0.0,
-    steps: int = 2,
-) -> list[str]:
-    """Forward and backward on this rank's part of the batch and, alone, on the whole; returns the exact buffers."""
-    x = whole_batch(sizes, rest, dtype, offset)
-    if last:
-        x = x.contiguous(memory_format=CHANNELS_LAST[x.dim()])
-    options = {"dtype": dtype if dtype is torch.float64 else torch.float32, **options}
-    twin = twin_of(x.dim(), rest[0], options)
-    layer = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin))
-    for step in range(steps):
-        factors = torch.linspace(-1, 2, x.numel()).view(x.shape).to(dtype) * (step + 1)
-        whole = x.clone().requires_grad_()
-        theirs = twin(whole)
-        (theirs * factors).sum().backward()
-        mine = whole.detach().split(sizes)[world.rank].clone().requires_grad_()
-        ours = layer(mine)
-        (ours * factors.split(sizes)[world.rank]).sum().backward()
-
-        where = f"rank {world.rank}, step {step}"
-        assert ours.dtype is dtype
-        if last and len(mine):
-            assert ours.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
-        same_tensor(ours.detach(), theirs.detach().split(sizes)[world.rank], rtol, f"{where} output")
-        # Rounding is relative to the batch's gradient, not to this rank's part.
-        expected = whole.grad.split(sizes)[world.rank]
-        scale = float(whole.grad.abs().max()) if whole.numel() else 0.0
-        torch.testing.assert_close(mine.grad, expected, rtol=rtol, atol=rtol * scale)
-        for (name, parameter), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
-            assert parameter.grad.dtype is parameter.dtype
-            total = parameter.grad.double()
-            dist.all_reduce(total)
-            same_tensor(total, other.grad.double(), max(rtol, 1e-5 if parameter.dtype is torch.float32 else 0), name)
-        for (name, buffer), other in zip(layer.named_buffers(), twin.buffers(), strict=True):
-            same_tensor(buffer, other, max(rtol, 1e-6 if buffer.dtype is torch.float32 else 0), f"{where} {name}")
-        layer.zero_grad()
-        twin.zero_grad()
-    return [str(buffer.tolist()) for buffer in layer.buffers()]
-
+from twins import Pools, no_warning_about_cycles, norm_beside_twin, whole_batch
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "1d, features": ((3, 3), (4,)),
@@ -118,13 +46,13 @@ if "bias" in inspect.signature(nn.BatchNorm1d).parameters:  # not in torch 2.11
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_batch_norm_of_the_whole_batch(pools: Pools, shape: str) -> None:
     sizes, rest = SHAPES[shape]
-    results = pools.run(len(sizes), beside_twin, sizes, rest, {})
+    results = pools.run(len(sizes), norm_beside_twin, sizes, rest, {})
     assert len({tuple(bits) for bits in results}) == 1
 
 
 def test_equals_batch_norm_with_every_option(pools: Pools) -> None:
     for options in OPTIONS.values():
-        results = pools.run(2, beside_twin, (2, 3), (3, 4), options)
+        results = pools.run(2, norm_beside_twin, (2, 3), (3, 4), options)
         assert len({tuple(bits) for bits in results}) == 1, options
 
 
@@ -139,7 +67,7 @@ def test_equals_batch_norm_with_every_option(pools: Pools) -> None:
     ],
 )
 def test_types_follow_batch_norm(pools: Pools, dtype: torch.dtype, options: dict[str, Any], rtol: float) -> None:
-    pools.run(2, beside_twin, (4, 5), (3, 4, 4), options, dtype, rtol)
+    pools.run(2, norm_beside_twin, (4, 5), (3, 4, 4), options, False, dtype, rtol)
 
 
 def test_a_mean_far_from_zero_costs_no_precision(pools: Pools) -> None:
@@ -150,7 +78,7 @@ def test_a_mean_far_from_zero_costs_no_precision(pools: Pools) -> None:
 
 
 def variance_beside_mean(world: World) -> tuple[Tensor, Tensor]:
-    x = whole_batch((40, 24), (3,), torch.float32, offset=1e4)
+    x = (whole_batch((40, 24), (3,), torch.float64) + 1e4).float()
     layer = SyncBatchNorm(3, momentum=1.0)
     layer(x.split((40, 24))[world.rank])
     return layer.running_var, x.double().var(0).float()
@@ -166,7 +94,7 @@ def variance_beside_mean(world: World) -> tuple[Tensor, Tensor]:
 def test_any_shape(pools: Pools, sizes: tuple[int, ...], rest: tuple[int, ...], options: str, last: bool) -> None:
     values = sum(sizes) * torch.Size(rest[1:]).numel()
     if values != 1:
-        pools.run(2, beside_twin, sizes, rest, OPTIONS[options], torch.float64, EXACT, last and len(rest) > 2)
+        pools.run(2, norm_beside_twin, sizes, rest, OPTIONS[options], last and len(rest) > 2)
 
 
 def test_moments_combine_like_those_of_all_values() -> None:
