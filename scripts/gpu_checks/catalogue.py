@@ -55,7 +55,7 @@ PARTS = {
     "hosts": "two ranks that share the GPU, over NCCL, which treats them as two hosts",
     "several": "the same checks with a GPU for each rank, over NCCL, and overlap",
 }
-"""The parts, in execution order. Each takes less than ten minutes."""
+"""The parts, in execution order."""
 
 NUMBERS = "do not train with this build here; send us the JSON"
 BITS = "do not rely on bit-identical results with this build here; send us the JSON"
@@ -78,13 +78,6 @@ def _anywhere(part: str, ranks: Ranks) -> list[Check]:
     ]
 
 
-def _over_nccl(part: str, ranks: Ranks) -> list[Check]:
-    """Return the checks of NCCL for any number of ranks."""
-    return [
-        Check(part, "own-group", one_rank.own_group, NUMBERS, ranks),
-    ]
-
-
 def _among(part: str, ranks: Ranks) -> list[Check]:
     """Return the checks that need several ranks."""
     checks = [
@@ -102,7 +95,7 @@ def _among(part: str, ranks: Ranks) -> list[Check]:
         Check(part, "leave", one_rank.leave, HANG, ranks, joined=False),
         *checks,
         Check(part, "late-gradients", stand_in.late_gradients, STREAM, ranks),
-        *_over_nccl(part, ranks),
+        Check(part, "own-group", one_rank.own_group, NUMBERS, ranks),
     ]
     if ranks is Ranks.HOSTS:  # times mean little, because NCCL uses sockets and the ranks share a GPU
         return checks
@@ -117,7 +110,7 @@ def _among(part: str, ranks: Ranks) -> list[Check]:
 CHECKS: Sequence[Check] = (
     Check("one", "start", one_rank.start, "start ranks with torchrun, and one visible GPU for each", joined=False),
     *_anywhere("one", Ranks.ONE),
-    *_over_nccl("one", Ranks.ONE),
+    Check("one", "own-group", one_rank.own_group, NUMBERS),
     Check("stand-in", "late-gradients", stand_in.late_gradients, STREAM),
     Check("stand-in", "doubled", stand_in.doubled, STREAM),
     Check("stand-in", "compressors", stand_in.compressors, STREAM, seconds=180),

@@ -31,15 +31,6 @@ KILL_AFTER_S = 5.0
 """At the time limit, a rank writes its stacks and exits. If it does not, it is killed after this time."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Settings of all checks."""
-
-    on_gpu: bool
-    gpus: int
-    rounds: int
-
-
 @dataclass
 class RankProcess:
     """The parent's view of one rank of a check."""
@@ -62,28 +53,25 @@ class RankProcess:
 # -- in the child -------------------------------------------------------------------------------------------------
 
 
-def serve(rank: int, size: int, port: int, path: str, setting: Setting, log: str, seconds: float, pipe: Any) -> None:
+def serve(rank: int, size: int, port: int, path: str, on_gpu: bool, log: Path, pipe: Any) -> None:
     """Run one rank of the check `path`: send its rows, followed by None."""
     os.setsid()  # in a separate process group, so that it can be killed together with its children
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(seconds, exit=True)
-    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     check: Check = next(check for check in CHECKS if check.path == path)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(check.seconds, exit=True)
+    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    at = rank if check.ranks is Ranks.SEVERAL else 0
+    place = Place(rank, size, torch.device("cuda", at) if on_gpu else torch.device("cpu"), log.parent)
     try:
-        _be_rank(rank, size, port, check, setting, pipe)
+        _be_rank(place, port, check, pipe)
     except NotRun as reason:
         pipe.send(not_run(check.name, str(reason)))
-    except torch.OutOfMemoryError as error:
-        traceback.print_exc()
-        free, total = (number / 2**30 for number in torch.cuda.mem_get_info())
-        needs = f"needs about {check.gib:g} GiB; {free:.1f} of {total:.1f} GiB were free afterwards"
-        pipe.send(Row(check.name, f"out of GPU memory: {first_line(error)}; it {needs}", Verdict.FAILED))
     except BaseException as error:
         traceback.print_exc()
-        pipe.send(Row(check.name, f"{type(error).__name__}: {first_line(error)}", Verdict.FAILED))
+        pipe.send(Row(check.name, f"{type(error).__name__}: {error}".splitlines()[0], Verdict.FAILED))
     else:
         pipe.send(None)
         return
@@ -91,9 +79,8 @@ def serve(rank: int, size: int, port: int, path: str, setting: Setting, log: str
     os._exit(3)  # a normal exit could wait for other ranks
 
 
-def _be_rank(rank: int, size: int, port: int, check: Check, setting: Setting, pipe: Any) -> None:
-    at = rank if check.ranks is Ranks.SEVERAL else 0
-    device = torch.device("cuda", at) if setting.on_gpu else torch.device("cpu")
+def _be_rank(place: Place, port: int, check: Check, pipe: Any) -> None:
+    rank, size = place.rank, place.size
     if size > 1:
         numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
         if check.ranks is Ranks.HOSTS:
@@ -103,27 +90,20 @@ def _be_rank(rank: int, size: int, port: int, check: Check, setting: Setting, pi
         os.environ.update({name: str(number) for name, number in numbers.items()})
         os.environ.update(MASTER_ADDR=LOOPBACK, TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # the host may have no network
-    if setting.on_gpu:
-        torch.cuda.set_device(device)
+    if place.on_gpu:
+        torch.cuda.set_device(place.device)
         free = torch.cuda.mem_get_info()[0] / 2**30
         if free < check.gib:
             raise NotRun(f"it needs about {check.gib:g} GiB of GPU memory, and only {free:.1f} GiB are free")
     else:
         torch.set_num_threads(1)
     backend = "gloo" if check.ranks is Ranks.SHARED else None
-    place = Place(rank, size, device, setting.rounds)
-    if not check.joined:
-        send_rows(check.run(place), pipe)
-        return
-    world = paceline.init(backend)
-    send_rows(check.run(place), pipe)
-    place.synchronize()
-    world.close()
-
-
-def send_rows(rows: Iterator[Row], pipe: Any) -> None:
-    for row in rows:
+    world = paceline.init(backend) if check.joined else None
+    for row in check.run(place):
         pipe.send(row)
+    if world is not None:
+        place.synchronize()
+        world.close()
 
 
 def _end_with_parent(pipe: Any) -> None:
@@ -132,31 +112,27 @@ def _end_with_parent(pipe: Any) -> None:
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or ["(no message)"])[0]
-
-
 # -- in the parent ------------------------------------------------------------------------------------------------
 
 
-def sizes(check: Check, setting: Setting) -> int:
+def sizes(check: Check, on_gpu: bool) -> int:
     """Return the number of ranks; 0 if there are too few GPUs."""
     if check.ranks is Ranks.ONE:
         return 1
-    if check.ranks in (Ranks.SHARED, Ranks.HOSTS) or not setting.on_gpu:
+    if check.ranks in (Ranks.SHARED, Ranks.HOSTS) or not on_gpu:
         return 2
-    return setting.gpus if setting.gpus > 1 else 0
+    gpus = torch.cuda.device_count()
+    return gpus if gpus > 1 else 0
 
 
-def run(check: Check, setting: Setting, seconds: float) -> tuple[list[Row], str]:
-    """Run a check for at most `seconds`. Return its rows and, after a failure, the last lines of the ranks' output."""
-    size = sizes(check, setting)
+def run(check: Check, on_gpu: bool) -> tuple[list[Row], str]:
+    """Run a check. Return its rows and, after a failure, the last lines of the ranks' output."""
+    size = sizes(check, on_gpu)
     if size == 0:
         return [not_run(check.name, "this machine has one GPU, and each rank needs one")], ""
-    with tempfile.TemporaryDirectory() as folder, started(check, size, setting, folder, seconds) as ranks:
+    with tempfile.TemporaryDirectory() as folder, started(check, size, on_gpu, folder) as ranks:
         began = time.monotonic()
-        listen(ranks, began + seconds + KILL_AFTER_S)
+        listen(ranks, began + check.seconds + KILL_AFTER_S)
         took = time.monotonic() - began
         for rank in ranks:
             rank.process.join(KILL_AFTER_S if rank.is_complete else 1.0)
@@ -167,7 +143,7 @@ def run(check: Check, setting: Setting, seconds: float) -> tuple[list[Row], str]
 
 
 @contextmanager
-def started(check: Check, size: int, setting: Setting, folder: str, seconds: float) -> Iterator[list[RankProcess]]:
+def started(check: Check, size: int, on_gpu: bool, folder: str) -> Iterator[list[RankProcess]]:
     """Start the ranks of a check, and end them when the block ends."""
     context = multiprocessing.get_context("forkserver")
     # Ranks can be forked from the server, because it loads torch without initializing CUDA.
@@ -178,7 +154,7 @@ def started(check: Check, size: int, setting: Setting, folder: str, seconds: flo
         for rank in range(size):
             ours, theirs = context.Pipe()
             log = Path(folder, f"rank-{rank}.log")
-            arguments = (rank, size, store.port, check.path, setting, str(log), seconds, theirs)
+            arguments = (rank, size, store.port, check.path, on_gpu, log, theirs)
             process = context.Process(target=serve, args=arguments)
             process.start()
             theirs.close()
@@ -211,8 +187,18 @@ def listen(ranks: list[RankProcess], deadline: float) -> None:
 
 
 def merged(check: Check, ranks: list[RankProcess], took: float) -> list[Row]:
-    """Return the rows of the check, and one for each rank that died or ended without giving a reason."""
-    rows = merge([rank.rows for rank in ranks], check.name)
+    """Return the rows of rank 0, those that failed on another rank, and one for each rank that died without a reason.
+
+    A row named after the check gives the reason why a rank ended early.
+    """
+    rows = list(ranks[0].rows)
+    for number, rank in enumerate(ranks[1:], start=1):
+        known = {(row.what, row.value) for row in rows}
+        rows += [
+            replace(row, value=f"rank {number}: {row.value}")
+            for row in rank.rows
+            if (row.verdict is Verdict.FAILED or row.what == check.name) and (row.what, row.value) not in known
+        ]
     has_said_why = any(row.what == check.name for row in rows)
     for at, rank in enumerate(ranks):
         where = f"rank {at} " if len(ranks) > 1 else ""
@@ -224,32 +210,12 @@ def merged(check: Check, ranks: list[RankProcess], took: float) -> list[Row]:
     return rows
 
 
-def merge(answers: list[list[Row]], name: str) -> list[Row]:
-    """Return the rows of rank 0. A row that failed on another rank, or that rank 0 lacks, is taken from that rank.
-
-    A row named after the check gives the reason why a rank ended early. All distinct reasons are kept.
-    """
-    rows: list[Row] = []
-    ends = [(rank, row) for rank, others in enumerate(answers) for row in others if row.what == name]
-    for rank, others in enumerate(answers):
-        for at, row in enumerate(row for row in others if row.what != name):
-            if at >= len(rows):
-                rows.append(row)
-            elif row.verdict is Verdict.FAILED and rows[at].verdict is not Verdict.FAILED:
-                rows[at] = replace(row, value=f"rank {rank}: {row.value}")
-    for rank, row in ends:
-        if all(row.value != other.value for _, other in ends[: ends.index((rank, row))]):
-            rows.append(row if len(answers) == 1 else replace(row, value=f"rank {rank}: {row.value}"))
-    return rows
-
-
 def death(code: int | None) -> str:
-    """Describe the exit code, for example as "died of SIGSEGV"."""
+    """Describe how a rank ended, for example as "died of SIGSEGV". At the time limit, it exits with code 1."""
     if code is None:
         return "did not end"
-    with suppress(ValueError):
-        if code < 0:
-            return f"died of {signal.Signals(-code).name}"
+    if code < 0:
+        return f"died of {signal.Signals(-code).name}"
     return "was not at its end" if code == 1 else f"ended with exit code {code}"
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +26,7 @@ class Job:
     def __init__(self, place: Place, folder: Path, order: str = "", disturbance: str = "", *options: str) -> None:
         settings = {"backend": "gloo", "device": str(place.device), "steps": STEPS, "every": 5}
         self._case = chaos.Case("", 2, (), {**settings, "disturbance": disturbance})
+        folder.mkdir(exist_ok=True)
         self.folder, self._report = folder, folder / "report.json"
         began = time.monotonic()
         with patch.dict("os.environ", CUBLAS_WORKSPACE_CONFIG=":4096:8"):  # for deterministic kernels
@@ -35,6 +34,7 @@ class Job:
                 self._case, [order] if order else [], folder, ("--report", str(self._report), *options), JOB_SECONDS
             )
         self.seconds = time.monotonic() - began
+        print(self.errors[-3000:], file=sys.stderr, flush=True)  # for the report, if the check fails
 
     @property
     def report(self) -> dict[str, Any]:
@@ -49,16 +49,6 @@ class Job:
         return chaos.are_equal(self._case, self.ranks, other.ranks)
 
 
-@contextmanager
-def folders() -> Iterator[list[Path]]:
-    """Make two empty folders."""
-    with tempfile.TemporaryDirectory(prefix="paceline-gpu-check-") as temporary:
-        made = [Path(temporary, name) for name in ("undisturbed", "struck")]
-        for folder in made:
-            folder.mkdir()
-        yield made
-
-
 def nothing_left(job: Job) -> Row:
     """Check that a few seconds after the job, its processes are gone and its checkpoints are complete."""
     deadline = time.monotonic() + 5
@@ -67,29 +57,21 @@ def nothing_left(job: Job) -> Row:
     return holds("no process and no unfinished checkpoint is left", ", ".join(left), not left)
 
 
-def show(jobs: Sequence[Job], ok: bool) -> None:
-    """Write the jobs' stderr into the check's log unless the check passed."""
-    for job in jobs if not ok else ():
-        print(job.errors[-3000:], file=sys.stderr, flush=True)
-
-
 def continues(place: Place, what: str, order: str = "", disturbance: str = "", *options: str) -> Iterator[Row]:
     """A job restarts after rank 1 fails in the middle of a step, and ends bit-identical to an undisturbed job."""
-    with folders() as (first, second):
-        undisturbed = Job(place, first)
-        struck = Job(place, second, order, disturbance, *options)
-        report, codes = struck.report, [struck.code, undisturbed.code]
-        ok = codes == [0, 0] and report.get("restarts") == 1
-        yield holds(f"{what}: the job continues", "" if ok else f"exit codes {codes}, {struck.last_line}", ok)
-        yield holds("the same bits as an undisturbed job", "", struck.equals(undisturbed))
-        failure = (report.get("failures") or [{}])[0]
-        first_failure = failure.get("first") or {}
-        is_named = first_failure.get("rank") == 1 and first_failure.get("step") in (13, None)
-        yield holds("the report names rank 1", str(failure.get("summary", "no failure")), is_named)
-        yield nothing_left(struck)
-        restart = f"from {report.get('rescued_from')}, {report.get('steps_redone')} steps redone"
-        yield measured("the whole job with its restart", f"{struck.seconds:.0f} s; {restart}", seconds=struck.seconds)
-        show([undisturbed, struck], ok)
+    undisturbed = Job(place, place.folder / "undisturbed")
+    struck = Job(place, place.folder / "struck", order, disturbance, *options)
+    report, codes = struck.report, [struck.code, undisturbed.code]
+    ok = codes == [0, 0] and report.get("restarts") == 1
+    yield holds(f"{what}: the job continues", "" if ok else f"exit codes {codes}, {struck.last_line}", ok)
+    yield holds("the same bits as an undisturbed job", "", struck.equals(undisturbed))
+    failure = (report.get("failures") or [{}])[0]
+    first_failure = failure.get("first") or {}
+    is_named = first_failure.get("rank") == 1 and first_failure.get("step") in (13, None)
+    yield holds("the report names rank 1", str(failure.get("summary", "no failure")), is_named)
+    yield nothing_left(struck)
+    restart = f"from {report.get('rescued_from')}, {report.get('steps_redone')} steps redone"
+    yield measured("the whole job with its restart", f"{struck.seconds:.0f} s; {restart}", seconds=struck.seconds)
 
 
 def killed(place: Place) -> Iterator[Row]:
@@ -102,14 +84,13 @@ def stuck_kernel(place: Place) -> Iterator[Row]:
 
 def stopped(place: Place) -> Iterator[Row]:
     """After SIGTERM to the launcher, the job saves a checkpoint and ends. The resumed job ends bit-identical."""
-    with folders() as (first, second):
-        undisturbed, struck = Job(place, first), Job(place, second, "", "stop")
-        ok = struck.code == 143 and bool(re.search(r"after step \d+ was saved", struck.errors))
-        value = f"exit code {struck.code}, {struck.seconds:.1f} s: {struck.last_line}"
-        yield holds("SIGTERM: a step is saved, and the job ends", value, ok)
-        yield nothing_left(struck)
-        again = Job(place, second)
-        codes = [undisturbed.code, again.code]
-        same = codes == [0, 0] and again.equals(undisturbed)
-        yield holds("run again: the same bits as an undisturbed job", f"exit codes {codes}", same)
-        show([struck, again], ok and same)
+    undisturbed = Job(place, place.folder / "undisturbed")
+    struck = Job(place, place.folder / "struck", "", "stop")
+    ok = struck.code == 143 and bool(re.search(r"after step \d+ was saved", struck.errors))
+    value = f"exit code {struck.code}, {struck.seconds:.1f} s: {struck.last_line}"
+    yield holds("SIGTERM: a step is saved, and the job ends", value, ok)
+    yield nothing_left(struck)
+    again = Job(place, struck.folder)
+    codes = [undisturbed.code, again.code]
+    same = codes == [0, 0] and again.equals(undisturbed)
+    yield holds("run again: the same bits as an undisturbed job", f"exit codes {codes}", same)

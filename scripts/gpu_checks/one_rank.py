@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,7 +100,6 @@ def finite(place: Place) -> Iterator[Row]:
 
 def checkpoint(place: Place) -> Iterator[Row]:
     """A checkpoint of rank 0 is restored to each rank's device."""
-    folder = shared_folder(place)
     shape = SMALL if place.on_gpu else TINY
     module = llama(place, shape, torch.float32)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
@@ -111,7 +107,7 @@ def checkpoint(place: Place) -> Iterator[Row]:
     model(tokens(place, shape, 0, (2, 8))).backward()
     optimizer.step()
     saved = weights_sha256(module)
-    checkpointer = paceline.Checkpointer(folder)
+    checkpointer = paceline.Checkpointer(place.folder / "checkpoints")
     checkpointer.register("model", model)
     checkpointer.register("optimizer", optimizer)
     checkpointer.save(1)
@@ -126,16 +122,6 @@ def checkpoint(place: Place) -> Iterator[Row]:
     stayed = all(tensor.device == place.device for tensor in [*module.parameters(), *states])
     stayed = stayed and others == [torch.cuda.memory_allocated(at) for at in others_of(place)]
     yield holds("weights and optimizer state are on the rank's device, and no other device is used", "", stayed)
-    dist.barrier()
-    if place.rank == 0:
-        shutil.rmtree(folder)
-
-
-def shared_folder(place: Place) -> str:
-    """Create a folder that all ranks use; they run on the same host."""
-    box: list[Any] = [tempfile.mkdtemp() if place.rank == 0 else None]
-    dist.broadcast_object_list(box)
-    return str(box[0])
 
 
 def others_of(place: Place) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -58,10 +59,8 @@ class Place:
     rank: int
     size: int
     device: torch.device
-    rounds: int
-    """Number of rounds in timings."""
-    group: str = ""
-    """The backend that reduces gradients: nccl, gloo or paceline."""
+    folder: Path
+    """A folder that all ranks share, deleted after the check."""
 
     @property
     def on_gpu(self) -> bool:

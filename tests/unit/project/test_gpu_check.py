@@ -6,6 +6,8 @@ a GPU. One check is shown to fail: the stand-in's, when a wait is left out.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from gpu_checks import children
@@ -18,16 +20,14 @@ from gpu_checks.wrapping import difference
 from paceline.core.processes.world import World
 from twins import Pools
 
-CPU = children.Setting(on_gpu=False, gpus=0, rounds=1)
+
+def place_of(world: World, folder: Path) -> Place:
+    return Place(world.rank, world.size, torch.device("cpu"), folder)
 
 
-def place_of(world: World) -> Place:
-    return Place(world.rank, world.size, torch.device("cpu"), rounds=1)
-
-
-def tried(world: World, path: str) -> list[Row]:
+def tried(world: World, path: str, folder: Path) -> list[Row]:
     try:
-        return list(check_at(path).run(place_of(world)))
+        return list(check_at(path).run(place_of(world, folder)))
     except NotRun as reason:
         return [not_run(path, str(reason))]
 
@@ -47,8 +47,8 @@ CASES = [(2, check.path) for check in SEVERAL] + [(1, check.path) for check in O
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "path"), CASES, ids=[path for _, path in CASES])
-def test_every_check_runs_and_holds_on_cpu_ranks(pools: Pools, size: int, path: str) -> None:
-    for rows in pools.run(size, tried, path):
+def test_every_check_runs_and_holds_on_cpu_ranks(pools: Pools, tmp_path: Path, size: int, path: str) -> None:
+    for rows in pools.run(size, tried, path, tmp_path):
         verdicts = {row.verdict for row in rows}
         assert Verdict.FAILED not in verdicts, rows
         is_measured_only = path.rpartition("/")[2] in MEASURED_ONLY
@@ -56,8 +56,8 @@ def test_every_check_runs_and_holds_on_cpu_ranks(pools: Pools, size: int, path: 
         assert is_measured_only or verdicts & {Verdict.OK, Verdict.NOT_RUN}, f"it judges nothing: {rows}"
 
 
-def reads_too_early(world: World) -> tuple[float, float]:
-    place = place_of(world)
+def reads_too_early(world: World, folder: Path) -> tuple[float, float]:
+    place = place_of(world, folder)
     expected = expected_weights(place, 0.2)
     errors = [
         difference([late_weights(place, 0.1, stand_in=True, side=False, fault=fault)], [expected])
@@ -66,14 +66,14 @@ def reads_too_early(world: World) -> tuple[float, float]:
     return errors[0], errors[1]
 
 
-def test_the_stand_in_notices_an_average_that_is_read_without_waiting(pools: Pools) -> None:
+def test_the_stand_in_notices_an_average_that_is_read_without_waiting(pools: Pools, tmp_path: Path) -> None:
     """Negative control of the check that stands for NCCL: it must fail if the reducer does not wait."""
-    right, wrong = pools.run(1, reads_too_early)[0]
+    right, wrong = pools.run(1, reads_too_early, tmp_path)[0]
     assert right < 1e-5
     assert wrong > 1e-3
 
 
 def test_a_world_starts_and_ends_in_ranks_of_its_own() -> None:
     for path in ("one/start", "several/leave"):
-        rows, log = children.run(check_at(path), CPU, 60)
+        rows, log = children.run(check_at(path), on_gpu=False)
         assert {row.verdict for row in rows} == {Verdict.OK}, f"{rows}\n{log}"
