@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -61,22 +61,6 @@ class Case:
     def key(self) -> str:
         """Key of the undisturbed run to compare with."""
         return json.dumps([self.nproc, self.settings, self.recipe], sort_keys=True)
-
-
-@dataclass
-class Outcome:
-    """Results of a case."""
-
-    name: str
-    nproc: int
-    strikes: int
-    restarts: int
-    redone: int
-    source: str | None
-    equal: bool
-    """Whether the undisturbed run has the same bits."""
-    seconds: float
-    problems: list[str]
 
 
 def sequences() -> Iterator[Case]:
@@ -223,8 +207,8 @@ def leftovers(folder: Path) -> list[str]:
     return left
 
 
-def tried(case: Case, undisturbed: dict[str, list[Any]]) -> Outcome:
-    """Run a case. If its undisturbed run is not in `undisturbed` yet, do that run first."""
+def tried(case: Case, undisturbed: dict[str, list[Any]]) -> dict[str, Any]:
+    """Run a case, and return its results for the record. First do its undisturbed run, if `undisturbed` lacks it."""
     with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as temporary:
         folder = Path(temporary)
         if case.key not in undisturbed and not case.fails:
@@ -240,17 +224,17 @@ def tried(case: Case, undisturbed: dict[str, list[Any]]) -> Outcome:
             problems.append(ended[1][-2000:])
         problems += leftovers(folder)
     first: dict[str, Any] = next((rank for rank in ended[2] if rank), {})
-    return Outcome(
-        name=case.name,
-        nproc=case.nproc,
-        strikes=len(case.orders),
-        restarts=ended[1].count("; starting all ranks again") if case.fails else first.get("restarts", 0),
-        redone=first.get("redone", 0),
-        source=first.get("from"),
-        equal=not case.fails and are_equal(case, ended[2], reference),
-        seconds=seconds,
-        problems=problems,
-    )
+    return {
+        "name": case.name,
+        "nproc": case.nproc,
+        "strikes": len(case.orders),
+        "restarts": ended[1].count("; starting all ranks again") if case.fails else first.get("restarts", 0),
+        "redone": first.get("redone", 0),
+        "source": first.get("from"),
+        "equal": not case.fails and are_equal(case, ended[2], reference),
+        "seconds": seconds,
+        "problems": problems,
+    }
 
 
 def main() -> int:
@@ -260,20 +244,20 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="write the results to benchmarks/results")
     options = parser.parse_args()
     chosen = [case for case in cases() if options.k in case.name]
-    began, undisturbed, outcomes = time.monotonic(), dict[str, list[Any]](), list[Outcome]()
+    began, undisturbed, outcomes = time.monotonic(), dict[str, list[Any]](), list[dict[str, Any]]()
     for number, case in enumerate(chosen, 1):
         outcome = tried(case, undisturbed)
         outcomes.append(outcome)
-        counts = f"{outcome.restarts} restarts, {outcome.redone} steps redone, from {outcome.source}"
-        print(f"[{number}/{len(chosen)}] {case.nproc} ranks, {case.name}: {counts}, {outcome.seconds} s", flush=True)
-        for problem in outcome.problems:
+        counts = "{restarts} restarts, {redone} steps redone, from {source}, {seconds} s".format(**outcome)
+        print(f"[{number}/{len(chosen)}] {case.nproc} ranks, {case.name}: {counts}", flush=True)
+        for problem in outcome["problems"]:
             print(f"    PROBLEM: {problem}", flush=True)
-    failed = sum(bool(outcome.problems) for outcome in outcomes)
-    strikes = sum(outcome.strikes for outcome in outcomes)
+    failed = sum(bool(outcome["problems"]) for outcome in outcomes)
+    strikes = sum(outcome["strikes"] for outcome in outcomes)
     print(f"{strikes} strikes in {len(outcomes)} runs, {failed} with problems; {time.monotonic() - began:.0f} s")
     if options.keep:
-        today, rows = str(date.today()), [asdict(outcome) for outcome in outcomes]
-        record = {"date": today, "torch": torch.__version__, "cores": os.cpu_count(), "cases": rows}
+        today = str(date.today())
+        record = {"date": today, "torch": torch.__version__, "cores": os.cpu_count(), "cases": outcomes}
         (RESULTS / f"{today}-chaos.json").write_text(json.dumps(record, indent=1) + "\n")
     return int(failed > 0)
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from pprint import pformat
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Dataset
 
 import paceline
+from paceline.core.state.digests import tensor_digest
 from paceline.core.telemetry.failpoints import strike
 from paceline.data import DataLoader
 from paceline.launch.rank.failure_record import LAUNCHER
@@ -205,24 +207,15 @@ class Run:
 
 def digest(value: Any) -> str:
     """Return the SHA-256 of nested tensors and plain values."""
-    content = hashlib.sha256()
 
-    def add(part: Any) -> None:
+    def plain(part: Any) -> Any:
         if isinstance(part, Tensor):
-            content.update(str((part.dtype, tuple(part.shape))).encode())
-            content.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(part, dict):
-            for key in sorted(part, key=str):
-                content.update(repr(key).encode())
-                add(part[key])
-        elif isinstance(part, list | tuple):
-            for item in part:
-                add(item)
-        else:
-            content.update(repr(part).encode())
+            return part.dtype, part.shape, tensor_digest(part)
+        if isinstance(part, dict):
+            return {key: plain(item) for key, item in part.items()}
+        return [plain(item) for item in part] if isinstance(part, list | tuple) else part
 
-    add(value)
-    return content.hexdigest()
+    return hashlib.sha256(pformat(plain(value)).encode()).hexdigest()  # pformat() sorts dicts
 
 
 def main() -> None:
