@@ -7,7 +7,7 @@ import paceline
 project = "Paceline"
 copyright = "The Paceline authors, Apache-2.0"
 version = release = paceline.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 root_doc = "index"
 
 html_theme = "furo"  # no font and no script comes from another host

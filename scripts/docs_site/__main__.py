@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -30,11 +29,6 @@ def write(tree: Path, page: str, text: str, suffix: str = ".md") -> None:
     file = tree / f"{page}{suffix}"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, "utf-8")
-
-
-def titled(entries: dict[str, str]) -> list[str]:
-    """Return sidebar entries with short titles."""
-    return [f"{title} <{page}>" for page, title in entries.items()]
 
 
 def stage_reference(tree: Path) -> None:
@@ -74,8 +68,8 @@ def stage(tree: Path) -> None:
         page = path.removeprefix("docs/").removesuffix(".md")
         write(tree, page, links.rewrite(text, path, page))
     stage_reference(tree)
-    sidebar = [toctree(caption, titled(entries)) for caption, entries in NAV.items()]
-    sidebar += [toctree("API", ["reference/index"]), stage_notebooks(tree, links), toctree("About", titled(ABOUT))]
+    sidebar = [toctree(caption, entries) for caption, entries in NAV.items()]
+    sidebar += [toctree("API", ["reference/index"]), stage_notebooks(tree, links), toctree("About", ABOUT)]
     for path, page in places.items():
         if path.endswith(".md"):
             text = links.rewrite((ROOT / path).read_text("utf-8"), path, page)
@@ -95,10 +89,7 @@ def stage_sources(tree: Path, links: Links) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="docs_site", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "build", help="the folder for 'site' and 'site-source'")
-    out = parser.parse_args().out.resolve()
-    source, site = out / "site-source", out / "site"
+    source, site = ROOT / "build" / "site-source", ROOT / "build" / "site"
     stage(source)
     shutil.rmtree(site, ignore_errors=True)
     options = ["-q", "-W", "--keep-going", "-j", "auto", "-c", str(ROOT / "docs" / "site")]

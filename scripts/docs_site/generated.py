@@ -57,29 +57,16 @@ def documented(package: ModuleType) -> dict[str, dict[str, str]]:
     return modules
 
 
-def summary(value: object) -> str:
-    """Return the first sentence of an object's docstring."""
-    first = inspect.cleandoc(value.__doc__ or "").split("\n\n", 1)[0].replace("\n", " ")
-    return first.split(". ", 1)[0].rstrip(".:") + "."
-
-
 def reference_page(module: ModuleType, names: Mapping[str, str]) -> str:
     """Return the page of `module`. Like the docstrings, it is in reStructuredText."""
     path = module.__name__
     lines = [path, "=" * len(path), "", ".. highlight:: python", "", f".. automodule:: {path}", "   :no-members:", ""]
-    if names:
-        lines += [".. list-table::", "   :widths: 30 70", ""]
-    for name, full in names.items():
-        lines += [f"   * - :py:obj:`{name} <{full}>`", f"     - {summary(getattr(module, name))}"]
-    lines += [""]
+    lines += [".. autosummary::", "   :nosignatures:", "", *(f"   ~{full}" for full in names.values()), ""]
     for name, full in names.items():
         value = getattr(module, name)
-        if full != f"{path}.{name}":
-            lines += [f"- :py:obj:`{name} <{full}>`", ""]
-        elif inspect.isclass(value):
-            lines += [f".. autoclass:: {full}", MEMBERS]
-        else:
-            lines += [f".. autofunction:: {full}" if callable(value) else f".. autodata:: {full}", ""]
+        if full == f"{path}.{name}":
+            kind = "class" if inspect.isclass(value) else "function" if callable(value) else "data"
+            lines += [f".. auto{kind}:: {full}", MEMBERS if kind == "class" else ""]
     return "\n".join(lines)
 
 
@@ -89,33 +76,20 @@ def decisions_page(folder: Path) -> str:
     return (folder / "README.md").read_text("utf-8") + "\n" + toctree("Decisions", [page.stem for page in pages])
 
 
-def measured_by(name: str, scripts: Iterable[Path]) -> str:
-    """Return a link to the benchmark that wrote a result, found by its name; empty if there is none."""
-    fitting = [script for script in scripts if name.replace("-", "_").startswith(script.stem)]
-    return f"[{script.name}](../benchmarks/{script.name})" if (script := max(fitting, default=None, key=str)) else ""
-
-
 def benchmarks_page(results: Path) -> str:
     """Return a table of all results with date, machine and torch version."""
-    scripts = sorted(results.parent.glob("*.py"))
     rows = []
     for file in sorted(results.glob("*.json"), reverse=True):
         content = json.loads(file.read_text("utf-8"))
         date, name = file.stem[:10], file.stem[11:]
         ranks = content.get("ranks", content.get("world_size", ""))
-        cells = (
-            date,
-            f"[{name}](../benchmarks/results/{file.name})",
-            measured_by(name, scripts),
-            content.get("machine", ""),
-            content.get("torch", ""),
-            ranks,
-        )
+        link = f"[{name}](../benchmarks/results/{file.name})"
+        cells = (date, link, content.get("machine", ""), content.get("torch", ""), ranks)
         rows.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |\n")
     return (
         "# Benchmarks\n\nEvery result, with its date. `make bench` measures again; "
         "[What is measured](measurements.md) explains the main ones.\n\n"
-        "| date | result | measured by | machine | torch | ranks |\n|---|---|---|---|---|---|\n" + "".join(rows)
+        "| date | result | machine | torch | ranks |\n|---|---|---|---|---|\n" + "".join(rows)
     )
 
 

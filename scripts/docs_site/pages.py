@@ -1,4 +1,4 @@
-"""The pages of the site: their files, titles and order."""
+"""The pages of the site: their files and order."""
 
 from __future__ import annotations
 
@@ -7,56 +7,36 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 NAV = {
-    "Start": {
-        "training-loop": "Training loop",
-        "trainer": "Trainer",
-        "drop-in": "Migrate from torch DDP",
-        "examples": "Examples",
-        "recipes": "Recipes",
-        "notebooks": "Notebooks",
-    },
-    "Train": {
-        "data-parallel": "Data parallelism",
-        "uneven-inputs": "Uneven inputs",
-        "balance": "Balance work across ranks",
-        "same-bits": "Same bits",
-        "sync-batch-norm": "SyncBatchNorm",
-        "compression": "Compression",
-        "torch-compile": "torch.compile",
-        "checkpoints": "Checkpoints",
-        "sharded-optimizer": "Sharded optimizer",
-    },
-    "Run": {
-        "launching": "Launching",
-        "clusters": "Clusters",
-        "failures": "Failures",
-        "gpu": "GPUs",
-        "gpu-status": "GPU status",
-        "testing": "Testing",
-    },
-    "Look inside": {
-        "planning": "Planning",
-        "profiler": "Profiler",
-        "stragglers": "Stragglers",
-        "collectives": "Collectives",
-        "backend": "Process group",
-    },
+    "Start": ["training-loop", "trainer", "drop-in", "examples", "recipes", "notebooks"],
+    "Train": [
+        "data-parallel",
+        "uneven-inputs",
+        "balance",
+        "same-bits",
+        "sync-batch-norm",
+        "compression",
+        "torch-compile",
+        "checkpoints",
+        "sharded-optimizer",
+    ],
+    "Run": ["launching", "clusters", "failures", "gpu", "gpu-status", "testing"],
+    "Look inside": ["planning", "profiler", "stragglers", "collectives", "backend"],
 }
-"""The pages of ``docs/`` with short titles, by heading of the sidebar."""
+"""The pages of ``docs/``, by heading of the sidebar."""
 
-ABOUT = {
-    "readme": "README",
-    "promises": "Guarantees and API stability",
-    "security": "Security",
-    "measurements": "Measurements",
-    "benchmarks": "Benchmarks",
-    "decisions/index": "Decisions",
-    "contributing": "Contributing",
-    "ddp": "The step in ten stages",
-    "comm": "Shared memory",
-    "changelog": "Changelog",
-}
-"""The last section of the sidebar. Some of its pages are generated."""
+ABOUT = [
+    "README <readme>",
+    "promises",
+    "security",
+    "measurements",
+    "benchmarks",
+    "decisions/index",
+    "contributing",
+    "ddp",
+    "comm",
+    "changelog",
+]
+"""The last section of the sidebar. Some of its pages are generated. The heading of the README is the project's name."""
 
 ELSEWHERE = {
     "README.md": "readme",
