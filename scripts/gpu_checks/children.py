@@ -193,11 +193,10 @@ def merged(check: Check, ranks: list[RankProcess], took: float) -> list[Row]:
     """
     rows = list(ranks[0].rows)
     for number, rank in enumerate(ranks[1:], start=1):
-        known = {(row.what, row.value) for row in rows}
         rows += [
             replace(row, value=f"rank {number}: {row.value}")
             for row in rank.rows
-            if (row.verdict is Verdict.FAILED or row.what == check.name) and (row.what, row.value) not in known
+            if (row.verdict is Verdict.FAILED or row.what == check.name) and row not in rows
         ]
     has_said_why = any(row.what == check.name for row in rows)
     for at, rank in enumerate(ranks):

@@ -6,14 +6,17 @@ a GPU. One check is shown to fail: the stand-in's, when a wait is left out.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from gpu_checks import children
 from gpu_checks.catalogue import CHECKS, Check, Ranks
 from gpu_checks.lateness import Fault
-from gpu_checks.rows import NotRun, Place, Row, Verdict, not_run
+from gpu_checks.rows import NotRun, Place, Row, Verdict, holds, not_run
 from gpu_checks.stand_in import expected_weights, late_weights
 from gpu_checks.wrapping import difference
 
@@ -77,3 +80,10 @@ def test_a_world_starts_and_ends_in_ranks_of_its_own() -> None:
     for path in ("one/start", "several/leave"):
         rows, log = children.run(check_at(path), on_gpu=False)
         assert {row.verdict for row in rows} == {Verdict.OK}, f"{rows}\n{log}"
+
+
+def test_a_line_that_fails_on_another_rank_is_shown() -> None:
+    right, wrong = (holds("every rank raises", "", ok) for ok in (True, False))
+    process: Any = SimpleNamespace(exitcode=0)
+    ranks = [children.RankProcess(process, process, Path(), [row], is_complete=True) for row in (right, wrong)]
+    assert children.merged(check_at("share/abort"), ranks, 1.0) == [right, replace(wrong, value="rank 1: ")]
