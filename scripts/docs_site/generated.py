@@ -61,7 +61,8 @@ def reference_page(module: ModuleType, names: Mapping[str, str]) -> str:
     """Return the page of `module`. Like the docstrings, it is in reStructuredText."""
     path = module.__name__
     lines = [path, "=" * len(path), "", ".. highlight:: python", "", f".. automodule:: {path}", "   :no-members:", ""]
-    lines += [".. autosummary::", "   :nosignatures:", "", *(f"   ~{full.removeprefix(path + '.')}" for full in names.values()), ""]
+    items = [f"   ~{full.removeprefix(path + '.')}" for full in names.values()]
+    lines += [".. autosummary::", "   :nosignatures:", "", *items, ""]
     for name, full in names.items():
         value = getattr(module, name)
         if full == f"{path}.{name}":
