@@ -23,6 +23,7 @@ import torch
 import paceline
 from gpu_checks.catalogue import CHECKS, Check, Ranks
 from gpu_checks.rows import NotRun, Place, Row, Verdict, not_run
+from paceline.core.output.wording import signal_name
 from paceline.launch.loopback import LOOPBACK, loopback_store
 
 GRACE_S = 5.0
@@ -214,7 +215,7 @@ def death(code: int | None) -> str:
     if code is None:
         return "did not end"
     if code < 0:
-        return f"died of {signal.Signals(-code).name}"
+        return f"died of {signal_name(-code)}"
     return "was not at its end" if code == 1 else f"ended with exit code {code}"
 
 

@@ -10,8 +10,8 @@ from paceline.planner.calibration import Calibration
 
 Kind = Literal["peer", "staged", "rdma", "tcp", "memory", "sockets", "measured"]
 SWITCHING, FILLED = 0.1, 1 / 3
-"""Slowdown of ranks that take turns on a core, and the share of an all-reduce through sockets in which no core works,
-so that a waiting rank's core computes for another. Measured on 2026-11-28 with 4 ranks on 2 cores by
+"""Slowdown of ranks that share a core, and the share of an all-reduce over sockets during which a rank only waits, so
+that another rank can use its core. Measured on 2026-11-28 with 4 ranks on 2 cores by
 ``benchmarks/planner.py ranks``."""
 
 
@@ -25,8 +25,8 @@ class Link:
     latency_s: float
     kind: Kind
     """Inside a host, ``peer`` for direct copies between devices, or ``staged`` for copies through the host's memory.
-    Between hosts, ``rdma`` or ``tcp``. If ``measured``, `bytes_per_s` is the real speed and is not scaled. So it is for
-    ``memory`` and ``sockets`` inside a host, which are served by the cores that the ranks compute on."""
+    Between hosts, ``rdma`` or ``tcp``. If ``measured``, `bytes_per_s` is the real speed and is not scaled. The
+    same applies to ``memory`` and ``sockets``, links inside a host that need the cores on which the ranks compute."""
 
     def seconds_per_byte(self, ends: int, calibration: Calibration) -> float:
         """Return the seconds per byte sent, if `ends` devices or hosts communicate."""
@@ -91,14 +91,14 @@ class Cluster:
         return (1 + self.contention * self.neighbors(ranks, busy_cores)) * crowd * switching
 
     def serving(self, ranks: int, busy_cores: float) -> float:
-        """Return the factor by which ranks that compute on the same cores lengthen an all-reduce inside a host."""
+        """Return the slowdown of an all-reduce inside a host while ranks compute on the cores that it needs."""
         if self.inside.kind not in ("memory", "sockets"):
             return 1.0
         filled = FILLED * self.turns(ranks, busy_cores) if self.inside.kind == "sockets" else 0.0
         return self.stretch(ranks, busy_cores) * (1 - filled)
 
     def turns(self, ranks: int, busy_cores: float) -> float:
-        """Return the share of the cores on which ranks take turns."""
+        """Return the share of cores that have more than one rank."""
         return min(1.0, self.crowd(ranks, busy_cores) - 1)
 
     def neighbors(self, ranks: int, busy_cores: float) -> float:

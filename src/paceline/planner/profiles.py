@@ -201,14 +201,13 @@ def _explained(job: Job, first: Profiled, last: Profiled, link: Link) -> Job:
     def slowed(slowdown: float, interference: float) -> Job:
         """Return the job whose ranks slow each other down, on the cores of a host and by communication."""
         neighbors = job.cluster.neighbors(ranks, work.busy_cores)
-        here = replace(job.cluster, contention=(slowdown - 1) / neighbors if neighbors else 0.0)
-        if last.hosts > 1:  # their times include the links inside them
-            return Job(work, replace(here, between=link), replace(PUBLISHED, interference=interference))
-        # If cores serve the links, they were already shared when the speed was measured.
-        here = replace(here, inside=link)
-        shared = here.serving(ranks, work.busy_cores)
-        speed = replace(link, bytes_per_s=shared * link.bytes_per_s, latency_s=link.latency_s / shared)
-        here = replace(here, inside=speed, between=speed)
+        here = replace(job.cluster, contention=(slowdown - 1) / neighbors if neighbors else 0.0, between=link)
+        if last.hosts == 1:  # times of several hosts include the links inside them
+            here = replace(here, inside=link)
+            # If the link needs the ranks' cores, they were already shared when its speed was measured.
+            shared = here.serving(ranks, work.busy_cores)
+            speed = replace(link, bytes_per_s=shared * link.bytes_per_s, latency_s=link.latency_s / shared)
+            here = replace(here, inside=speed, between=speed)
         return Job(work, here, replace(PUBLISHED, interference=interference))
 
     slowdown = 1.0

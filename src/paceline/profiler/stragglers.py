@@ -99,11 +99,15 @@ def find_stragglers(seconds: Any, *, min_slowdown: float = DEFAULT_SLOWDOWN) -> 
     return sorted(stragglers, key=lambda straggler: -straggler.seconds_lost)
 
 
+def _listed(values: Any) -> Any:
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
 def _as_table(seconds: Any) -> Tensor:
     """Return `seconds` as float64, shape (steps, ranks), after checking every value."""
     try:
         # As lists, because torch.tensor() takes neither a list of tensors nor an array with negative strides.
-        rows = [row.tolist() if hasattr(row, "tolist") else row for row in seconds]
+        rows = [_listed(row) for row in _listed(seconds)]
         table = torch.tensor(rows or [[]], dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UsageError(

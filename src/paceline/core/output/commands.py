@@ -20,7 +20,7 @@ FORMER = {
     "--pin": "--numa-binding of paceline run",
     "--timeout": "the environment variable PACELINE_TIMEOUT",
 }
-"""Former options, for which the closest name is a wrong suggestion, and what replaces them."""
+"""Former options and their replacements. The existing options with the closest names would be wrong suggestions."""
 
 
 def or_near(name: str, candidates: Iterable[str]) -> str:
