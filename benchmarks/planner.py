@@ -214,8 +214,9 @@ def ranks_part(rounds: int) -> Record:
 
 
 def on_links(job: Job, link: Link) -> Job:
-    """Return `job` on the cores of this machine, with `link` between its ranks."""
-    return replace(job, cluster=replace(job.cluster, devices_per_host=MOST_RANKS, inside=link))
+    """Return `job` on the cores of this machine, with `link` between its ranks, whose speed is the shaper's."""
+    inside = replace(link, kind="measured")
+    return replace(job, cluster=replace(job.cluster, devices_per_host=MOST_RANKS, inside=inside))
 
 
 def links_part(rounds: int) -> Record:

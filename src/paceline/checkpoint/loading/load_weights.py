@@ -27,7 +27,9 @@ _ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, device=torch.
 def load_weights(
     path: str | os.PathLike[str], model: nn.Module | None = None, name: str = "model"
 ) -> dict[str, torch.Tensor]:
-    """Return the weights in a checkpoint, on the CPU, with tied weights under each of their names. ::
+    """Return the weights in a checkpoint, on the CPU, with tied weights under each of their names.
+
+    ::
 
         model.load_state_dict(paceline.load_weights("runs/7"))
         paceline.load_weights("runs/7/step-00000120", model)
