@@ -168,9 +168,10 @@ def from_profiles(profiles: Sequence[Profiled], cluster: Cluster | None = None) 
             f"the profile has {counted(last.ranks, 'rank')} and no times of all-reduces; add a profile of 2 ranks of "
             "the same job, or describe the links"
         )
-    work, among = (stretched(at.workload, 1 / _on(at).stretch(at.ranks, at.busy_cores)) for at in (first, last))
+    # A rank that waits for a slow link keeps fewer cores busy, but as many as before while it computes.
+    work, among = (stretched(at.workload, 1 / _on(at).stretch(at.ranks, first.busy_cores)) for at in (first, last))
     if first.ranks == 1 and among.compute_s < work.compute_s:
-        work = replace(among, alone=work.compute_s / among.compute_s)
+        work = replace(among, alone=work.compute_s / among.compute_s, busy_cores=first.busy_cores)
     work = replace(work, bucket_bytes=last.workload.bucket_bytes)
     # Published jobs computed on GPUs, whose communication takes memory bandwidth and cores from computing.
     calibration = replace(PUBLISHED, interference=0.0) if first.busy_cores else PUBLISHED

@@ -110,6 +110,13 @@ def test_more_ranks_share_the_cores_and_send_more() -> None:
     assert reducing[1] == pytest.approx(2.2 * 2 / 3 * 2 * 7 / 8 * reducing[0])
 
 
+def test_ranks_that_mostly_wait_for_a_slow_link_share_the_cores_while_they_compute() -> None:
+    two = replace(TWO, busy_cores=0.4, layers=[(0.09, 4_000_000)] * 2)
+    assert from_profiles([ONE, two]).step(8).compute_s == pytest.approx(2.2 * 0.31)
+    crowded = replace(TWO, busy_cores=0.4, ranks=8, layers=[(0.2, 4_000_000)] * 2)
+    assert from_profiles([ONE, crowded]).step(4).compute_s == pytest.approx(0.53 / 2.2)
+
+
 def test_ranks_that_reduce_through_memory_take_as_long_for_each_byte_whatever_their_number() -> None:
     job = from_profiles([ONE, replace(TWO, reduces_in_backward=True, communication_s=0.06)])
     for ranks, factor in ((2, 1), (4, 1), (8, 2.2)):
