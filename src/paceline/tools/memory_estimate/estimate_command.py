@@ -53,7 +53,8 @@ def estimate_memory(
         ),
     ] = "adamw",
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help=f"Of the weights: {', '.join(DTYPES)}; by default the model's.")
+        str | None,
+        typer.Option("--dtype", metavar="DTYPE", help=f"Of the weights: {', '.join(DTYPES)}; by default the model's."),
     ] = None,
     autocast: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Dtype of torch.autocast around the forward (mixed precision).")
