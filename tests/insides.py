@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 
 from paceline.ddp import DistributedDataParallel
 
+keep_versions: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
+"""In this context, writes to the given tensors do not raise their autograd versions."""
+
 
 def engine_of(model: DistributedDataParallel) -> Any:
     """Return what averages the gradients of `model`: among several ranks its reducer."""

@@ -160,15 +160,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             self.due.save(self, self._recovery.boundary.step, metadata)
         return self._recovery.boundary.step
 
-    def mark_step(
-        self,
-        metadata: Mapping[str, Any] | None = None,
-        saving: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> bool:
-        """Mark the end of a training step; return whether the caller has to save now.
-
-        After a signal, the last step is saved here, in the context `saving`.
-        """
+    def mark_step(self, metadata: Mapping[str, Any] | None = None) -> bool:
+        """Mark the end of a training step, save it after a signal, and return whether the caller has to save now."""
         if self._is_closed:
             self._world()  # raises
         boundary, stops = self._recovery.boundary, self._recovery.stops
@@ -178,9 +171,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         # Call both after every step, because each can be a collective.
         stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
         if stop is not None:
-            with saving():
-                self.save(boundary.step, metadata)
-                self.wait()
+            self.save(boundary.step, metadata)
+            self.wait()
             stops.end(stop)
         return is_due
 

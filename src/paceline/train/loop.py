@@ -23,7 +23,6 @@ from paceline.train.metrics.loggers import Logger, Loggers
 from paceline.train.metrics.progress import ProgressDisplay
 from paceline.train.metrics.running_means import LossAverage
 from paceline.train.resume.saves import Saves
-from paceline.train.resume.weight_views import WeightViews
 from paceline.train.run.run import Run
 from paceline.train.run.run_state import RunState
 from paceline.train.training_step import Loss, TrainingStep
@@ -51,7 +50,6 @@ class Loop:
         self.config, self.evaluation, self.position = config, evaluation, loader.progress
         self.average = LossAverage(model)
         self.step = TrainingStep(model, optimizer, loss, config, self.average, loader.progress.batch_size)
-        self.views = WeightViews(optimizer)
         self.state = RunState(may_go_on=config.allow_changed_settings)
         self.result = self.state.result
         self.run = Run(model, optimizer, self.position, asdict(config), self.state)
@@ -94,7 +92,6 @@ class Loop:
     def _train(self, log: Loggers, display: ProgressDisplay) -> None:
         if not unwrap(self.model).training:  # a callback left the model in eval mode
             self.model.train()  # type: ignore[no-untyped-call]
-        self.views.train()
         self.optimizer.zero_grad()
         self.model.zero_grad()  # also clears gradients outside the optimizer, from an interrupted window
         self.position.rewind()
@@ -113,7 +110,6 @@ class Loop:
             if self._is_over:
                 break
             self._train_epoch(log, display)
-        self.views.eval()
         # A loss or a callback may have changed buffers since the last backward pass.
         self.model.sync_buffers()
 
@@ -166,7 +162,7 @@ class Loop:
         self.run.is_evaluation_due = self._is_evaluation_due
         self.callbacks.on_step()
         if self.checkpointer is not None:
-            self._is_save_due = self.checkpointer.mark_step(saving=self.views.evaluating)
+            self._is_save_due = self.checkpointer.mark_step()
         return True
 
     def _after_step(self, log: Loggers, display: ProgressDisplay) -> None:
@@ -251,8 +247,7 @@ class Loop:
 
     def _evaluate_if_due(self, log: Loggers, display: ProgressDisplay, *, is_save_due: bool = False) -> None:
         if self.evaluation is not None and self._is_evaluation_due:
-            with self.views.evaluating():
-                self._evaluate(self.evaluation, log, display, is_save_due)
+            self._evaluate(self.evaluation, log, display, is_save_due)
 
     def _evaluate(self, evaluation: Evaluation, log: Loggers, display: ProgressDisplay, is_save_due: bool) -> None:
         """Evaluate, and pass the result to the scheduler, the callbacks, the loggers and the saves."""
@@ -285,8 +280,7 @@ class Loop:
 
     def _save(self, saves: Saves) -> None:
         """Save the current step, and call the callbacks."""
-        with self.views.evaluating():
-            saves.save(is_last=self._is_last_step)
-            if self.callbacks.meet("on_save") and not self.state.is_stopped:
-                self.state.is_stopped = True
-                saves.save(is_last=True)  # again, because the run now ends at this step
+        saves.save(is_last=self._is_last_step)
+        if self.callbacks.meet("on_save") and not self.state.is_stopped:
+            self.state.is_stopped = True
+            saves.save(is_last=True)  # again, because the run now ends at this step

@@ -140,8 +140,6 @@ class Trainer:
         checkpointer.register("data", DataIdentity(loop.loader.dataset, config.allow_changed_data))
         checkpointer.register("model", loop.model)
         checkpointer.register("optimizer", loop.optimizer)
-        if loop.views.are_two:
-            checkpointer.register("training_weights", loop.views)
         if loop.scheduler is not None:
             checkpointer.register("scheduler", loop.scheduler)
         loader: Any = ChangedDataLoader(loop.loader) if config.allow_changed_data else loop.loader
@@ -213,5 +211,5 @@ class Trainer:
         if loader.progress is self._loop.position:
             raise UsageError("predict() would change the training's position in its data; give it another DataLoader")
         loop = self._loop
-        with loop.views.evaluating(), loop.step.autocast(), loop.callbacks.evaluating():
+        with loop.step.autocast(), loop.callbacks.evaluating():
             return predict(loop.model, loader, predict_step)

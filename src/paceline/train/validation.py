@@ -72,10 +72,12 @@ def validate_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Check that the Trainer can step `optimizer`, and that it has parameters of the model."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"the Trainer needs a torch.optim.Optimizer, not {described(optimizer)}")
-    if isinstance(optimizer, torch.optim.LBFGS):
+    has_views = all(callable(getattr(optimizer, view, None)) for view in ("train", "eval"))
+    if has_views or isinstance(optimizer, torch.optim.LBFGS):
+        needed = "train() and eval()" if has_views else "step(closure)"
         raise UsageError(
-            "the Trainer calls step() without the closure that LBFGS needs; use another optimizer, or write a loop "
-            "with optimizer.step(closure), whose closure returns paceline.mean_over_ranks(loss)"
+            f"{type(optimizer).__name__} needs {needed}, which the Trainer does not call; use another optimizer, or "
+            "write a training loop"
         )
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in trained for parameter in model.parameters()):

@@ -211,15 +211,6 @@ def _() -> None:
     assert not tensors.has_overlap(torch.ones(3))
 
 
-@contract("torch.autograd.grad_mode._unsafe_preserve_version_counter")
-def _() -> None:
-    several = [torch.zeros(1), torch.zeros(1)]
-    with tensors.keep_versions(several):
-        for tensor in several:
-            tensor.add_(1)
-    assert [(tensor.item(), tensor._version) for tensor in several] == [(1, 0), (1, 0)]
-
-
 @contract(
     "torch._foreach_add_",
     "torch._foreach_copy_",

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from insides import keep_versions
 from paceline.core.processes.world import World
-from paceline.core.torch_internals.tensors import keep_versions
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CommunicationError, DesyncError
 from twins import Pools
@@ -58,7 +58,7 @@ class TorchDDP(nn.parallel.DistributedDataParallel):
     """torch's, also in torch 2.11, where the second of two forwards before a backward made that backward fail."""
 
     def _sync_buffers(self) -> None:
-        with keep_versions(self.module.buffers()):
+        with keep_versions(tuple(self.module.buffers())):
             super()._sync_buffers()
 
 

@@ -100,6 +100,11 @@ def test_no_number_is_read_out_of_a_tensor_between_two_lines_of_metrics(pools: P
     assert one_batch == ten_batches > 0
 
 
+class ScheduleFree(torch.optim.SGD):
+    def train(self) -> None: ...
+    def eval(self) -> None: ...
+
+
 def usual_mistakes(world: World) -> list[str]:
     model, plain = DistributedDataParallel(linear()), linear()
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.01), Points(16, torch.float32)
@@ -118,6 +123,7 @@ def usual_mistakes(world: World) -> list[str]:
         of(plain, torch.optim.SGD(plain.parameters(), lr=0.01)),
         of(optimizer=torch.optim.SGD(plain.parameters(), lr=0.01)),
         of(optimizer=torch.optim.LBFGS(model.parameters())),
+        of(optimizer=ScheduleFree(model.parameters())),
         of(config={"epochs": 1}),
         of(evaluation=Evaluation(torch.utils.data.DataLoader(data, 4), squared_error, ("error",))),  # type: ignore
         lambda: evaluate(plain, evaluation),  # type: ignore[arg-type]
@@ -134,7 +140,8 @@ REMEDIES = [
     "the Trainer needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give paceline.data.Data",
     "the Trainer needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first: ",
     "the optimizer has none of the model's parameters; create it from this model",
-    "the Trainer calls step() without the closure that LBFGS needs; use another optimizer, or write a loop",
+    "LBFGS needs step(closure), which the Trainer does not call; use another optimizer, or write a training loop",
+    "ScheduleFree needs train() and eval(), which the Trainer does not call; use",
     "config must be a TrainConfig, not a dict: TrainConfig(epochs=3)",
     "Evaluation needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give",
     "evaluate() needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
@@ -51,11 +49,6 @@ def is_plain(tensor: Tensor) -> bool:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     return tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg()
-
-
-def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """In the block, write to `tensors` without raising their autograd version counters."""
-    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
