@@ -52,9 +52,6 @@ class TrainConfig:
     allow_changed_settings: bool = False
     """Resume even if settings differ from the checkpoint's. This run's settings apply, and rank 0 logs the differences.
     Batch size and seed cannot change, because the position in the data depends on them."""
-    allow_changed_data: bool = False
-    """Resume even if the training data have changed; rank 0 logs the changes. If the number of samples differs, the
-    current epoch starts again."""
     log_every: int = 10
     """Steps between lines of metrics."""
 
@@ -73,8 +70,7 @@ RULES: Mapping[str, Rule] = {
     "clip_norm": _optional(positive),
     "precision": partial(choice, choices=get_args(Precision)),
     "monitor": lambda name, value: text(name, value).removeprefix("eval/"),
-    **dict.fromkeys(("check_finite", "load_best_at_end", "resume"), flag),
-    **dict.fromkeys(("allow_changed_settings", "allow_changed_data"), flag),
+    **dict.fromkeys(("check_finite", "load_best_at_end", "resume", "allow_changed_settings"), flag),
 }
 """The rule for checking each setting."""
 
@@ -87,9 +83,8 @@ def check_settings(settings: Mapping[str, Any], named: Callable[[str], str] = st
         named: returns the name of a setting for messages, such as its option on the command line.
     """
     values = {name: rule(named(name), settings[name]) for name, rule in RULES.items() if name in settings}
-    for name in ("allow_changed_settings", "allow_changed_data"):
-        if values.get(name) and not values["resume"]:
-            raise UsageError(f"{named(name)} needs {named('resume')}")
+    if values.get("allow_changed_settings") and not values["resume"]:
+        raise UsageError(f"{named('allow_changed_settings')} needs {named('resume')}")
     epochs, max_steps = values["epochs"], values["max_steps"]
     if epochs is not None and max_steps is not None:
         raise UsageError(

@@ -23,7 +23,7 @@ from paceline.train.loop import Loop
 from paceline.train.metrics.loggers import Logger, validate_loggers
 from paceline.train.metrics.reductions import check_same_data
 from paceline.train.prediction import PredictStep, apply_module, predict
-from paceline.train.resume.data import ChangedDataLoader, DataIdentity
+from paceline.train.resume.data import DataIdentity
 from paceline.train.resume.saves import Saves, in_memory, is_restart
 from paceline.train.resume.settings import Settings
 from paceline.train.run.result import Result
@@ -137,13 +137,12 @@ class Trainer:
             facts["virtual_ranks"] = loop.model.virtual_ranks
         # Register settings and data first: a restore compares in this order, and they explain a mismatch best.
         checkpointer.register("settings", Settings(config, **facts))
-        checkpointer.register("data", DataIdentity(loop.loader.dataset, config.allow_changed_data))
+        checkpointer.register("data", DataIdentity(loop.loader.dataset))
         checkpointer.register("model", loop.model)
         checkpointer.register("optimizer", loop.optimizer)
         if loop.scheduler is not None:
             checkpointer.register("scheduler", loop.scheduler)
-        loader: Any = ChangedDataLoader(loop.loader) if config.allow_changed_data else loop.loader
-        checkpointer.register("loader", loader)
+        checkpointer.register("loader", loop.loader)
         checkpointer.register("run", loop.state)
         if loop.step.scaler is not None:
             checkpointer.register("scaler", loop.step.scaler)

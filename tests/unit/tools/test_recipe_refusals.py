@@ -68,7 +68,6 @@ REFUSED: list[tuple[DigitsConfig | LmConfig | MrpcConfig, str]] = [
     (digits(warmup_steps=-1), "--warmup-steps must be at least 0, not -1"),
     (digits(resume=True), "--resume needs --checkpoint-dir"),
     (digits(resume=True, checkpoint_dir="runs/7"), "the folder runs/7 to resume from does not exist; check it"),
-    (digits(allow_changed_data=True), "--allow-changed-data needs --resume"),
     (digits(epochs=2, max_steps=9), "--epochs 2 and --max-steps 9 both set the length; give one"),
     (digits(evaluate_every=0), "--evaluate-every must be at least 1, not 0"),
     (digits(precision="fp8"), "--precision must be fp32, bf16 or fp16, not 'fp8'"),

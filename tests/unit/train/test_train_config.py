@@ -24,7 +24,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"allow_changed_settings": True}, "needs resume"),
     ({"clip_norm": 0.0}, "clip_norm must be a finite number greater than 0, not 0.0"),
     ({"clip_norm": float("nan")}, "clip_norm must be a finite number greater than 0, not nan"),
-    ({"allow_changed_data": True}, "allow_changed_data needs resume"),
 ]
 
 

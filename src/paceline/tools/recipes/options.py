@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from paceline.train import Evaluation, Result
     from paceline.train.training_step import Loss
 
-SETTINGS = "max_steps clip_norm precision evaluate_every resume allow_changed_settings allow_changed_data"
+SETTINGS = "max_steps clip_norm precision evaluate_every resume allow_changed_settings"
 """Options that have the same name as a setting of the Trainer."""
 PANELS = {
     "Training": "epochs max_steps batch_size lr warmup_steps decay dropout clip_norm precision seed "
     "micro_batches virtual_ranks sharded evaluate_every",
-    "Checkpoints": "checkpoint_dir checkpoint_every resume allow_changed_settings allow_changed_data",
+    "Checkpoints": "checkpoint_dir checkpoint_every resume allow_changed_settings",
     "Results": "metrics tensorboard log_every json profile report",
     "Ranks": "nproc backend",
     "Failures": "max_restarts hang_timeout min_nproc requeue_exit_code",
@@ -71,7 +71,6 @@ class TrainingOptions(ProgramConfig):
     checkpoint_every: int | None = option(None, "Steps between checkpoints. Default: one epoch.")
     resume: bool = option(False, "Resume from the newest checkpoint.")
     allow_changed_settings: bool = option(False, "Resume with changed settings.")
-    allow_changed_data: bool = option(False, "Resume with changed training data.")
     metrics: str | None = option(None, "Write loss, learning rate and metrics as JSON lines.", "FILE")
     tensorboard: str | None = option(None, "Write the same values for TensorBoard.", "DIR")
     log_every: int = option(10, "Steps between lines of metrics.")
