@@ -49,7 +49,7 @@ def estimate_memory(
     optimizer: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Optimizer of torch.optim with options: sgd+momentum, adamw+amsgrad, sgd+momentum=0.8."
+            metavar="NAME", help="Optimizer of torch.optim with the options that are set: sgd+momentum, adamw+amsgrad."
         ),
     ] = "adamw",
     dtype: Annotated[

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from paceline.errors import MissingExtra, UsageError
 from paceline.tools.shared.hub import cached_config, fetch, one_line, quiet_libraries, work_offline
@@ -36,15 +35,8 @@ class BuiltModel(NamedTuple):
 def build_model(name: str, dtype: torch.dtype | None) -> BuiltModel:
     """Build the model `name` (``package.module:build``, ``model.py:Net``, a config.json or a hub name) in `dtype`."""
     model = _from_python(name) if ":" in name else _from_configuration(name)
-    for tensor_name, tensor in (*model.module.named_parameters(), *model.module.named_buffers()):
-        if is_lazy(tensor):
-            raise UsageError(
-                f"{name}: {tensor_name!r} belongs to a lazy layer and has no shape yet; run a forward in the function "
-                "that builds the model"
-            )
     if not any(parameter.requires_grad for parameter in model.module.parameters()):
         raise UsageError(f"{name} has no parameter that requires a gradient; name a model that can be trained")
-    empty(model.module, "meta")
     if dtype is not None:
         model.module.to(dtype)
     return model
@@ -85,13 +77,12 @@ def _from_python(path: str) -> BuiltModel:
             target = reduce(getattr, attribute.split("."), _import(source))
             with torch.device("meta"):
                 module = target if isinstance(target, nn.Module) else target()
+        empty(module, "meta")  # fails for values that are not modules, and for lazy layers, which have no shape yet
     except (Exception, SystemExit) as error:  # user code may raise anything
         raise UsageError(
-            f"{path} cannot be built: {described(error)}; name a module, or a function or class that returns one "
-            "without arguments and without reading tensors' values, as in model.py:build"
+            f"{path} cannot be built: {described(error)}; name a module without lazy layers, or a function "
+            "or class that returns one without arguments and without reading tensors' values, as in model.py:build"
         ) from error
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"{path} returned a value of type {type(module).__name__}; return an nn.Module")
     return BuiltModel(path, module)
 
 
@@ -123,6 +114,7 @@ def _from_configuration(name: str) -> BuiltModel:
         config: Any = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         with torch.device("meta"):
             model: Any = _instantiate(transformers, config)
+        empty(model, "meta")
     except Exception as error:  # transformers raises many kinds of exceptions
         raise UsageError(f"no model can be made from {path}: {one_line(error)}; give another configuration") from error
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
