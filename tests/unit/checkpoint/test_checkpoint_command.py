@@ -115,7 +115,6 @@ def test_verify_says_that_all_is_complete(run_folder: Path, command: Command) ->
     done = command("verify", run_folder)
     assert (done.code, done.err) == (0, "")
     assert [line.split(" (")[0] for line in done.out.splitlines()] == [f"step {step}: complete" for step in (1, 2, 3)]
-    assert command("verify", run_folder, "--step", 2).out.count("complete") == 1
     assert command("verify", run_folder / "step-00000002").out.startswith("step 2: complete")
 
 
@@ -136,7 +135,7 @@ def test_verify_names_every_damaged_file_and_whose_tensors_it_holds(run_folder: 
     assert "of rank 0's own objects)" in text
     assert "metadata.json" in text
     assert "step 1: complete" in done.out
-    assert command("verify", run_folder, "--step", 1).code == 0
+    assert command("verify", run_folder / "step-00000001").code == 0
     told = command("verify", run_folder, "--json")
     assert told.code == 1
     assert json.loads(told.out)["damaged"] == [2]
@@ -200,7 +199,7 @@ def test_an_export_takes_the_newest_that_is_whole_to_the_last_byte(
     done = command("export", run_folder, "--out", tmp_path / "m.pt")
     assert "'model' of step 2, 7 tensors" in done.out
     assert done.err.startswith("warning: step 3 is skipped: ")
-    line = refused(command("export", run_folder, "--out", tmp_path / "n.pt", "--step", 3))
+    line = refused(command("export", run_folder / "step-00000003", "--out", tmp_path / "n.pt"))
     assert "step-00000003 cannot be used: the content of model.safetensors" in line
 
 
@@ -233,15 +232,6 @@ def test_a_folder_without_checkpoints_is_one_line(tmp_path: Path, command: Comma
         assert "has no checkpoints" in refused(command(name, tmp_path / "empty", *more))
     assert "manifest.json is missing" in refused(command("export", tmp_path / "step-00000007", *out))
     assert not (tmp_path / "out.pt").exists()
-
-
-def test_an_unknown_step_is_one_line_with_the_known_ones(run_folder: Path, tmp_path: Path, command: Command) -> None:
-    for name, more in (("verify", ()), ("export", ("--out", tmp_path / "out.pt"))):
-        line = refused(command(name, run_folder, "--step", 9, *more))
-        assert "has no checkpoint of step 9; choose one of [1, 2, 3]" in line
-    line = refused(command("verify", run_folder / "step-00000002", "--step", 1))
-    assert "is the checkpoint of step 2, not of step 1; omit --step" in line
-    assert "--step" in refused(command("verify", run_folder, "--step", "last"))
 
 
 def test_bad_targets_and_names_are_one_line(run_folder: Path, tmp_path: Path, command: Command) -> None:

@@ -25,7 +25,7 @@ EXAMPLES = """Examples:
 
 paceline checkpoint list runs/7
 
-paceline checkpoint verify runs/7 --step 120
+paceline checkpoint verify runs/7/step-00000120
 
 paceline checkpoint export runs/7 --out model.safetensors
 """
@@ -84,18 +84,14 @@ def list_checkpoints(
 
 
 @checkpoint.command("verify")
-def verify_checkpoints(
-    folder: Folder,
-    step: Annotated[int | None, typer.Option(help="Step to verify; all by default.")] = None,
-    json: Json = False,
-) -> None:
+def verify_checkpoints(folder: Folder, json: Json = False) -> None:
     """Read every byte and compare checksums, which cover every tensor. The exit code is 1 if anything is damaged.
 
     Each damaged file is listed with the object whose tensors it holds.
     """
     from paceline.tools.checkpoints import inspection
 
-    place, steps = inspection.locate(folder, step)
+    place, steps = inspection.locate(folder)
     entries = []
     for entry in inspection.inspect(place, steps, every_byte=True):
         entries.append(entry)
@@ -114,19 +110,18 @@ def verify_checkpoints(
 def export_object(
     folder: Folder,
     out: Annotated[str, typer.Option(metavar="FILE", help="New file, written completely or not at all.")],
-    step: Annotated[int | None, typer.Option(help="Step to export from; by default the newest complete one.")] = None,
     name: Annotated[str, typer.Option(help="Name under which the module was registered.")] = "model",
 ) -> None:
     """Write a module's state_dict into a file for safetensors or torch.load.
 
-    A name that ends in .pt, .pth, .bin or .ckpt selects torch.load, any other name safetensors. The checkpoint is
-    verified first. Tied weights are stored under each of their names.
+    For a run, exports its newest complete checkpoint. A name that ends in .pt, .pth, .bin or .ckpt selects torch.load,
+    any other name safetensors. The checkpoint is verified first. Tied weights are stored under each of their names.
     """
     from paceline.tools.checkpoints import export as exporting
     from paceline.tools.checkpoints import inspection
 
     target = exporting.check_target(out)
-    chosen, skipped = inspection.newest(*inspection.locate(folder, step))
+    chosen, skipped = inspection.newest(*inspection.locate(folder))
     for entry in skipped:
         warn(f"step {entry.step} is skipped: {entry.damages[0]}")
     assert chosen.manifest is not None, "a chosen checkpoint is not damaged"

@@ -19,8 +19,7 @@ from paceline.checkpoint.format.manifest import File, Manifest
 from paceline.checkpoint.format.metadata import Keep, Notes
 from paceline.checkpoint.step_names import step_name, step_of
 from paceline.checkpoint.storage import step_folders
-from paceline.core import strict_json
-from paceline.errors import CheckpointError, NoCheckpoint, UsageError
+from paceline.errors import CheckpointError, NoCheckpoint
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Inspected:
         return "damaged" if self.damages else "complete"
 
 
-def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[int]]:
+def locate(folder: str | os.PathLike[str]) -> tuple[Path, list[int]]:
     """Return the run's folder and the steps to inspect. `folder` may be a run or a single checkpoint."""
     place = Path(folder)
     if not place.is_dir():
@@ -53,8 +52,6 @@ def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Pat
         raise NoCheckpoint(f"{place} {fault}; give the folder of a run or of a checkpoint")
     own_step = step_of(place.resolve().name)
     if own_step is not None:
-        if step not in (None, own_step):
-            raise UsageError(f"{place} is the checkpoint of step {own_step}, not of step {step}; omit --step")
         return place.resolve().parent, [own_step]
     try:
         steps = step_folders.steps_in(place)
@@ -62,11 +59,7 @@ def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Pat
         raise NoCheckpoint(str(error)) from None
     if not steps:
         raise NoCheckpoint(f"{place} has no checkpoints; check the path")
-    if step is None:
-        return place, steps
-    if step not in steps:
-        raise NoCheckpoint(f"{place} has no checkpoint of step {step}; choose one of {strict_json.shown(steps)}")
-    return place, [step]
+    return place, steps
 
 
 def inspect(folder: Path, steps: Sequence[int], every_byte: bool) -> Iterator[Inspected]:
