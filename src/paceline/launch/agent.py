@@ -70,7 +70,7 @@ class Agent:
         say: Callable[[str], None],
         restarts: Restarts,
         fork_server: ForkServer,
-        boxes: JobFolder | None,
+        boxes: JobFolder,
         report: JobReport,
     ) -> None:
         self._job = job
@@ -81,7 +81,7 @@ class Agent:
         self._restarts = restarts
         self._report = report
         self._fork_server = fork_server
-        self._preemption = Preemption(None if boxes is None else boxes.path)
+        self._preemption = Preemption(boxes.path)
         self._context: Any = None
         """torchelastic's context, which holds the processes and the threads that copy their logs."""
         self._begin()
@@ -91,7 +91,7 @@ class Agent:
         self._makes_room = False  # whether ranks were signaled to save a step and exit so that more ranks can start
         self._moments = LastMoments(self._boxes)
         self._watch_processes({})
-        self._hangs = HangWatch(None if self._boxes is None else self._boxes.path, self._job.supervision.hang_timeout)
+        self._hangs = HangWatch(self._boxes.path, self._job.supervision.hang_timeout)
 
     def _watch_processes(self, processes: Mapping[int, Any]) -> None:
         self._ranks = RankProcesses(processes, self._files.errors, self._moments.note_failure)
@@ -115,14 +115,13 @@ class Agent:
         self._fork_server.prepare(lambda: bool(self._caught.received))
         self._obey()  # importing takes seconds
         self._begin()
-        if self._boxes is not None:
-            self._boxes.clear(range(self._boxes.note.nproc))
+        self._boxes.clear(range(self._boxes.note.nproc))
         self._restarts.begin()
         job, ranks, size = self._job, range(self._restarts.size), self._restarts.size
         of_job = rank_environment(job)
         of_start = {
             **self._restarts.environment(of_job),
-            FOLDER: "" if self._boxes is None else str(self._boxes.path),  # overrides the folder of an enclosing job
+            FOLDER: str(self._boxes.path),  # overrides the folder of an enclosing job
             STORE: stores.private,
         }
         prefixes: dict[int, str] | None = None
@@ -144,8 +143,7 @@ class Agent:
                 **job.start_options,
             )
         self._watch_processes({rank: handler.proc for rank, handler in self._context.subprocess_handlers.items()})
-        if self._boxes is not None:
-            self._boxes.began(self._ranks.pids())
+        self._boxes.began(self._ranks.pids())
 
     # watch
 
@@ -294,10 +292,9 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         RankFiles(job.logs, printed) as files,
         ExitStack() as stack,
     ):
-        if (boxes := black_boxes(job.run_id, job.command, job.nproc)) is not None:
-            stack.enter_context(boxes)
+        boxes = stack.enter_context(black_boxes(job.run_id, job.command, job.nproc))
         places = job.supervision.places(job.nproc)
-        restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts, places)
+        restarts = Restarts(boxes.path, job.max_restarts, places)
         server = stack.enter_context(fork_server(job, printed.say))
         agent = Agent(job, files, caught, printed.say, restarts, server, boxes, report)
         try:

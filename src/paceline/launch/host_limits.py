@@ -1,15 +1,11 @@
-"""Compares the limits of the host with the needs of the ranks before any rank starts."""
+"""Compares the limits of the host with the needs of the launcher before any rank starts."""
 
 from __future__ import annotations
 
 import os
 import resource
 
-from paceline.comm.shm.arena import available_memory
 from paceline.errors import UsageError
-
-RANK_BYTES = 12 << 20
-"""Minimum private memory of a rank, measured in a forked rank after ``init()``. Training needs 20 times as much."""
 
 FILES, RANK_FILES = 24, 10
 """Files that the launcher opens: a fixed number, plus a number per rank. A rank opens fewer."""
@@ -22,19 +18,6 @@ store's C++ code would retry forever."""
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def check_room(count: int) -> None:
-    """Reject a number of ranks that does not fit in the available memory."""
-    try:
-        available = available_memory()
-    except OSError:  # not Linux
-        return
-    if count * RANK_BYTES > available:
-        raise UsageError(
-            f"--nproc={count}: the ranks need at least {count * RANK_BYTES / 2**30:.1f} GiB of memory, and "
-            f"{available / 2**30:.1f} GiB are available; start fewer"
-        )
 
 
 def check_files(count: int) -> None:

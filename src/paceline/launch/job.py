@@ -20,7 +20,7 @@ from paceline.core.telemetry.job_directory import PARENT, JobFolder
 from paceline.errors import UsageError
 from paceline.launch.fork_server.client import ForkServer
 from paceline.launch.fork_server.policy import Preloading, decide
-from paceline.launch.host_limits import check_files, check_room, cores
+from paceline.launch.host_limits import check_files, cores
 from paceline.launch.loopback import LOOPBACK
 from paceline.launch.options import GRACE_S, TIMEOUT_S, Supervision
 from paceline.launch.rank.channels import Logs
@@ -99,16 +99,14 @@ def fork_server(job: Job, say: Callable[[str], None] = messages.say) -> ForkServ
     return ForkServer(job.command, environment, modules, say)
 
 
-def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | None:
-    """Make the job's folder for the ranks' black boxes; if that fails, print a note and return None."""
+def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder:
+    """Make the job's folder for the ranks' black boxes."""
     try:
         folder = JobFolder(name, title_of(command), nproc)
     except OSError as error:
-        say(
-            "note: restarts from the last step, --hang-timeout and paceline top are off, because the job's folder "
-            f"cannot be made ({error}); free some space, or name another place in {PARENT}"
-        )
-        return None
+        raise UsageError(
+            f"the job's folder cannot be made ({error}); free some space, or name another place in {PARENT}"
+        ) from None
     if folder.remark:
         say(f"note: the job's folder, for what its ranks rescue, is {folder.remark}")
     return folder
@@ -211,7 +209,6 @@ def resolve_nproc(wanted: str | int) -> tuple[int, str | None]:
         raise UsageError("--nproc=gpu, but this host has no GPU that torch can use; give a number, or cpu")
     if count < 1:
         raise UsageError(f"--nproc={wanted} is less than 1; give the number of ranks to start, or auto")
-    check_room(count)
     if count > available and count > gpus:
         return count, f"note: {count} ranks on {available} cores: they take turns, so training is no faster"
     return count, None

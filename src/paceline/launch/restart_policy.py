@@ -46,13 +46,13 @@ class Restarts:
     """The restarts of one job.
 
     Args:
-        folder: the job's folder; None if it has none.
+        folder: the job's folder.
         limit: maximum number of consecutive restarts without progress. None means :data:`LIMIT` if the ranks report
             their steps, else 0.
         places: the places of the ranks; the next start may use fewer places.
     """
 
-    def __init__(self, folder: Path | None, limit: int | None, places: Places | None = None) -> None:
+    def __init__(self, folder: Path, limit: int | None, places: Places | None = None) -> None:
         self._folder, self._limit = folder, limit
         self._places = places or Places(1)
         self._virtual_ranks: int | None = None
@@ -87,8 +87,6 @@ class Restarts:
 
     def reached(self) -> list[Reached]:
         """Return the progress of the current start in each checkpoint folder."""
-        if self._folder is None:
-            return []
         return [_reached(self._folder, key, records) for key, records in present_records(self._folder).items()]
 
     def progress(self) -> tuple[int, str | None]:
@@ -100,8 +98,6 @@ class Restarts:
     def begin(self) -> None:
         """Keep the records of the previous start for the ranks of the next one."""
         self._began = time.monotonic()
-        if self._folder is None:
-            return
         previous = self._folder / BEFORE
         # If this fails, the only effect is that the next ranks do not know the progress of the previous start.
         with suppress(OSError):
@@ -189,7 +185,7 @@ class Restarts:
             if all(record.is_rescued or record.completed == record.restored for record in self.reached()):
                 return
             waited = time.monotonic() - began
-            is_writing = self._folder is not None and any((self._folder / RESCUE).glob("*/.writing-*"))
+            is_writing = any((self._folder / RESCUE).glob("*/.writing-*"))
             if waited > (WRITING_S if is_writing else patience):
                 if is_signalled:
                     return
@@ -199,7 +195,7 @@ class Restarts:
 
     def unsaved(self) -> Path | None:
         """Return a checkpoint folder with missing steps that the job should have saved; None if there is none."""
-        present = [] if self._folder is None else present_records(self._folder).values()
+        present = present_records(self._folder).values()
         return next((record.folder for records in present for record in records if record.is_unsaved), None)
 
     def keep_rescued(self, say: Callable[[str], None]) -> int | None:
@@ -208,7 +204,7 @@ class Restarts:
         Returns:
             The ranks' last completed step, if it was copied; otherwise None.
         """
-        if self._folder is None or not any((self._folder / RESCUE).glob("*/step-*")):
+        if not any((self._folder / RESCUE).glob("*/step-*")):
             return None
         reached = self.reached()
         command = [sys.executable, "-m", "paceline.checkpoint.recovery.persist_rescued", str(self._folder / RESCUE)]

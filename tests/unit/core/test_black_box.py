@@ -27,6 +27,7 @@ from paceline.core.telemetry.black_box import (
 from paceline.core.telemetry.black_box_writer import BUCKET_WAIT, BlackBox, open_box
 from paceline.core.telemetry.job_directory import PARENT, JobFolder, read_note, running_jobs
 from paceline.core.telemetry.spans import Recorder
+from paceline.errors import UsageError
 from paceline.launch.job import black_boxes
 from processes import paceline
 
@@ -414,19 +415,15 @@ def test_a_place_that_is_named_comes_first_and_the_users_cache_last(
             raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(job_directory, "_check_room", check_room)
-    folder = black_boxes("run", ["train.py"], 2)
-    said = capfd.readouterr().err
     first = "/chosen" if named else "/dev/shm"
     if last == "nowhere":
-        assert folder is None
-        assert said.startswith("note: restarts from the last step, --hang-timeout and paceline top are off, because ")
-        assert f"({first}: full; " in said
-        assert f"{homes['cache']}: full); free some space, or name another place in PACELINE_JOBS" in said
+        with pytest.raises(UsageError, match=rf"cannot be made \({first}: full; .*{homes['cache']}: full\); free some"):
+            black_boxes("run", ["train.py"], 2)
         return
-    assert folder is not None
-    with folder:
+    with black_boxes("run", ["train.py"], 2) as folder:
         assert folder.path.parent == homes[last]
-        assert said == f"note: the job's folder, for what its ranks rescue, is {folder.path} ({first}: full)\n"
+        said = f"note: the job's folder, for what its ranks rescue, is {folder.path} ({first}: full)\n"
+        assert capfd.readouterr().err == said
 
 
 def test_the_numbers_of_phases_are_their_places() -> None:

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from paceline.errors import UsageError
-from paceline.launch import host_limits, job
+from paceline.launch import job
 from paceline.launch.job import Job, resolve_nproc, torchrun_environment
 from paceline.tools.cli import run_command, run_options
 from paceline.tools.cli.run_options import add_own_options
@@ -52,8 +52,6 @@ REFUSED = {
     "no host to meet on": (["--nnodes", "2", "script.py"], "does not say where the hosts meet; give --master-addr"),
     "no endpoint": (["--nnodes", "2", "--rdzv-backend", "c10d", "script.py"], "give --rdzv-endpoint FIRST_HOST:PORT"),
     "a third host of two": ([*TWO_HOSTS, "--node-rank", "2", "script.py"], "--node-rank=2 is not in 0..1 (--nnodes=2)"),
-    "no port": ([*TWO_HOSTS, "--rdzv-endpoint", "first:x", "script.py"], "--rdzv-endpoint='first:x' is not HOST:PORT"),
-    "no address": (["--nnodes", "2", "--master-addr", "a b", "script.py"], "--master-addr='a b' is not a name or an"),
     "restarts on hosts": ([*TWO_HOSTS, "--max-restarts", "-1", "script.py"], "max_restarts=-1 is less than 0"),
     "redirects": (["--redirects", "7", "script.py"], "--redirects='7' is neither"),
     "log folder": (["--log-dir", "script.py", "script.py"], "is a file"),
@@ -194,14 +192,6 @@ def test_nproc(wanted: str | int, gpus: int, count: int, noted: bool, monkeypatc
     assert (resolved, bool(note)) == (count, noted)
     if note:
         assert note.startswith("note: 4 ranks on 2 cores")
-
-
-def test_ranks_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # --nproc 5000 was taken on any host, with a note on cores alone.
-    monkeypatch.setattr(host_limits, "available_memory", lambda: 21 * 2**30)
-    with pytest.raises(UsageError, match=r"--nproc=5000: the ranks need at least 58.6 GiB .* 21.0 GiB are"):
-        resolve_nproc("5000")
-    assert resolve_nproc(500)[0] == 500
 
 
 PASSED_ON = {

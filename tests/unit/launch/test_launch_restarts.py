@@ -45,7 +45,6 @@ def start(job: Path, completed: Sequence[int], restored: int = 0, ended: bool = 
 
 def test_ranks_that_do_not_tell_their_steps_are_started_again_only_if_the_user_says_so(tmp_path: Path) -> None:
     assert Restarts(tmp_path, None).decide(Cause()) is None
-    assert Restarts(None, None).decide(Cause()) is None
     restarts = Restarts(tmp_path, 2)
     assert restarts.decide(Cause()) == "starting all ranks again (restart 1 of 2)"
     assert restarts.decide(Cause()) == "starting all ranks again (restart 2 of 2)"

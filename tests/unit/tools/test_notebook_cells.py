@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from paceline.errors import PacelineError, UsageError
-from paceline.launch import host_limits
 from paceline.launch.fork_server import policy
 from paceline.tools.notebook.cell_parser import Start, parsed_start, pulled, ranks_in, routed
 from paceline.tools.notebook.kernel.errors import Shown
@@ -117,12 +116,6 @@ def test_a_start_has_options_with_values() -> None:
     assert parsed_start("--num-processes 2 -t 60") == Start(2, timeout="60")
     everything = "--nproc 2 --backend gloo --timeout 60"
     assert parsed_start(everything) == Start(2, "gloo", "60")
-
-
-def test_ranks_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_limits, "available_memory", lambda: host_limits.RANK_BYTES)
-    with pytest.raises(UsageError, match=r"--nproc=2: the ranks need at least .* start fewer"):
-        Processes(Start(2))
 
 
 @pytest.mark.parametrize(

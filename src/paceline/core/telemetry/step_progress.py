@@ -229,9 +229,9 @@ def record_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}"
 
 
-def present_records(job: Path | None) -> dict[str, list[StepRecord]]:
+def present_records(job: Path) -> dict[str, list[StepRecord]]:
     """Return the records of the current start in the folder of a `job`, by the key of the checkpoint folder."""
-    if job is None or not (job / STEPS).is_dir():
+    if not (job / STEPS).is_dir():
         return {}
     return {path.name: records for path in sorted((job / STEPS).iterdir()) if (records := records_in(path))}
 

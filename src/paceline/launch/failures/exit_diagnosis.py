@@ -15,7 +15,7 @@ from paceline.launch.failures.root_cause import End
 class LastMoments:
     """The states of the ranks of one start when the first one failed."""
 
-    def __init__(self, boxes: JobFolder | None) -> None:
+    def __init__(self, boxes: JobFolder) -> None:
         self._boxes = boxes
         self._seen: dict[int, Snapshot | None] = {}
         """Each rank's black box at the first failure; empty before that failure."""
@@ -24,7 +24,7 @@ class LastMoments:
 
     def note_failure(self) -> None:
         """Read all boxes at the first failure of a start, before other ranks fail or are terminated."""
-        if self._boxes is not None and not self._seen:
+        if not self._seen:
             self._seen_at = time.monotonic()
             ranks = range(self._boxes.note.nproc)
             self._seen = {rank: box for rank in ranks for box in self._read(rank)}
@@ -47,7 +47,6 @@ class LastMoments:
 
     def _read(self, rank: int) -> list[Snapshot | None]:
         """Return a list containing the rank's box, or an empty list if the box is damaged or missing."""
-        assert self._boxes is not None
         try:
             return [read_box(path_of(self._boxes.path, rank))]
         except (OSError, ValueError):

@@ -126,11 +126,11 @@ class HangWatch:
     """Watches the ranks of one start.
 
     Args:
-        folder: the job's folder; None disables the watch.
+        folder: the job's folder.
         timeout: seconds that a rank may go without progress before it counts as hanging; None disables the watch.
     """
 
-    def __init__(self, folder: Path | None, timeout: float | None) -> None:
+    def __init__(self, folder: Path, timeout: float | None) -> None:
         self._folder, self._timeout = folder, timeout
         self._sights: dict[int, Sight] = {}
         self._stacks: dict[int, str] = {}
@@ -150,7 +150,7 @@ class HangWatch:
             say: prints a message.
         """
         now = time.monotonic()
-        if self._timeout is None or self._folder is None or now - self._looked < BETWEEN_S:
+        if self._timeout is None or now - self._looked < BETWEEN_S:
             return
         if self._killed:  # the other ranks will soon save their last step and exit
             return
@@ -199,8 +199,7 @@ class HangWatch:
     def request_absent(self, ends: Sequence[End], processes: Mapping[int, int]) -> None:
         """Request the stacks of ranks that kept the others waiting, before the launcher terminates them."""
         absent = {end.rank: processes[end.rank] for end in missed(ends) if end.rank in processes}
-        if self._folder is not None:
-            self._stacks |= stack_requests.request_stacks(self._folder, absent, resume=True)
+        self._stacks |= stack_requests.request_stacks(self._folder, absent, resume=True)
 
     def with_hangs(self, ends: Sequence[End]) -> list[End]:
         """Return `ends` with the ranks' hangs and stacks added."""

@@ -15,10 +15,10 @@ class Preemption:
     """How the ranks of the current start react to a signal, according to their step records.
 
     Args:
-        folder: the job's folder; None if it has none.
+        folder: the job's folder.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def would_save(self, pids: Collection[int]) -> bool:

@@ -79,8 +79,7 @@ class Session:
             end, doing = self._processes.end_of(rank), "ready"
             if places.get(rank) == "" and place != NO_GROUP:
                 doing += f", {NO_GROUP}"
-            boxes = self._processes.boxes
-            if boxes is not None and (box := snapshot_of(boxes.path, rank)) is not None:
+            if (box := snapshot_of(self._processes.boxes.path, rank)) is not None:
                 doing += "" if box.completed is None else f", after step {box.completed}"
             lines.append(f"rank {rank} | process {process.pid} | {doing if end is None else f'died ({end})'}")
         return lines

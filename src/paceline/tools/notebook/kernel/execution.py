@@ -148,12 +148,12 @@ class Conversation:
         The stacks are read twice. A rank counts as hanging if it is in the same call both times and has used hardly any
         CPU time in between.
         """
-        now, boxes = time.monotonic(), self._processes.boxes
+        now = time.monotonic()
         idle = [rank for rank in range(self._processes.start.nproc) if rank not in self._running]
-        if not idle or boxes is None or now - max(self._changed, self._looked) < STUCK_S or not self._running:
+        if not idle or now - max(self._changed, self._looked) < STUCK_S or not self._running:
             return
         pids = {rank: self._processes.ranks[rank].pid for rank in self._running}
-        stacks = stack_requests.request_stacks(boxes.path, pids)
+        stacks = stack_requests.request_stacks(self._processes.boxes.path, pids)
         waits = {rank: call for rank, text in stacks.items() if (call := wait_in(text)) is not None}
         previous, passed = self._seen, now - self._looked
         self._seen = {rank: (waits[rank], processor_seconds(pids[rank])) for rank in waits}

@@ -16,12 +16,10 @@ from typing import Any
 from paceline.core.processes.private_store import STORE
 from paceline.core.processes.world import check_available
 from paceline.core.telemetry.black_box import FOLDER, snapshot_of
-from paceline.core.telemetry.job_directory import JobFolder
 from paceline.errors import PacelineError
 from paceline.launch.failures.rank_state import state_of
 from paceline.launch.failures.root_cause import End
 from paceline.launch.fork_server.client import ForkedRank, ForkServer
-from paceline.launch.host_limits import check_room
 from paceline.launch.job import Job, black_boxes, fork_server, rank_environment, tied, timeout_environment
 from paceline.launch.loopback import LOOPBACK, LoopbackStores
 from paceline.launch.rank.channels import Logs, RankFiles
@@ -82,7 +80,6 @@ class Processes:
     """
 
     def __init__(self, start: Start) -> None:
-        check_room(start.nproc)
         if start.backend is not None:
             check_available(start.backend)  # fail early, because ranks start slowly
         self.start = start
@@ -96,9 +93,7 @@ class Processes:
             stores = LoopbackStores()
             self._resources.callback(stores.close)
             job = Job(COMMAND, start.nproc, env=env, modules=MODULES)
-            self.boxes: JobFolder | None = black_boxes("notebook", ["notebook"], start.nproc)
-            if self.boxes is not None:
-                self._resources.callback(self.boxes.remove)
+            self.boxes = self._resources.enter_context(black_boxes("notebook", ["notebook"], start.nproc))
             files = self._resources.enter_context(RankFiles(Logs()))
             slots: dict[int, dict[str, str]] = {rank: {} for rank in range(start.nproc)}
             files.reify(slots)
@@ -107,7 +102,7 @@ class Processes:
             # The kernel hosts the store at MASTER_PORT. Without this variable, rank 0 would host a second one.
             common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(start.nproc)}
             common |= {"LOCAL_WORLD_SIZE": str(start.nproc)}
-            common[FOLDER] = "" if self.boxes is None else str(self.boxes.path)
+            common[FOLDER] = str(self.boxes.path)
             self._environments = {
                 rank: {**common, **slots[rank], "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in slots
             }
@@ -129,8 +124,7 @@ class Processes:
         deadline = time.monotonic() + START_S
         for rank in wanted:
             self._wait_until_ready(rank, deadline)
-        if self.boxes is not None:
-            self.boxes.began({rank: process.pid for rank, process in self.ranks.items()})
+        self.boxes.began({rank: process.pid for rank, process in self.ranks.items()})
 
     def _started(self, rank: int, rank_end: int, output: Any) -> ForkedRank | subprocess.Popen[bytes]:
         """Start a rank, whose standard input is its end of the connection."""
@@ -164,7 +158,7 @@ class Processes:
         if code is None:
             return None
         how = End(rank, code, time.time()).how
-        if self.boxes is not None and (box := snapshot_of(self.boxes.path, rank)) is not None:
+        if (box := snapshot_of(self.boxes.path, rank)) is not None:
             return f"{how}, {state_of(box, time.monotonic(), raised=False).moment}"
         return how
 
@@ -173,9 +167,8 @@ class Processes:
         process = self.ranks.pop(rank)
         process.kill()
         process.close()
-        if self.boxes is not None:
-            # Otherwise, the new rank would be shown with the last phase of this one.
-            self.boxes.clear([rank])
+        # Otherwise, the new rank would be shown with the last phase of this one.
+        self.boxes.clear([rank])
 
     def close(self) -> None:
         """End all ranks and release all resources. Can be called twice."""
