@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from datetime import timedelta
 
 from paceline.core.processes.private_store import make_file, path_of
 from paceline.core.torch_internals.distributed.c10d import TCPStore
@@ -18,17 +17,10 @@ LOOPBACK = "127.0.0.1"
 
 def loopback_listener() -> socket.socket:
     """Listen on a free port of the loopback interface."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.bind((LOOPBACK, 0))
-    except OSError:
-        listener.close()
-        raise
-    listener.listen(128)
-    return listener
+    return socket.create_server((LOOPBACK, 0), backlog=128)
 
 
-def loopback_store(timeout: timedelta = timedelta(minutes=5), listener: socket.socket | None = None) -> TCPStore:
+def loopback_store(listener: socket.socket | None = None) -> TCPStore:
     """Serve a new store on `listener`, taking it over, or on a free loopback port.
 
     The server lives as long as the returned object. Ranks connect as clients: they get ``MASTER_ADDR``, ``MASTER_PORT``
@@ -37,14 +29,7 @@ def loopback_store(timeout: timedelta = timedelta(minutes=5), listener: socket.s
     listener = listener or loopback_listener()
     port = listener.getsockname()[1]
     # detach(), because the store takes ownership of the descriptor
-    return TCPStore(
-        LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 class LoopbackStores:

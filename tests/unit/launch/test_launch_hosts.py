@@ -146,13 +146,19 @@ def test_a_host_that_finds_no_other_says_so_in_a_line(tmp_path: Path, options: t
 
 
 @pytest.mark.slow
-def test_a_rendezvous_that_cannot_be_made_is_a_mistake_in_a_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "endpoint", "reason"),
+    [
+        ("nope", "first:1", "The rendezvous backend 'nope' is not"),
+        ("static", "first:x", "The port number of the rendezvous endpoint 'first:x'"),
+    ],
+)
+def test_a_rendezvous_that_cannot_be_made_is_a_mistake_in_a_line(
+    tmp_path: Path, backend: str, endpoint: str, reason: str
+) -> None:
     # It was a traceback of torchrun's launcher.
-    options = ("--rdzv-backend", "nope", "--rdzv-endpoint", "first:1")
+    options = ("--rdzv-backend", backend, "--rdzv-endpoint", endpoint)
     done = paceline(tmp_path, "run", "--nnodes", "2", *options, script(tmp_path, "pass"), fork="all")
     assert done.returncode == 2
-    assert (
-        "error: torchrun's launcher refuses these options: The rendezvous backend 'nope' is not registered."
-        in done.stderr
-    )
+    assert f"error: torchrun's launcher refuses these options: {reason}" in done.stderr
     assert len(done.stderr.splitlines()) == 1
