@@ -19,6 +19,7 @@ from paceline.planner.critical_batch import NoiseScale
 from paceline.profiler.page import page
 from paceline.profiler.page.charts import find_outliers
 from paceline.profiler.report import step_parts
+from paceline.profiler.report.formatting import notable_ranks
 from paceline.profiler.report.report import Advice, BucketTimes, Operator, Report, Timeline
 from paceline.tools.profile.terminal_summary import parts_table
 from profiles import holes, made_up
@@ -134,6 +135,7 @@ def test_every_report_becomes_a_whole_page_that_fetches_nothing(make: Any) -> No
 def test_sixty_four_ranks_and_a_thousand_steps_stay_small(large: Report) -> None:
     made = page(large)
     assert len(made.encode()) < LIMIT
+    assert notable_ranks(large, 5) == [0, 1, 2, 3, 13]
     record = json.loads(re.search(r'id="steps-data">(.*?)</script>', made)[1])  # type: ignore[index]
     assert {len(rows) for rows in record["metrics"].values()} == {64}
     assert len(record["steps"]) == len(record["metrics"]["step"][0]) == 500

@@ -60,15 +60,6 @@ def kind_name(kind: str) -> str:
 
 
 def notable_ranks(report: Report, limit: int) -> list[int]:
-    """Return up to `limit` ranks: stragglers, other causes of waiting, the busiest, one in the middle, the idlest."""
-    count = len(report.ranks)
-    if count <= limit:
-        return list(range(count))
-    caused = [sum(row[rank] for row in report.waited_for) if report.waited_for else 0.0 for rank in range(count)]
-    busy = [sum(parts[part] for part in step_parts.COMPUTE) if parts else 0.0 for parts in report.rank_parts]
-    by_cause = sorted(range(count), key=lambda rank: -caused[rank])
-    by_work = sorted(range(count), key=lambda rank: -busy[rank])
-    wanted = [straggler.rank for straggler in report.stragglers][: limit // 2]
-    wanted += [rank for rank in by_cause if caused[rank] > 0][: limit // 4] + by_work[: limit // 4]
-    wanted += by_work[count // 2 : count // 2 + 1] + by_work[::-1]
-    return sorted(list(dict.fromkeys(wanted))[:limit])
+    """Return up to `limit` ranks in order: those that the others waited for most."""
+    caused = [sum(row[rank] for row in report.waited_for) for rank in range(len(report.ranks))]
+    return sorted(sorted(range(len(caused)), key=lambda rank: -caused[rank])[:limit])
