@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -28,15 +27,6 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.argv = program[1:] if program[0] == "-m" else program  # the profile's title
     session = Session(Path(settings.pop("folder")), on_enough=_enough, **settings)
-    leave = os._exit
-
-    def close_and_leave(status: int) -> NoReturn:
-        """Close the record of a program that skips interpreter shutdown."""
-        session.close(SystemExit(status) if status else None)
-        leave(status)
-
-    # os._exit() skips finally blocks and atexit functions.
-    os._exit = close_and_leave
     try:
         run_program(program)
     except SystemExit as error:
@@ -46,8 +36,6 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
     except BaseException as error:
         session.close(error)
         raise
-    finally:
-        os._exit = leave
     session.close()
 
 

@@ -254,15 +254,21 @@ def test_a_step_with_very_many_spans_takes_bounded_memory_and_counts_in_no_figur
     assert make_report(tmp_path).steps == [3, 4, 5, 7, 8, 9]
 
 
-def by_hand(world: World, folder: Path) -> None:
-    model = DistributedDataParallel(net())
+def by_hand(world: World, folder: Path, inside: bool) -> None:
+    model, own = DistributedDataParallel(net()), nn.Parameter(torch.ones(1))
+    if inside:
+        optimizer = torch.optim.SGD([own])
+        own.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with profile(folder, operators=False):
-        for _ in range(5):
-            model(torch.ones(4, 16)).square().mean().backward()
+        for _ in range(12):
+            (model(torch.ones(4, 16)).square().mean() + own.sum()).backward()
 
 
-def test_a_loop_without_an_optimizer_is_told_what_ends_a_step(pools: Pools, tmp_path: Path) -> None:
-    pools.run(1, by_hand, tmp_path)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_loop_without_an_optimizer_behind_backward_is_told_what_ends_a_step(
+    pools: Pools, tmp_path: Path, inside: bool
+) -> None:
+    pools.run(1, by_hand, tmp_path, inside)
     with pytest.raises(UsageError, match=r"a step ends when an optimizer of torch\.optim steps after a backward"):
         write_results(tmp_path)
 
@@ -312,11 +318,11 @@ os.chdir("/")
 for _ in range(8):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-os._exit(3)
+sys.exit(3)
 """
 
 
-def test_a_script_runs_as_python_runs_it_and_may_leave_by_os_exit(tmp_path: Path) -> None:
+def test_a_script_runs_as_python_runs_it(tmp_path: Path) -> None:
     """Its own folder is the first on the path, not the current one; a link is followed; the file's path is absolute."""
     real = tmp_path / "the real one"
     real.mkdir()
