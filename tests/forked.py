@@ -221,7 +221,6 @@ def _become(environment: Mapping[str, str], out: int, err: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # the one of the environment, and not that in which the fork server began
-    multiprocessing.process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
     null = os.open(os.devnull, os.O_RDONLY)
     for descriptor, place in ((null, 0), (out, 1), (err, 2)):
         os.dup2(descriptor, place)

@@ -820,7 +820,7 @@ def test_torch_keeps(name: str, world: None) -> None:
 NOT_OF_TORCH = {
     "namedtuple": "_asdict _fields _replace",
     "os and sys": "_exit _getframe _current_frames",
-    "multiprocessing and threading": "_config _native_id",
+    "threading": "_native_id",
     "argparse": "_action_groups _group_actions _option_string_actions _optionals _positionals",
     "data sets of Hugging Face": "_fingerprint",
     "rich": "_index",

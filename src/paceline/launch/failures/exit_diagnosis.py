@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.core.telemetry.black_box import Snapshot, path_of, read_box
+from paceline.core.telemetry.black_box import Snapshot, snapshot_of
 from paceline.core.telemetry.job_directory import JobFolder
 from paceline.launch.failures.rank_state import State, state_of
 from paceline.launch.failures.root_cause import End
@@ -26,8 +26,7 @@ class LastMoments:
         """Read all boxes at the first failure of a start, before other ranks fail or are terminated."""
         if not self._seen:
             self._seen_at = time.monotonic()
-            ranks = range(self._boxes.note.nproc)
-            self._seen = {rank: box for rank in ranks for box in self._read(rank)}
+            self._seen = {rank: snapshot_of(self._boxes.path, rank) for rank in range(self._boxes.note.nproc)}
 
     def with_diagnosis(self, ends: Sequence[End]) -> list[End]:
         """Return `ends` with each rank's state added. Call this after the ranks have exited."""
@@ -38,16 +37,8 @@ class LastMoments:
             return None
         now, epoch = time.monotonic(), time.time()
         if end.stopped:  # its box now shows the termination, so use the earlier copy
-            return state_of(self._seen[end.rank], self._seen_at) if end.rank in self._seen else None
+            return state_of(self._seen[end.rank], self._seen_at)
         has_report = end.record is not None or end.leaving is not None
         when = end.when if has_report else end.at
-        for box in self._read(end.rank):
-            return state_of(box, min(now - (epoch - when), now), raised=has_report or end.code >= 0)
-        return None
-
-    def _read(self, rank: int) -> list[Snapshot | None]:
-        """Return a list containing the rank's box, or an empty list if the box is damaged or missing."""
-        try:
-            return [read_box(path_of(self._boxes.path, rank))]
-        except (OSError, ValueError):
-            return []
+        box = snapshot_of(self._boxes.path, end.rank)
+        return state_of(box, min(now - (epoch - when), now), raised=has_report or end.code >= 0)

@@ -72,4 +72,3 @@ if __name__ == "sitecustomize":  # False if a tool imports every module of the p
     _leave()
     _load("failure_record").install()
     _load("stack_dump").install()
-    _load("temporary_folder").install()
