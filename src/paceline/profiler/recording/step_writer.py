@@ -20,9 +20,6 @@ from paceline.profiler.records.steps import (
     seconds_by_part,
 )
 
-FLUSH_SPANS = 100_000
-"""Number of spans that triggers a write before :data:`FLUSH_S` seconds have passed."""
-
 
 class StepWriter:
     """Holds the steps of `record` that are not in the file yet."""
@@ -32,24 +29,21 @@ class StepWriter:
         self.norms: dict[int, GradientNorms] = {}
         """Gradient norms by step, until the step is written."""
         self._file, self._record, self._stacks = file, record, stacks
-        self._spans = 0
-        """Number of spans in these steps."""
         self._flushed = time.perf_counter()
 
     def add(self, steps: list[Step]) -> None:
         """Add `steps` to be written."""
         self.steps += steps
-        self._spans += sum(len(step.spans) for step in steps)
 
     def is_due(self, now: float) -> bool:
         """Return whether it is time to write."""
         # Write warm-up steps immediately, so that the record of a job that is stopped early shows how many there were.
         is_warm_up = bool(self.steps) and self.steps[-1].number < WARM_UP
-        return is_warm_up or now - self._flushed > FLUSH_S or self._spans > FLUSH_SPANS
+        return is_warm_up or now - self._flushed > FLUSH_S
 
     def flush(self) -> None:
         """Write the steps and forget them, even if writing raises ``OSError``."""
-        steps, self.steps, self._spans, self._flushed = self.steps, [], 0, time.perf_counter()
+        steps, self.steps, self._flushed = self.steps, [], time.perf_counter()
         rank_file.write_steps(self._file, map(self._cut, steps))
 
     def _cut(self, step: Step) -> Step:
