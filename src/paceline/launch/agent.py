@@ -26,6 +26,7 @@ from paceline.core.telemetry.black_box import FOLDER
 from paceline.core.telemetry.job_directory import JobFolder
 from paceline.core.telemetry.step_progress import STOP_SIGNALS
 from paceline.core.torch_internals.distributed.elastic import close_outputs
+from paceline.errors import UsageError
 from paceline.launch.failures import root_cause
 from paceline.launch.failures.exit_diagnosis import LastMoments
 from paceline.launch.failures.job_report import JobReport
@@ -278,6 +279,9 @@ def launch(job: Job) -> int:
             code = farewell(stop.number, stop.saved)
             if stop.saved is not None:
                 code = job.supervision.requeue_exit_code or code
+        except UsageError:
+            report.end(2)
+            raise
     return report.end(code)
 
 

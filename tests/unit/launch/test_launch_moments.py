@@ -191,6 +191,14 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_job(
         agent.launch(Job(["true"], 1, report=file))
 
 
+def test_the_report_of_a_job_that_is_refused_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACELINE_PRELOAD", "2")
+    with pytest.raises(UsageError, match="PACELINE_PRELOAD"):
+        agent.launch(Job(["true"], 1, report=str(tmp_path / "report.json")))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["ok"], report["exit_code"]) == (False, 2)
+
+
 def test_a_report_that_cannot_be_written_any_more_is_said_and_not_ok(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     said: list[str] = []
