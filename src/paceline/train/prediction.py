@@ -37,8 +37,8 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
     Args:
         model: the wrapped model; it runs without its wrapper, in eval mode.
         loader: loader of the samples; its first epoch is read.
-        predict_step: ``predict_step(module, batch)`` returns a tensor or list with one row per sample, or a tuple or
-            dict of these. By default it calls the module with the batch, or with the first item of a tuple or list.
+        predict_step: ``predict_step(module, batch)`` returns a tensor with one row per sample, or a tuple, list or dict
+            of these. By default it calls the module with the batch, or with the first item of a tuple or list.
 
     Raises:
         UsageError: for a model without Paceline's wrapper, another library's loader, or a wrong number of rows.
@@ -57,7 +57,7 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
         for number, share, part in parts_of(loader, slices):
             output = predict_step(module, part)
             first = (number * (slices or loader.progress.world_size) + share) * loader.progress.batch_size
-            count = _length(next(iter(tree_leaves(output, is_leaf=_is_list)), None))
+            count = _length(next(iter(tree_leaves(output)), None))
             in_epoch = range(first, first + max(0, count))
             samples = samples_of(number, share, in_epoch)
             _check_rows(output, len(samples))
@@ -68,7 +68,7 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
     )
     all_places = keys.tolist()
     order = sorted(range(len(all_places)), key=all_places.__getitem__)
-    return tree_map(lambda part: _chosen(part, order), all_rows, is_leaf=_is_list)
+    return tree_map(lambda part: part[order], all_rows)
 
 
 def _samples_by_slice(loader: DataLoader, slices: int | None) -> Callable[[int, int, Sequence[int]], Sequence[int]]:
@@ -87,26 +87,19 @@ def _samples_by_slice(loader: DataLoader, slices: int | None) -> Callable[[int, 
     return lambda batch, share, _places: samples[batch, share]
 
 
-def _is_list(part: Any) -> bool:
-    """Return whether this part of an output is a list of rows."""
-    return isinstance(part, list)
-
-
 def _length(part: Any) -> int:
-    """Return the number of rows of a tensor or list; -1 for anything else."""
-    holds_tensors = isinstance(part, list) and any(isinstance(row, Tensor) for row in part)
-    has_rows = isinstance(part, list) or (isinstance(part, Tensor) and part.dim() > 0)
-    return len(part) if has_rows and not holds_tensors else -1
+    """Return the number of rows of a tensor; -1 for anything else."""
+    return len(part) if isinstance(part, Tensor) and part.dim() > 0 else -1
 
 
 def _check_rows(output: Any, samples: int) -> None:
     """Raise a UsageError unless each part of an output has one row per sample."""
-    for part in tree_leaves(output, is_leaf=_is_list):
+    for part in tree_leaves(output):
         if (count := _length(part)) != samples:
             rows = f"{count} rows" if count >= 0 else f"{with_article(type(part).__name__)} without rows"
             raise UsageError(
-                f"predict_step returned {rows} for a batch of {samples} samples; return a tensor, or a list without "
-                "tensors, with one row per sample, or a tuple or dict of these"
+                f"predict_step returned {rows} for a batch of {samples} samples; return a tensor with one row "
+                "per sample, or a tuple, list or dict of these"
             )
 
 
@@ -114,17 +107,10 @@ def _concatenated(outputs: Sequence[Any]) -> Any:
     """Return the rows of all `outputs`, concatenated, on the CPU."""
 
     def join(*parts: Any) -> Any:
-        if _is_list(parts[0]):
-            return [row for part in parts for row in part]
         if len(shapes := sorted({tuple(part.shape[1:]) for part in parts})) > 1:
             raise UsageError(
-                f"predict_step returned rows of shapes {shapes[0]} and {shapes[-1]}; pad them to one shape, or return "
-                "lists without tensors"
+                f"predict_step returned rows of shapes {shapes[0]} and {shapes[-1]}; pad them to one shape"
             )
         return torch.cat([part.cpu() for part in parts])
 
-    return tree_map(join, *outputs, is_leaf=_is_list)
-
-
-def _chosen(part: Any, order: Sequence[int]) -> Any:
-    return [part[index] for index in order] if _is_list(part) else part[list(order)]
+    return tree_map(join, *outputs)
