@@ -25,20 +25,6 @@ _LEAST_SCALE = 2.0**-24
 """The smallest useful scale of the loss."""
 
 
-def autocast(model: nn.Module, precision: str) -> AbstractContextManager[Any]:
-    """Return a context manager that runs operations of `model` in `precision`."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(next(model.parameters()).device.type, _DTYPES[precision])
-
-
-def _loss_scale(items: float) -> float:
-    """Return the scale for a loss that is summed over `items` on each rank."""
-    # GradScaler's default, 2**16, is for a mean. Summing the loss multiplies the gradients by the number of items. It
-    # is rounded up to a power of two, because dividing by a power of two is exact.
-    return 2.0 ** (16 - (math.ceil(items) - 1).bit_length())
-
-
 class TrainingStep:
     """Computes the steps of a model on this rank's micro-batches, and adds their losses to `average`.
 
@@ -63,14 +49,18 @@ class TrainingStep:
         self._window: list[tuple[Tensor, float, int]] = []  # losses, weights and slice numbers since the last step
         self._has_stepped = False  # whether the optimizer has stepped since finish() was called
         if config.precision == "fp16":
-            self._first_scale = _loss_scale(batch_size / (model.virtual_ranks or dist.get_world_size()))
-            self.scaler = GradScaler(model.device.type, init_scale=self._first_scale)
+            # GradScaler's default, 2**16, is for a mean. Summing the loss multiplies the gradients by the number of
+            # items. It is rounded up to a power of two, because dividing by a power of two is exact.
+            items = math.ceil(batch_size / (model.virtual_ranks or dist.get_world_size()))
+            self.scaler = GradScaler(model.device.type, init_scale=2.0 ** (16 - (items - 1).bit_length()))
             # GradScaler.step() does not return whether it skipped the optimizer's step.
             optimizer.register_step_post_hook(self._note_step)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context manager for the config's precision."""
-        return autocast(self._model, self._precision)
+        """Return a context manager that runs operations of the model in the config's precision."""
+        if self._precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self._model.device.type, _DTYPES[self._precision])
 
     def micro_batch(self, batch: Any) -> None:
         """Run the forward and backward pass of one micro-batch. `batch` is None if this rank has no samples in it."""
@@ -101,8 +91,7 @@ class TrainingStep:
         else:
             self._has_stepped = False
             self.scaler.step(self._optimizer)
-            is_unfit = not self._has_stepped and self.scaler.get_scale() == self._first_scale
-            self.scaler.update(self._scale_for_weight() if is_unfit else None)
+            self.scaler.update()
         self._optimizer.zero_grad()
         # Also clear gradients outside the optimizer, which would accumulate over the whole run.
         self._model.zero_grad()
@@ -114,12 +103,6 @@ class TrainingStep:
                 'check the loss of the latest batches, or train with precision="bf16"'
             )
         return False
-
-    def _scale_for_weight(self) -> float:
-        """Return the scale for sums over more items than samples, such as tokens, given the weight of this step."""
-        weight = self._model.total_weight / dist.get_world_size()
-        # For more items than the weight, because the step has overflowed.
-        return min(self._first_scale / 2, _loss_scale(int(weight) + 1))
 
     def drop(self) -> None:
         """Forget the losses since the last step."""

@@ -26,8 +26,6 @@ class Case:
 
     precision: str = "fp16"
     bad: tuple[int, ...] = ()
-    tokens: int = 1
-    """Tokens of a sample, over which the loss is summed."""
 
 
 RUN = Run(TrainConfig(1), batch_size=8, samples=44, dtype=torch.float32)
@@ -74,7 +72,7 @@ def train(world: World, case: Case) -> tuple[dict[str, Any], list[Any]]:
         epoch, position = loader.progress.epoch, loader.progress.position
         if epoch * len(loader) + position - 1 in case.bad and world.rank == world.size - 1:
             value = value * float("inf")
-        return value * case.tokens, len(x) * case.tokens
+        return value, len(x)
 
     loader = DataLoader(Points(RUN.samples, RUN.dtype), RUN.batch_size, shuffle=True, seed=RUN.seed)
     config = TrainConfig(2, precision=case.precision, clip_norm=CLIP)  # type: ignore[arg-type]
@@ -106,11 +104,6 @@ def test_a_step_that_the_scaler_skips_is_skipped_on_every_rank_and_counts_for_no
         for weights, facts in pools.run(size, train, case):
             assert facts[:2] == [WINDOWS - 5, scale]
             assert relative_difference(weights, reference) < bound
-
-
-def test_a_loss_summed_over_tokens_skips_one_step(pools: Pools) -> None:
-    for _, facts in pools.run(2, train, Case(tokens=2**14)):
-        assert facts[:2] == [WINDOWS - 1, 2**15 / 2**14]  # half of the default, for a sum over one item
 
 
 def warned(world: World, precision: Any) -> list[tuple[str, str]]:
