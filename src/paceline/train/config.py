@@ -51,7 +51,7 @@ class TrainConfig:
     """Resume from the newest checkpoint of the Checkpointer."""
     allow_changed_settings: bool = False
     """Resume even if settings differ from the checkpoint's. This run's settings apply, and rank 0 logs the differences.
-    Batch size and seed cannot change, because the position in the data depends on them."""
+    Batch size, seed and virtual ranks cannot change."""
     log_every: int = 10
     """Steps between lines of metrics."""
 

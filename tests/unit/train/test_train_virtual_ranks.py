@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,24 +135,17 @@ def test_resumed_in_mid_epoch_on_other_ranks_it_has_the_bits_of_one_that_was_not
     assert lines[0] == lines[1]
 
 
-def resumed(world: World, folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """Resume with other numbers of slices; the refusals, and what an allowed change leads to."""
-    others = [config(folder, epochs=1, virtual_ranks=count, resume=True) for count in (4, None)]
-    refused = [refusal(trained, world, other) for other in others]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return refused, trained(world, replace(others[0], allow_changed_settings=True))
+def resumed(world: World, folder: Path) -> list[str]:
+    """Resume with other numbers of slices; the refusals."""
+    more = {"epochs": 1, "resume": True, "allow_changed_settings": True}
+    return [refusal(trained, world, config(folder, virtual_ranks=count, **more)) for count in (4, None)]
 
 
-def test_another_number_of_slices_is_refused_at_a_resume_and_can_be_allowed(pools: Pools, tmp_path: Path) -> None:
+def test_another_number_of_slices_is_refused_at_a_resume(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, trained, config(tmp_path, epochs=1), 2)
-    [one, other] = pools.run(2, resumed, tmp_path)
-    assert one == other
-    for message, count in zip(one[0], (4, None), strict=True):
-        assert f"written with virtual_ranks=8, but this run has virtual_ranks={count}; resume" in message
-    assert one[1]["steps"] == 4
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 < line["train/loss"] < 3 for line in lines if "train/loss" in line)
+    for messages in pools.run(2, resumed, tmp_path):
+        for message, count in zip(messages, (4, None), strict=True):
+            assert f"written with virtual_ranks=8, but this run has virtual_ranks={count}; resume with" in message
 
 
 # -- other passes over the same loaders -----------------------------------------------------------------------------

@@ -28,10 +28,9 @@ class LossAverage:
         """The rows of this rank's slices; one row without virtual ranks."""
         if slices is not None:
             self._rows = slices_of_rank(slices, dist.get_rank(group), dist.get_world_size(group))
-        # Keep sums on the device of the losses, so that the CPU waits for a GPU only when it logs. MPS lacks float64.
-        home = "cpu" if model.device.type == "mps" else model.device
+        # Keep sums on the device of the losses, so that the CPU waits for a GPU only when it logs.
         # Loss and weight since the last line; rows of other ranks stay zero.
-        self._own = torch.zeros(slices or 1, 2, dtype=torch.float64, device=home)
+        self._own = torch.zeros(slices or 1, 2, dtype=torch.float64, device=model.device)
         self._epoch = torch.zeros(2, dtype=torch.float64)  # loss and weight of all ranks, up to the last line
         self.line_at = 0
         """The step of the last line."""
@@ -86,11 +85,7 @@ class LossAverage:
         self._load(restored, states[0])
 
     def _load(self, sums: Tensor, shared: dict[str, Any]) -> None:
-        if len(sums) == len(self._own):
-            self._own.copy_(sums)
-        else:  # saved with a different number of slices
-            self._own.zero_()
-            self._own[self._rows[0]] = sums.sum(0)
+        self._own.copy_(sums)
         self._epoch.copy_(torch.tensor(shared["epoch"], dtype=torch.float64))
         self.line_at, self.lr = int(shared["line_at"]), float(shared["lr"])
 

@@ -11,8 +11,8 @@ from paceline.train.config import TrainConfig
 
 _DECISIVE = ("accumulate", "clip_norm", "precision")
 """The length is not included, because a run may be made longer, unless its schedule depends on the length."""
-_FIXED = ("batch_size", "scheduler")
-"""Settings that must stay the same: the data position depends on them, or schedulers restore them."""
+_FIXED = ("batch_size", "scheduler", "virtual_ranks")
+"""Settings that must stay the same: the data position or sums of losses depend on them, or schedulers restore them."""
 
 
 class Settings:
