@@ -18,12 +18,7 @@ from paceline.core.option_rules import flag_of
 from paceline.core.output.commands import INTERRUPTED, Commands, load_torch
 from paceline.core.output.messages import say
 from paceline.errors import UsageError
-from paceline.launch.options import (
-    MAX_RESTARTS_HELP,
-    OPTIONS,
-    REPORT_HELP,
-    supervision_of,
-)
+from paceline.launch.options import MAX_RESTARTS_HELP, OPTIONS, supervision_of
 from paceline.tools.recipes.configs import DigitsConfig, LmConfig, MrpcConfig
 from paceline.tools.recipes.options import OWN_PANEL, TrainingOptions, panel_of
 from paceline.tools.shared.program import start_program
@@ -33,7 +28,6 @@ LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
     ("nproc", str, "auto", typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")),
     ("profile", str | None, None, typer.Option(metavar="FOLDER", help=PROFILE_HELP)),
     ("max_restarts", int | None, None, typer.Option(metavar="N", help=MAX_RESTARTS_HELP)),
-    ("report", str | None, None, typer.Option(metavar="FILE", help=REPORT_HELP)),
     *((name, kind | None, None, typer.Option(metavar=metavar, help=text)) for name, kind, metavar, text in OPTIONS),
 )
 """Options of ``paceline train`` that are not in a recipe's configuration: name, type, default and help."""
@@ -114,8 +108,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     from paceline.tools.profile.profile_command import ProfileSettings, rank_program, show_results
 
     launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}  # leaves only the recipe's options
-    job = {name: launcher[name] for name in ("max_restarts", "report")}
-    job["supervision"] = supervision_of(launcher)
+    job = {"max_restarts": launcher["max_restarts"], "supervision": supervision_of(launcher)}
     profile = launcher["profile"]
     count, note = resolve_nproc(launcher["nproc"])
     job["supervision"].places(count)  # raises an error if --min-nproc is out of range

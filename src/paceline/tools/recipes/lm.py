@@ -26,8 +26,6 @@ from paceline.train import Evaluation, Result
 
 OTHER_LR = 0.15
 """Learning rate of embeddings, gains and the output layer, relative to ``--lr``."""
-MOST_NATS = 700.0
-"""Losses above this are reported with infinite perplexity; exp() overflows above 709."""
 TEMPERATURE = 0.8
 """Temperature of the sample; values below 1 favor likely tokens."""
 
@@ -99,7 +97,7 @@ def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[Distribute
     held_out = DataLoader(corpus.validation, batch_size=4 * config.batch_size // config.micro_batches)
     result = config.train(model, optimizer, loss, corpus.training, Evaluation(held_out, sums, ("loss",)))
     nats = result.metrics["loss"]
-    result.metrics["perplexity"] = math.exp(nats) if nats < MOST_NATS else math.inf
+    result.metrics["perplexity"] = math.exp(min(nats, 700))  # exp() overflows above 709
     result.metrics["tokens_per_second"] = result.samples_per_second * config.context
     return model, gather_report(model, result, world), result
 

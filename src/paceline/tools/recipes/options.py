@@ -32,7 +32,7 @@ PANELS = {
     "Training": "epochs max_steps batch_size lr warmup_steps decay clip_norm precision seed "
     "micro_batches virtual_ranks sharded evaluate_every",
     "Checkpoints": "checkpoint_dir checkpoint_every resume allow_changed_settings",
-    "Results": "metrics tensorboard log_every json profile report",
+    "Results": "metrics tensorboard log_every json profile",
     "Ranks": "nproc backend",
     "Failures": "max_restarts hang_timeout min_nproc requeue_exit_code",
 }

@@ -53,8 +53,6 @@ def read_text(file: str | None) -> str:
             f"--data {file} is not in UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}; convert it, for "
             "example with iconv"
         ) from error
-    if not text:
-        raise UsageError(f"--data {file} is empty; give a file with text")
     return text
 
 
@@ -91,13 +89,14 @@ class Corpus(NamedTuple):
 
 def make_corpus(text: str, context: int) -> Corpus:
     """Split `text`, and cut its characters into windows."""
-    tokenizer = Characters(text)
-    training, validation = (tokenizer.encode(part) for part in split(text))
-    if len(training) <= context or len(validation) == 0:
+    parts = split(text)
+    if len(parts[0]) <= context:
         raise UsageError(
-            f"--data is shorter than a sequence: its first nine tenths have {len(training):,} characters but need "
+            f"--data is shorter than a sequence: its first nine tenths have {len(parts[0]):,} characters but need "
             f"{context + 1:,}, one more than --context; give a longer text, or a smaller --context"
         )
+    tokenizer = Characters(text)
+    training, validation = map(tokenizer.encode, parts)
     validation = torch.cat([training[-1:], validation])  # so that the first validation token is predicted too
     return Corpus(tokenizer, Windows(training, context), Windows(validation, context))
 
