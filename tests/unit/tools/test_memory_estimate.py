@@ -223,6 +223,8 @@ def test_buffers_of_a_strategy_are_small_unless_it_copies_all() -> None:
     assert ours.communication < 40 * 2**20
     assert sharded.communication == 5 * ours.communication  # parameters are cut as gradients are
     assert fsdp2.communication == 2 * 2 * (2048 * 2048 + 2048) * 4  # weights and gradients of two layers
+    unequal = Training(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)), parse_optimizer("adamw"))
+    assert row(unequal, 4, FSDP2).communication == 2 * (144 + 136) * 4  # the two largest
     assert all(row(training, 1, name).communication == 0 for name in (DDP, SHARDED, FSDP2))
     peaks = [each.peak("cpu", 4, Activations()) for each in (torchs, ours, sharded, fsdp2)]
     assert peaks == sorted(peaks, reverse=True)

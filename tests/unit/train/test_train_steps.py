@@ -72,6 +72,7 @@ class Outcome:
     seen: list[list[int]]
     after: dict[int, str] = field(default_factory=dict)
     """Digest of the weights after each step."""
+    saved: list[int] = field(default_factory=list)
 
 
 def train(world: World, case: Case) -> Outcome:
@@ -82,6 +83,7 @@ def train(world: World, case: Case) -> Outcome:
     rates: list[float] = []
     seen: list[list[int]] = []
     after: dict[int, str] = {}
+    saved: list[int] = []
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
         x, y, indices = batch
@@ -111,11 +113,14 @@ def train(world: World, case: Case) -> Outcome:
         def on_evaluation(self, run: Any) -> None:
             evaluated_at.append(run.step)
 
+        def on_save(self, run: Any) -> None:
+            saved.append(run.step)
+
     config = Settings(**case.config)
     objects = ({} if scheduler is None else {"scheduler": scheduler}) | config.objects(optimizer)
     trainer = Trainer(model, optimizer, loss, loader, config, evaluation, callbacks=[Watch()], **objects)
     trainer.fit()
-    return Outcome(trainer.result, weights_of(module), weights_sha256(model), rates, seen, after)
+    return Outcome(trainer.result, weights_of(module), weights_sha256(model), rates, seen, after, saved)
 
 
 @pytest.mark.parametrize(("size", "stream"), [(1, ""), (2, "short")])
@@ -152,9 +157,9 @@ def test_evaluations_come_every_so_many_steps_and_after_the_last_one(pools: Pool
 
 
 BEST = {
-    # metrics of steps 2, 4, 6, 8; the direction; the best step; the steps that are kept with keep=1
-    "the largest": ([4.0, 1.0, 5.0, 3.0], "max", 6, [6, 8]),
-    "NaN is never best": ([float("nan"), 2.0, float("nan"), 3.0], None, 4, [4, 8]),
+    # metrics of steps 2, 4, 6, 8; the direction; the best step; the steps that are saved, and those kept with keep=1
+    "the largest": ([4.0, 1.0, 5.0, 3.0], "max", 6, [2, 6, 8], [6, 8]),
+    "NaN is never best": ([float("nan"), 2.0, float("nan"), 3.0], None, 4, [4, 8], [4, 8]),
 }
 
 
@@ -165,14 +170,15 @@ def quiet_train(world: World, case: Case) -> Outcome:
         return train(world, case)
 
 
-@pytest.mark.parametrize(("losses", "best", "step", "kept"), BEST.values(), ids=BEST)
+@pytest.mark.parametrize(("losses", "best", "step", "saved", "kept"), BEST.values(), ids=BEST)
 def test_the_best_evaluation_is_kept_and_its_weights_are_those_at_the_end(
-    pools: Pools, tmp_path: Path, losses: list[float], best: str | None, step: int, kept: list[int]
+    pools: Pools, tmp_path: Path, losses: list[float], best: str | None, step: int, saved: list[int], kept: list[int]
 ) -> None:
     config = {"max_steps": 8, "evaluate_every": 2, "checkpoint_dir": str(tmp_path), "keep": 1, "checkpoint_every": 99}
     config |= {"keep_best": "loss", "best": best, "load_best_at_end": True, "async_save": True}
     for outcome in pools.run(2, quiet_train, Case(config, losses=losses)):
         assert outcome.result.best_step == step
+        assert outcome.saved == saved
         assert outcome.result.metrics == {"loss": losses[step // 2 - 1]}
         assert outcome.sha256 == outcome.after[step]
     assert sorted(int(entry.name[5:]) for entry in tmp_path.glob("step-*")) == kept

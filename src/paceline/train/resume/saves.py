@@ -44,20 +44,14 @@ class Saves:
         self._checkpointer, self._model, self._state, self._result = checkpointer, model, state, state.result
         self.keeps_best = checkpointer.keep_best is not None
         self._metric, self._mode = checkpointer.keep_best or ("", "max")
-        self._best_saved_at = -1  # step of the best evaluation
-        self._best_before: float | None = None  # the best value before that evaluation
         self._result.failed_saves = checkpointer.due.failed
 
     def is_best(self) -> bool:
         """Return whether the current step's evaluation is the best so far; if so, record it."""
-        best = self._state.best
-        # If the best step could not be saved, compare with the best value before that step.
-        if self._best_saved_at in self._result.failed_saves:
-            best = self._best_before
         value = self._result.metrics[self._metric]
-        if not is_better(value, best, self._mode):
+        if not is_better(value, self._state.best, self._mode):
             return False
-        self._best_saved_at, self._best_before, self._state.best = self._result.steps, best, value
+        self._state.best = value
         return True
 
     def save(self, *, is_last: bool) -> None:
