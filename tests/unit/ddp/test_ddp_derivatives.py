@@ -71,6 +71,10 @@ def accumulated(models: Models, x: Tensor) -> None:
     slope(model, x + 1).backward()
 
 
+def two_with_a_common_body(models: Models, x: Tensor) -> None:
+    (slope(models[0], x) + slope(models[1], x + 1)).backward()
+
+
 def one_of_two_with_a_common_body(models: Models, x: Tensor) -> None:
     slope(models[0], x).backward()
     slope(models[1], x).backward()
@@ -95,6 +99,7 @@ LOSSES = [
     penalty_taken_before_a_plain_loss,
     residual_beside_data,
     accumulated,
+    two_with_a_common_body,
     one_of_two_with_a_common_body,
 ]
 

@@ -64,12 +64,23 @@ def square(out: Tensor) -> Tensor:
     return out.square().mean()
 
 
+def one_backward(side: Side) -> Iterator[nn.Module]:
+    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
+    optimizer = torch.optim.SGD(dict.fromkeys([*actor.parameters(), *critic.parameters()]), 0.1, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        x = side.batch(step)
+        (square(actor(x)) + 0.5 * square(critic(x))).backward()
+        yield from (side.actor, side.critic)
+        optimizer.step()
+
+
 def zeroed_in_place(side: Side) -> Iterator[nn.Module]:
     actor, critic = side.wrap(side.actor), side.wrap(side.critic)
     for step in range(4):
         actor.zero_grad(set_to_none=False), critic.zero_grad(set_to_none=False)
         x = side.batch(step)
-        square(actor(x)).backward()
+        (square(actor(x)) + square(critic(x))).backward()
         square(critic(x.flip(0))).backward()
         yield from (side.actor, side.critic)
 
@@ -77,20 +88,12 @@ def zeroed_in_place(side: Side) -> Iterator[nn.Module]:
 def averages_kept_over_steps(side: Side) -> Iterator[nn.Module]:
     actor, critic = side.wrap(side.actor), side.wrap(side.critic)
     for step in range(6):
-        square((actor, critic)[step % 2](side.batch(step))).backward()
+        x = side.batch(step)
+        if step % 3 == 0:
+            (square(actor(x)) + square(critic(x))).backward()
+        else:
+            square((actor, critic)[step % 2](x)).backward()
         yield from (side.actor, side.critic)
-
-
-def both_forwards_first(side: Side) -> Iterator[nn.Module]:
-    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
-    optimizer = torch.optim.SGD(dict.fromkeys([*actor.parameters(), *critic.parameters()]), 0.1, momentum=0.9)
-    for step in range(5):
-        optimizer.zero_grad()
-        losses = [square(model(side.batch(step))) for model in (actor, critic)]
-        for loss in losses[:: 1 - 2 * (step % 2)]:
-            loss.backward()
-        yield from (side.actor, side.critic)
-        optimizer.step()
 
 
 def accumulated(side: Side) -> Iterator[nn.Module]:
@@ -98,10 +101,10 @@ def accumulated(side: Side) -> Iterator[nn.Module]:
     for step in range(4):
         actor.zero_grad(), critic.zero_grad()
         with side.no_sync(actor), side.no_sync(critic):
-            for model in (actor, critic):
-                square(model(side.batch(step))).backward()
-        for model in (critic, actor):
-            square(model(side.batch(step + 10))).backward()
+            x = side.batch(step)
+            (square(actor(x)) + square(critic(x))).backward()
+        x = side.batch(step + 10)
+        (square(actor(x)) + square(critic(x))).backward()
         yield from (side.actor, side.critic)
 
 
@@ -116,40 +119,26 @@ def accumulated_by_one_over_the_others_average(side: Side) -> Iterator[nn.Module
         yield from (side.actor, side.critic)
 
 
-class Hidden(nn.Module):
-    """Stores its loss, so that the wrapper sees no output."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> None:
-        self.loss = square(self.inner(x))
-
-
-def a_forward_without_output(side: Side) -> Iterator[nn.Module]:
-    hidden = Hidden(side.actor)
-    actor, critic = side.wrap(hidden), side.wrap(side.critic)
+def weighted_in_one_backward(side: Side) -> Iterator[nn.Module]:
+    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
     for step in range(4):
         actor.zero_grad(), critic.zero_grad()
-        actor(side.batch(step))
-        square(critic(side.batch(step))).backward()
-        hidden.loss.backward()
+        x = side.batch(step)
+        (outer, loss), (inner, _) = side.weighted(actor, x), side.weighted(critic, x)
+        with outer, inner:
+            (loss(actor(x).square()) + loss(critic(x).square())).backward()
         yield from (side.actor, side.critic)
 
 
 def weighted_in_a_backward_each(side: Side) -> Iterator[nn.Module]:
     actor, critic = side.wrap(side.actor), side.wrap(side.critic)
-    with side.weighted(critic, side.batch())[0], side.no_sync(critic):
-        critic(side.batch()).sum().backward()  # given up
     for step in range(4):
         actor.zero_grad(), critic.zero_grad()
         for model in (actor, critic):
-            for micro, sync in enumerate((side.no_sync(model), nullcontext())):
-                x = side.batch(2 * step + micro)
-                block, loss = side.weighted(model, x)
-                with block, sync:
-                    (loss(model(x).square()) / (1 if side.wrapped else 2)).backward()  # the mean over both
+            x = side.batch(step)
+            block, loss = side.weighted(model, x)
+            with block:
+                loss(model(x).square()).backward()
         yield from (side.actor, side.critic)
 
 
@@ -170,6 +159,51 @@ def wrapped_again(side: Side) -> Iterator[nn.Module]:
         optimizer.step()
 
 
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(2, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x))
+
+
+def a_wrapper_inside_a_wrapped_module(side: Side) -> Iterator[nn.Module]:
+    torch.manual_seed(1)
+    inner = side.wrap(side.actor)
+    outer = side.wrap(Outer(inner))
+    head = outer.module.head if side.wrapped else outer.head
+    for step in range(4):
+        outer.zero_grad()
+        x = side.batch(step)
+        block, loss = side.weighted(outer, x)
+        if step % 2:
+            square(outer(x)).backward()
+        else:
+            with block:
+                loss(outer(x).square()).backward()
+        yield from (side.actor, head)
+
+
+def in_turn(side: Side, models: list[nn.Module], step: int) -> list[nn.Module]:
+    """The models as their forwards come on this rank, which is another order on each."""
+    shift = (side.world.rank + step) % len(models) if side.wrapped else 0
+    return models[shift:] + models[:shift]
+
+
+def averages_kept_in_another_order_on_each_rank(side: Side) -> Iterator[nn.Module]:
+    torch.manual_seed(1)
+    third = nn.Sequential(side.body, nn.ReLU(), nn.Linear(4, 3).double())
+    models = [side.wrap(module) for module in (side.actor, side.critic, third)]
+    for step in range(6):
+        if step % 3 == 0:
+            for model in models:
+                model.zero_grad()
+        x = side.batch(step)
+        sum(square(model(x)) for model in in_turn(side, models[: 2 + step % 2], step)).backward()
+        yield from (side.actor, side.critic, third)
+
+
 def old_wrapper_gone_on_one_rank(side: Side) -> Iterator[nn.Module]:
     old: Any = side.wrap(side.actor)
     for step in range(3):
@@ -186,14 +220,16 @@ def old_wrapper_gone_on_one_rank(side: Side) -> Iterator[nn.Module]:
 
 
 PROGRAMS = [
-    both_forwards_first,
+    one_backward,
     zeroed_in_place,
     averages_kept_over_steps,
     accumulated,
     accumulated_by_one_over_the_others_average,
-    a_forward_without_output,
+    weighted_in_one_backward,
     weighted_in_a_backward_each,
     wrapped_again,
+    a_wrapper_inside_a_wrapped_module,
+    averages_kept_in_another_order_on_each_rank,
     old_wrapper_gone_on_one_rank,
 ]
 
@@ -220,11 +256,14 @@ def a_rank_without_data(world: World) -> None:
             module.zero_grad()
         x = bare.batch(step)[:4]
         has_actor, has_critic = world.rank == 0 or step % 3 == 1, world.rank == 0 or step % 3 == 2
-        for model, has_data in ((actor, has_actor), (critic, has_critic)):
-            if has_data:
-                square(model(x)).backward()
-            else:
-                model.sync_gradients()
+        if has_actor and has_critic:
+            (square(actor(x)) + square(critic(x))).backward()
+        else:
+            for model, has_data in ((actor, has_actor), (critic, has_critic)):
+                if has_data:
+                    square(model(x)).backward()
+                else:
+                    model.sync_gradients()
         shares = (2 if step % 3 == 1 else 1) / 2, (2 if step % 3 == 2 else 1) / 2
         (square(bare.actor(x)) * shares[0] + square(bare.critic(x)) * shares[1]).backward()
         same_gradients(wrapped.actor, bare.actor)
@@ -279,6 +318,59 @@ def test_a_rank_without_data_syncs_models_one_after_the_other(pools: Pools, firs
         assert "parameter 'head.bias' has different bits on rank 1" in said[0]
 
 
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.extra = nn.Linear(6, 2).double(), nn.Linear(6, 2).double()
+
+    def forward(self, x: Tensor, has_extra: bool = True) -> Tensor:
+        return self.body(x) + self.extra(x) if has_extra else self.body(x)
+
+
+def adds_to_an_average_on_one_rank(world: World) -> None:
+    """A kept average to which one rank alone has added counts once."""
+    side, ours, twin = Side(world, wrapped=True), Optional(), Optional()
+    twin.load_state_dict(ours.state_dict())
+    model = side.wrap(ours)
+    side.wrap(Outer(ours))  # which has the same parameters
+    for step in range(4):
+        for module in (ours, twin):
+            module.zero_grad()
+        for micro, sync in enumerate((nullcontext(), model.no_sync(), nullcontext())):
+            with sync:
+                square(model(side.batch(10 * micro + step), micro != 1 or world.rank == 0)).backward()
+            whole = Side(world, wrapped=False).batch(10 * micro + step)
+            for rank in range(world.size):
+                (square(twin(whole[rank :: world.size], micro != 1 or rank == 0)) / world.size).backward()
+        same_gradients(ours, twin)
+
+
+def other_wrapper_gone_in_backward(world: World) -> None:
+    """One that has shown an average goes in the middle of the backward that sets it aside; the average was lost."""
+    wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
+    actor = wrapped.wrap(wrapped.actor)
+    for step in range(20):  # until no control blocks are exchanged
+        actor.zero_grad()
+        square(actor(wrapped.batch(step))).backward()
+    actor.zero_grad()
+    gone: Any = wrapped.wrap(wrapped.critic)
+    gone.itself = [gone]  # a cycle, as in a traceback
+    square(gone(wrapped.batch())).backward()
+    del gone
+    handle = wrapped.actor[2].weight.register_hook(lambda _: gc.collect() and None)
+    square(actor(wrapped.batch())).backward()
+    handle.remove()
+    (square(bare.actor(bare.batch())) + square(bare.critic(bare.batch()))).backward()
+    torch.testing.assert_close(wrapped.body.weight.grad, bare.body.weight.grad, rtol=1e-9, atol=1e-12)
+    # One that comes later and is used first does not take the body for the actor's.
+    new = wrapped.wrap(wrapped.critic)
+    for module in (new, actor, bare.actor, bare.critic):
+        module.zero_grad()
+    square(new(wrapped.batch())).backward()
+    square(bare.critic(bare.batch())).backward()
+    torch.testing.assert_close(wrapped.body.weight.grad, bare.body.weight.grad, rtol=1e-9, atol=1e-12)
+
+
 def wrapped_again_after_a_failure(world: World) -> None:
     """A wrapper that had failed counted as one whose backward is under way, so others left gradients to it."""
     wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
@@ -297,69 +389,30 @@ def wrapped_again_after_a_failure(world: World) -> None:
         same_gradients(wrapped.critic, bare.critic)
 
 
-def through_both(side: Side, models: list[Any]) -> None:
-    sum(square(model(side.batch())) for model in models).backward()
+def different_weights(world: World) -> list[str]:
+    side = Side(world, wrapped=True)
+    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
+    x = side.batch()
+    said = []
+    for has_both in (True, False):
+        outer = actor.weight(3) if has_both else nullcontext()
+        with pytest.raises(UsageError) as caught, outer, critic.weight(4):
+            (actor(x).sum() + critic(x).sum()).backward()
+        said.append(str(caught.value))
+        actor.zero_grad(), critic.zero_grad()
+    for _ in range(2):  # and goes on
+        actor.zero_grad(), critic.zero_grad()
+        (square(actor(x)) + square(critic(x))).backward()
+    return said
 
 
-def through_both_under_no_sync(side: Side, models: list[Any]) -> None:
-    with models[0].no_sync(), models[1].no_sync():
-        through_both(side, models)
-
-
-def inside_a_wrapped_module(side: Side, models: list[Any]) -> None:
-    through_both(side, [side.wrap(nn.Sequential(models[0], nn.Linear(2, 2).double()))])
-
-
-def weights_under_no_sync(side: Side, models: list[Any]) -> None:
-    for model in models:
-        with model.no_sync(), model.weight(2):
-            model(side.batch()).sum().backward()
-
-
-def inside_join(side: Side, models: list[Any]) -> None:
-    models[0].join().__enter__()
-
-
-def over_other_ranks(side: Side, models: list[Any]) -> None:
-    group = [dist.new_group([rank]) for rank in range(side.world.size)][side.world.rank]
-    alone = side.wrap(side.actor, process_group=group)
-    for model in (alone, models[1]):
-        square(model(side.batch())).backward()
-
-
-REFUSED = {
-    through_both: "one backward pass runs through two",
-    through_both_under_no_sync: "one backward pass runs through two",
-    inside_a_wrapped_module: "one backward pass runs through two",
-    weights_under_no_sync: "cannot be divided by the weights of each",
-    inside_join: "inside join",
-    over_other_ranks: "average over ranks",
-}
-
-
-def refuses(world: World, case: Callable[[Side, list[Any]], None]) -> None:
-    """The wrappers can be used after the refusal."""
-    wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
-    models: list[Any] = [wrapped.wrap(wrapped.actor), wrapped.wrap(wrapped.critic)]
-    for _ in range(2):
-        with pytest.raises(UsageError, match=REFUSED[case]):
-            case(wrapped, models)
-        for module in (wrapped.actor, wrapped.critic, bare.actor, bare.critic):
-            module.zero_grad()
-        for model, module in zip(models, (bare.actor, bare.critic), strict=True):
-            square(model(wrapped.batch())).backward()
-            square(module(bare.batch())).backward()
-        same_gradients(wrapped.actor, bare.actor)
-        same_gradients(wrapped.critic, bare.critic)
-
-
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
-def test_gradients_of_two_wrappers_that_cannot_be_told_apart_are_refused(
-    pools: Pools, case: Callable[[Side, list[Any]], None]
-) -> None:
-    pools.run(2, refuses, case)
-    if case in (through_both, weights_under_no_sync):
-        pools.run(1, refuses, case)
+def test_one_backward_with_different_weights_is_refused_by_name(pools: Pools) -> None:
+    """Autograd has summed the two shares of the common parameter, so they cannot be divided by different numbers."""
+    for both, one in pools.run(2, different_weights):
+        assert "share '0.weight'" in both
+        assert "model.weight(4)" in both
+        assert "model.weight(3)" in both
+        assert "no weight" in one
 
 
 def past_every_wrapper(world: World) -> None:
@@ -369,8 +422,7 @@ def past_every_wrapper(world: World) -> None:
     x = side.batch()
     for _ in range(2):
         optimizer.zero_grad()
-        square(actor(x)).backward()
-        square(critic(x)).backward()
+        (square(actor(x)) + square(critic(x))).backward()
         optimizer.step()
     optimizer.zero_grad()
     square(side.actor(x)).backward()
@@ -443,6 +495,28 @@ def test_an_exception_on_one_rank_ends_that_step_alone_through_several_models(
     assert second == ["fine", "fine", "DesyncError", "fine", "fine"]
 
 
+# -- wrappers that go --------------------------------------------------------------------------------------------------
+
+
+def other_wrapper_gone_before_an_exception(world: World) -> None:
+    side = Side(world, wrapped=True)
+    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
+    square(actor(side.batch())).backward()
+    square(critic(side.batch())).backward()  # sets the actor's average aside
+    del actor
+    gc.collect()
+    critic.zero_grad()
+    out = critic(side.batch())
+    out.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        square(out).backward()
+    assert all(parameter.grad is None for parameter in side.critic.parameters())
+
+
+def test_an_exception_brings_no_gradient_back_that_was_set_aside_earlier(pools: Pools) -> None:
+    pools.run(2, other_wrapper_gone_before_an_exception)
+
+
 # -- ranks with different numbers of forwards --------------------------------------------------------------------------
 
 
@@ -464,7 +538,8 @@ def chunks_by_rank(world: World) -> None:
             optimizer.step()
 
 
-EXACT = [a_rank_without_data, wrapped_again_after_a_failure, chunks_by_rank]
+EXACT = [a_rank_without_data, adds_to_an_average_on_one_rank, other_wrapper_gone_in_backward]
+EXACT += [wrapped_again_after_a_failure, chunks_by_rank]
 
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.__name__)

@@ -292,12 +292,13 @@ def make_mistake(mistake: str, virtual_ranks: int) -> None:
             module._ddp_params_and_buffers_to_ignore = ["3.mean"]
     broadcast = {"broadcast_buffers": False} if mistake.startswith("buffers") else {}
     model = DistributedDataParallel(module, virtual_ranks=count, bucket_cap_mb=1e-5, **broadcast)
-    wrappers = [model, *([DistributedDataParallel(nn.Sequential(module))] if mistake == "shared" else [])]
+    other = DistributedDataParallel(nn.Sequential(module)) if mistake == "shared" else None
     if "momentum" in mistake:
         module[1].momentum = None
     for x, y in accumulate(model, DataLoader(data(), BATCH)):
         if mistake != "no backward" or not model.do_sync:
-            F.cross_entropy(wrappers[0](x), y).backward()
+            loss = F.cross_entropy(model(x), y)
+            (loss if other is None else loss + other(x).mean()).backward()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -52,6 +52,7 @@ class KeptGradients:
         names: Sequence[str],
         parameters: Sequence[Tensor],
         weight: Callable[[], float],
+        elsewhere: Collection[int],
         *,
         is_last: bool,
     ) -> None:
@@ -61,12 +62,13 @@ class KeptGradients:
             names: names of the parameters.
             parameters: the parameters.
             weight: returns the sum of this rank's weights.
+            elsewhere: parameters that another wrapper averages in the backward.
             is_last: whether the backward is synchronized, so that no other backward follows.
         """
         if self._copies is None:
             self._copies, kept, new = [], [], []
-            for name, parameter in zip(names, parameters, strict=True):
-                if parameter.grad is not None:
+            for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+                if parameter.grad is not None and index not in elsewhere:
                     if self._is_new(parameter) and parameter.requires_grad and is_accumulated(parameter):
                         new += [parameter] if _may_count(parameter.grad) else []
                     elif self._is_kept(name, parameter):

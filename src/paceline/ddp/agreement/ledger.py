@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import Any
@@ -227,13 +227,16 @@ class Ledger:
             self.forget_dropped(parameters, in_backward=True)
             self.local_backwards += 1
 
-    def keep_gradients(self, names: Sequence[str], parameters: Sequence[Tensor], *, is_last: bool) -> None:
+    def keep_gradients(
+        self, names: Sequence[str], parameters: Sequence[Tensor], elsewhere: Collection[int] = (), *, is_last: bool
+    ) -> None:
         """Preserve the contents of ``p.grad`` from before the step if the backward pass that is starting is weighted.
 
-        `is_last` means that it is synchronized.
+        `elsewhere` lists the parameters that another wrapper averages in this backward pass. `is_last` means that it is
+        synchronized.
         """
         if self.status.weighting & WEIGHTED:
-            self.kept.multiply(names, parameters, self._total_weight, is_last=is_last)
+            self.kept.multiply(names, parameters, self._total_weight, elsewhere, is_last=is_last)
 
     def _count(self, block: Block) -> None:
         block.is_claimed = True

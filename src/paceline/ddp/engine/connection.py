@@ -67,8 +67,8 @@ class Connection:
         count, every = options.virtual_ranks, options.check_compute_every
         virtual_ranks = VirtualRanks(self.reducer, count)
         self.buffers.statistics = virtual_ranks.statistics
-        # After the two extensions that may refuse a backward pass, and before the extensions that read the gradients of
-        # all slices.
+        # After the two extensions that may refuse a backward pass, because SharedParameters records that parameters are
+        # shared, and before the extensions that read the gradients of all slices.
         self.reducer.use_virtual_ranks(count, virtual_ranks, before=self.joined_steps)
         check = ComputeCheck(every, self.reducer, virtual_ranks) if every else None
         return replace(self, virtual_ranks=virtual_ranks, compute_check=check)
@@ -158,7 +158,8 @@ def _extensions_of(
     }
     joined_steps.launches_at_end = lambda shadowed: reducer.finisher.launches_at_end(shadowed=shadowed)
     return [
-        # These two may refuse a backward pass.
+        # These two may refuse a backward pass. GraphCapture comes first, because SharedParameters inspects gradients
+        # and sets some of them aside.
         GraphCapture(reducer.exposed_time.device, channel.rank, cannot_be_captured),
         SharedParameters(reducer),
         # JoinedSteps comes next, so that it does not announce a refused backward pass to ranks without data.

@@ -21,11 +21,10 @@ from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.kept_gradients import multiply
 from paceline.ddp.agreement.weight_block import UNWEIGHTED, WEIGHTED, Block, compute_scale
 from paceline.ddp.consistency.module_changes import Named, OnChange, Trained
-from paceline.ddp.engine.connection import while_alive
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.extensions.finite_check import Magnitudes
 from paceline.ddp.extensions.graph_capture import CHECK_FINITE, cannot_capture
-from paceline.ddp.extensions.shared_parameters import Sharing
+from paceline.ddp.extensions.shared_parameters import NOTHING_SHARED, Sharing
 from paceline.ddp.reducer.forwards import Forward
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.sparse import stored_elements
@@ -67,14 +66,15 @@ class LocalEngine:
         self._reducer: Reducer | None = None
         # The running backward pass, if there is work to do at its end.
         self._task: weakref.ref[GraphTask] | None = None
+        # This wrapper's share of the parameters that other wrappers also have.
+        self._share = NOTHING_SHARED
         self._follow(replica.trained)
 
     def _follow(self, named: Named) -> None:
         self._trained = Trained(named)
         self._accumulators = Accumulators(self._trained.originals)
         # A copy may have another wrapper's parameters (copy.copy()), but it shares them only once it is trained.
-        trained = Trained([]) if self._has_peers else self._trained
-        self._sharing = Sharing(trained, self._ledger, [0], while_alive(self._is_under_way))
+        self._sharing = Sharing(Trained([]) if self._has_peers else self._trained, self._ledger, ranks=[0])
 
     def _inspect_module(self) -> None:
         if (change := self._watch.detect()) is not None:
@@ -99,7 +99,11 @@ class LocalEngine:
         if self._reducer is not None:
             self._reducer.backward_reached(Forward(block), gradient)
             return
-        if self._is_under_way():
+        task = self._task() if self._task is not None else None
+        # An autograd thread may still hold the task of a backward pass that was interrupted by an exception.
+        if task is not None and has_ended(task.number):
+            self._task_ended(None)
+        elif task is not None:  # under way
             self._ledger.backward_goes_on(block)
             return
         self._inspect_module()
@@ -108,7 +112,7 @@ class LocalEngine:
         parameters = self._trained.parameters
         if not self.sync_enabled:
             self._ledger.begin_local(block, parameters)
-            self._sharing.check()
+            self._sharing.check_no_average()
             self._ledger.keep_gradients(self._trained.names, parameters, is_last=False)
             return
         if self._has_peers:
@@ -116,22 +120,30 @@ class LocalEngine:
             return
         self._ledger.backward_began(block)
         self._ledger.forget_dropped(parameters, in_backward=True)
-        check_eager_backward(0)
-        self._sharing.begin()
-        # Only the callback holds the task, so if it is freed before the callback runs, the backward pass raised.
-        task = GraphTask()
-        self._task = weakref.ref(task)
-        queue_callback(partial(self._end, task))
-        self._ledger.keep_gradients(self._trained.names, parameters, is_last=True)
+        if self._is_end_needed():  # skipped in an ordinary backward pass of a single rank, to save time
+            check_eager_backward(0)
+            self._share = self._sharing.begin()
+            # Only the callback holds the task, so if it is freed before the callback runs, the backward pass raised.
+            task = GraphTask()
+            self._task = weakref.ref(task, self._task_ended)
+            queue_callback(partial(self._end, task))
+            elsewhere = self._share.averaged_elsewhere
+            self._ledger.keep_gradients(self._trained.names, parameters, elsewhere, is_last=True)
 
-    def _is_under_way(self) -> bool:
-        task = None if self._task is None else self._task()
-        # An autograd thread may still hold the task of a backward pass that was interrupted by an exception.
-        return task is not None and not has_ended(task.number)
+    def _is_end_needed(self) -> bool:
+        ledger = self._ledger
+        counts = self._check_finite or ledger.status.weighting or ledger.local_backwards
+        return bool(counts or ledger.status.asks_to_stop or self._sharing)
 
     def _end(self, _task: GraphTask) -> None:
         self._task = None
         self._finish()
+
+    def _task_ended(self, _: object) -> None:
+        """Restore other wrappers' averages if an exception made autograd drop the graph task early."""
+        if self._task is not None:
+            self._task = None
+            self._sharing.abort(self._share)
 
     def synchronize(self) -> None:
         """Scale the gradients to the weighted mean without a backward pass; in a copy, connect and average them."""
@@ -140,7 +152,7 @@ class LocalEngine:
             return
         self._inspect_module()
         self._ledger.count_unused_blocks(self.local_gradient)
-        self._sharing.begin()
+        self._share = self._sharing.begin()
         self._finish()
 
     @torch.no_grad()
@@ -153,10 +165,15 @@ class LocalEngine:
         if weighting & WEIGHTED:
             self._ledger.add_up()
             self._ledger.notes = [self._ledger.status.note]
-            weighted = [parameter for parameter in self._trained.parameters if parameter.grad is not None]
+            pairs = enumerate(self._trained.parameters)
+            averaged = (parameter for index, parameter in pairs if index not in self._share.averaged_elsewhere)
+            weighted = [parameter for parameter in averaged if parameter.grad is not None]
             multiply(weighted, compute_scale(self._ledger.notes))
         self._ledger.synchronized()
         self._ledger.stop_agreed = self._ledger.status.asks_to_stop
+        # p.grad already holds this wrapper's average, so only averages that were set aside are added.
+        self._sharing.show(dict.fromkeys(self._share.set_aside), self._share)
+        self._sharing.end()
         if self._check_finite:
             self._refuse_non_finite()
 

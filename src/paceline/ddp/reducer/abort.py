@@ -108,6 +108,8 @@ def _ended_by_exception(member: Member, backward: Backward) -> None:
         backward.is_cut_short = backward.phase is Phase.LAUNCHING
         backward.enter(Phase.BROKEN if member.finisher.has_failed else Phase.ABORTED)
         for index, parameter in enumerate(member.trained.parameters):
+            if index in backward.averaged_elsewhere:
+                continue
             if backward.grads_were_none:
                 parameter.grad = None
             elif index in backward.saved_gradients:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
@@ -51,15 +51,21 @@ class Backward:
     """The current phase; only :meth:`enter` changes it."""
     grads_were_none = True
     """Whether every ``p.grad`` was None at the beginning, so that this backward pass produced all gradients."""
+    owns_all_grads = True
+    """Whether, in addition, no other wrapper averages any of these gradients in this backward pass."""
     is_traced = False
     """Whether a span is recorded for each bucket."""
     buckets_unreferenced = False
     """Whether no user held a reference to the buckets' memory when backward began. This stays true until averages are
     published, because until then no ``p.grad`` is a bucket view."""
+    is_shared = False
+    """Whether other wrappers also have some of the parameters."""
     reads_in_backward = False
     """Whether control blocks are read before backward ends, even with GPUs."""
     launches_at_end: bool
     """Whether buckets are launched when backward has ended rather than as they fill."""
+    averaged_elsewhere: Collection[int] = frozenset()
+    """Parameters whose gradients another wrapper averages in this backward pass; our buckets hold zeros for them."""
     launched: list[Launched]
     """The collectives of the buckets, in the order of launch."""
     absent: Sequence[int] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -173,11 +173,12 @@ class BucketSet:
         # Unbucketed parameters share one empty tensor as their view, whose reference count is meaningless.
         return not (self._shown_copies or self.unbucketed) and self._all.are_untouched()
 
-    def make_writable(self, number: int) -> None:
+    def make_writable(self, number: int, elsewhere: Collection[int] = ()) -> None:
         """Make sure that writing to bucket `number` does not change a gradient that a user keeps.
 
         If a user references a gradient from this bucket, the user keeps the memory and the bucket gets new memory. From
-        then on, the bucket publishes copies as long as a user keeps one.
+        then on, the bucket publishes copies as long as a user keeps one. Gradients of the parameters in `elsewhere`,
+        which another wrapper averages now, also count as kept.
         """
         bucket, views = self.buckets[number], self._bucket_views[number]
         for place in views.restore_moved():
@@ -188,7 +189,8 @@ class BucketSet:
             if not all(memory.expired() for memory in self._shown_copies[number]):
                 return
             del self._shown_copies[number]
-        if views.is_referenced(_LISTS):
+        others = {place for place, index in enumerate(bucket.indices) if index in elsewhere} if elsewhere else ()
+        if views.is_referenced(_LISTS, others):
             self._leave(bucket.memory, views)
             fresh = self._allocate(bucket.indices, is_last=bucket is self.buckets[-1])
             bucket.memory, bucket.flat, bucket.tail = fresh.memory, fresh.flat, fresh.tail

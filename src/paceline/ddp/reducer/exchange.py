@@ -166,7 +166,7 @@ class Exchange:
             and backward.task is not None  # not in sync_gradients()
             and not (backward.is_cut_short or backward.is_resyncing)
             and self.arrivals.order_known
-            and not backward.reads_in_backward
+            and not (backward.is_shared or backward.reads_in_backward)
             and not self.ledger.is_weight_pending  # blocks contain the scale of a weighted step
             and (self.ledger.synchronizations < self.ledger.compare_at or self.ledger.compares_out_of_turn)
         )
@@ -264,20 +264,25 @@ class Exchange:
     def _publish(
         self,
         backward: Backward,
-        averages: Sequence[Tensor | None],
+        averages: Sequence[Tensor],
         out_of_bucket: Mapping[int, Tensor],
         absent: Sequence[int],
     ) -> None:
         """Set ``p.grad`` to the average: a bucket view, a tensor in `out_of_bucket`, or None if `absent`."""
-        if self.buckets.unbucketed or out_of_bucket:
+        if self.extensions.show or self.buckets.unbucketed or out_of_bucket:
             shown: list[Tensor | None] = [*averages]
             for index in self.buckets.unbucketed:
                 shown[index] = None
             for index, average in out_of_bucket.items():
                 shown[index] = average
-            averages = shown
-        self.averages.publish(averages, absent)
-        self.averages.remember(out_of_bucket)
+            for index in absent:
+                shown[index] = None
+            for show in self.extensions.show:
+                show(backward, shown)
+            self.averages.publish(shown)
+            self.averages.remember({index: mean for index in out_of_bucket if (mean := shown[index]) is not None})
+        else:
+            self.averages.publish(averages, absent)
         if not self.ledger.status.joined:  # a rank without data sends zeros, which do not count as arrivals
             self.arrivals.end(backward.absent)
         self.ledger.synchronized()

@@ -7,6 +7,7 @@
     backward_ended   backward has ended; the remaining buckets are launched next
     has_report       all gradients are in their buckets: does this rank have something to report?
     after_averages   in an exchange of control blocks, on all ranks: the sums are available
+    show             averages are about to be published in ``p.grad``
 
 All but ``after_averages`` act on this rank alone and may differ between ranks, so they launch no collectives (except
 for ``join``, whose events reach all ranks). ``after_averages`` runs on every rank, in the same order and with the same
@@ -22,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from paceline.ddp.agreement.control_block import ControlBlock, Status
 from paceline.ddp.options.buckets import Bucket
@@ -78,6 +81,9 @@ class Extension:
         """Act on the reports of all ranks; may add :attr:`~.Backward.deferred` functions to `backward`."""
         yield from ()
 
+    def show(self, backward: Backward, averages: list[Tensor | None]) -> None:
+        """Replace entries of `averages`, one per parameter, that should be published differently."""
+
     def abort(self, backward: Backward) -> None:
         """Undo :meth:`begin`, because `backward` was refused, or an exception or a failed collective ended it."""
 
@@ -99,6 +105,7 @@ class Extensions:
     bucket_ready: Sequence[Callable[[Backward, Bucket], None]]
     backward_ended: Sequence[Callable[[Backward], None]]
     has_report: Sequence[Callable[[Backward], bool]]
+    show: Sequence[Callable[[Backward, list[Tensor | None]], None]]
     """The methods of active extensions for each point; empty for an ordinary model."""
     after_averages: Sequence[Callable[[Backward, Exchanged], Pausing[None]]]
     """The methods of all extensions, active or not, because one may be active on some ranks only."""
@@ -114,7 +121,7 @@ class Extensions:
 
     def refresh(self) -> None:
         active = [extension for extension in self.all if extension.is_active()]
-        for moment in ("begin", "bucket_ready", "backward_ended", "has_report"):
+        for moment in ("begin", "bucket_ready", "backward_ended", "has_report", "show"):
             setattr(self, moment, _methods(active, moment))
         self.is_stale = False
 

@@ -12,7 +12,7 @@ Decision 0012 gives the reasons.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 
 import torch
@@ -63,7 +63,7 @@ class BucketViews:
             self.views[place] = fresh[place]
         return moved
 
-    def is_referenced(self, lists: int) -> bool:
+    def is_referenced(self, lists: int, others: Collection[int] = ()) -> bool:
         """Return whether a user keeps a gradient that is no longer in ``p.grad``; call :meth:`restore_moved` first.
 
         While ``p.grad`` is still the view, backward accumulates into it, and every reference to it sees the change, as
@@ -71,6 +71,7 @@ class BucketViews:
 
         Args:
             lists: the number of our lists that hold each view.
+            others: indices of gradients that stay in ``p.grad``, which then counts as a user.
         """
         if self._references() != self._references_alone:  # something other than our own views references the memory
             return True
@@ -78,7 +79,7 @@ class BucketViews:
         if max(counts) <= unshared:
             return False
         suspects = [place for place, count in enumerate(counts) if count > unshared]
-        return any(self._parameters[place].grad is not self.views[place] for place in suspects)
+        return any(place in others or self._parameters[place].grad is not self.views[place] for place in suspects)
 
     def is_in_use(self) -> bool:
         """Return whether a user still references the memory after our own views were dropped."""

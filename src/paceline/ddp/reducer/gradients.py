@@ -65,17 +65,17 @@ def copy_times(targets: list[Tensor], sources: list[Any], factor: float, flat: T
 
 
 def copy_one_by_one(backward: Backward, bucket: Bucket, trained: Trained, rank: int) -> None:
-    """Copy gradients, some of which may be absent, sparse or older; record these in `backward`."""
+    """Copy gradients, some of which may be absent, sparse, older or another wrapper's; record these in `backward`."""
     sources, targets, absent, sparse = [], [], [], []
     saved_gradients = dict(backward.saved_gradients)
     for index, view in zip(bucket.indices, bucket.views, strict=True):
         parameter = trained.parameters[index]
-        gradient = parameter.grad
+        gradient = None if index in backward.averaged_elsewhere else parameter.grad
         if gradient is None or gradient.is_sparse:
             view.zero_()  # the bucket holds the averages of the last step
             if gradient is not None:
                 sparse.append(index)  # stays in p.grad for the second pass
-            else:
+            elif index not in backward.averaged_elsewhere:
                 absent.append(index)
             continue
         if gradient is not view:
@@ -103,13 +103,15 @@ def find_out_of_bucket(backward: Backward, trained: Trained, unbucketed: Iterabl
 
     Called after every bucket has been filled, which sets the copied gradients to None.
     """
-    gradients = present(trained.parameters)
+    elsewhere = backward.averaged_elsewhere
+    gradients = {index: gradient for index, gradient in present(trained.parameters).items() if index not in elsewhere}
     # A sparse gradient that arrives after a dense one was launched is a late delta like any other.
     alone = {*backward.absent, *backward.sparse_in_buckets, *unbucketed}
     backward.sparse = sparse = [index for index, gradient in gradients.items() if gradient.is_sparse and index in alone]
     backward.late = [index for index in gradients if index not in sparse] if len(sparse) < len(gradients) else []
     # A parameter with a late gradient is not absent: its gradient must not become None.
-    backward.absent = [index for index in (*backward.absent, *unbucketed) if index not in gradients]
+    outside = [index for index in unbucketed if index not in elsewhere]
+    backward.absent = [index for index in (*backward.absent, *outside) if index not in gradients]
     backward.out_of_bucket = gradients
 
 

@@ -122,7 +122,8 @@ class Step(Exchange, Member):
         watch_task(self, backward, callback, ledger.task)
         queue_callback(callback)
         if ledger.status.weighting & WEIGHTED:
-            ledger.keep_gradients(self.trained.names, self.trained.parameters, is_last=True)
+            elsewhere = backward.averaged_elsewhere
+            ledger.keep_gradients(self.trained.names, self.trained.parameters, elsewhere, is_last=True)
 
     def begin(self) -> Backward:
         """Begin a backward pass. Until this returns, no collective is owed to peers."""
@@ -138,11 +139,13 @@ class Step(Exchange, Member):
         except BaseException:
             self.extensions.abort(backward)
             raise
+        # Check after the extensions run, because one of them may set gradients aside.
         backward.grads_were_none = grads_were_none = grads_are_none(self.trained.parameters)
-        backward.buckets_unreferenced = grads_were_none and self.buckets.is_untouched()
+        backward.owns_all_grads = grads_were_none and not backward.averaged_elsewhere
+        backward.buckets_unreferenced = grads_were_none and not backward.is_shared and self.buckets.is_untouched()
         backward.is_traced = recorder.on or is_profiling()
         hook_all = self.forwards.are_differentiated or recorder.detailed
-        self.arrivals.begin(grads_were_none=grads_were_none, hook_all=hook_all)
+        self.arrivals.begin(grads_were_none=backward.owns_all_grads, hook_all=hook_all)
         self.forwards.is_unseen = False
         self.backward = backward
         unfinished.add(self.number)
@@ -181,8 +184,8 @@ class Step(Exchange, Member):
             strike("bucket")  # tests kill a rank here, while one bucket is in flight
         with recorder.span(LAUNCH, number) if backward.is_traced else NOT_TRACED:
             if not backward.buckets_unreferenced:
-                self.buckets.make_writable(number)
-            if not (backward.grads_were_none and copy_into(bucket, gradients or list(map(gradient_of, owned)), owned)):
+                self.buckets.make_writable(number, backward.averaged_elsewhere)
+            if not (backward.owns_all_grads and copy_into(bucket, gradients or list(map(gradient_of, owned)), owned)):
                 copy_one_by_one(backward, bucket, self.trained, self.channel.rank)
             for bucket_ready in self.extensions.bucket_ready:
                 bucket_ready(backward, bucket)

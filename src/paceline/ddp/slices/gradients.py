@@ -167,8 +167,8 @@ class VirtualRanks(Extension):
                 f"backward in the last of {self.slices} slices on each rank; loop over paceline.accumulate(model, "
                 "loader), and add up the losses of a slice before its one backward()"
             )
-        if common := self._reducer.common:
-            name = self._reducer.trained.names[min(common)]
+        if backward.is_shared:
+            name = self._reducer.trained.names[min(self._reducer.common, default=0)]
             raise UsageError(
                 f"rank {rank}: virtual_ranks={self.count} cannot sum the gradient of {name!r}, which another wrapper "
                 "also has; wrap one module that contains both, or delete the other wrapper"

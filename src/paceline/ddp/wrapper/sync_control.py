@@ -242,8 +242,7 @@ class SyncControl(Joinable):
                 momentum and other state remain as of that rank's last step, and a warning says so.
 
         Raises:
-            UsageError: with ``virtual_ranks``, or with parameters that another wrapper shares; once a rank has run out,
-                if the model contains torch's SyncBatchNorm.
+            UsageError: with ``virtual_ranks``; once a rank has run out, if the model contains torch's SyncBatchNorm.
         """
 
         from paceline.ddp.wrapper.join import JoinOfOne  # few loops need this import
@@ -267,14 +266,7 @@ class SyncControl(Joinable):
             self._engine.connected()  # now, because not all ranks may run a copy's first backward
         if self._connection is None:
             return Leaving(self)
-        reducer = self._connection.reducer
-        reducer.follow_module_on_all_ranks()  # inside join, ranks without data could not follow
-        if common := reducer.common:
-            name = reducer.trained.names[min(common)]
-            raise UsageError(
-                f"inside join(), a rank without data would drop averages of {name!r} that another "
-                "DistributedDataParallel has left; wrap one module that contains both, or delete the other wrapper"
-            )
+        self._connection.reducer.follow_module_on_all_ranks()  # inside join, ranks without data could not follow
         # torch passes the same keyword arguments to everything in one Join, so some may be meant for other objects.
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         optimizers = tuple(kwargs.get("optimizers", ()))

@@ -60,8 +60,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     rank keeps ``grad is None``.
 
     Call the wrapper, not ``model.module``: only backward passes through the wrapper's forward are synchronized. An
-    optimizer step with gradients that were not averaged raises an error. Several wrappers may share parameters if
-    each has backward passes of its own; a shared parameter's gradient is the sum of the wrappers' averages.
+    optimizer step with gradients that were not averaged raises an error. Several wrappers may share parameters; a
+    shared parameter's gradient is the sum of the wrappers' averages.
 
     Args:
         module: the module to replicate, already on its device; the same on every rank.
