@@ -15,6 +15,7 @@ from paceline.profiler.analysis.advice import find_advice, headline
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.analysis.operator_table import operators_in
 from paceline.profiler.analysis.plan import plan_of
+from paceline.profiler.analysis.step_breakdown import mean_of
 from paceline.profiler.records.rank_file import KILLED, MISSING, STOPPED, RankRecord, read_ranks
 from paceline.profiler.records.trace_file import read_traces
 from paceline.profiler.report import step_parts
@@ -53,6 +54,7 @@ def report_of(facts: Facts) -> Report:
         missing=missing(records, facts),
         samples_per_step=facts.rows,
         plan=plan_of(facts),
+        collecting=[mean_of([column]) for column in zip(*accounts.figures("collecting"), strict=True)],
     )
 
 

@@ -1,12 +1,14 @@
-"""Delays of a rank's thread, because other programs use its core."""
+"""Delays of a rank's thread, because other programs use its core or the garbage collector runs."""
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from paceline.core.processes.processor_time import processor_seconds
 from paceline.profiler.records.rank_file import RankRecord
@@ -62,6 +64,37 @@ class HostLoad:
             return int(ran) / 1e9, int(waited) / 1e9
         except (OSError, ValueError):
             return 0.0, 0.0
+
+
+class CollectorPauses:
+    """A context manager that adds up the pauses of Python's garbage collector, during which no thread runs Python code.
+
+    Pauses are measured in core seconds, which do not depend on other load on the host.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        """Seconds since the last :meth:`take`."""
+        self._began = 0.0
+        """Start of the current collection. Collections do not nest."""
+
+    def __enter__(self) -> CollectorPauses:
+        gc.callbacks.append(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._called)
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _called(self, phase: str, _info: dict[str, Any]) -> None:
+        if phase == "start":
+            self._began = time.thread_time()
+        elif self._began:
+            self._seconds += time.thread_time() - self._began
 
 
 def core_numbers() -> list[int]:

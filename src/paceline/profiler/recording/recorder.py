@@ -30,7 +30,7 @@ from paceline.profiler.recording.environment import (
     time_of_day,
 )
 from paceline.profiler.recording.gradient_norms import GradientNorms, are_due
-from paceline.profiler.recording.host_load import HostLoad
+from paceline.profiler.recording.host_load import CollectorPauses, HostLoad
 from paceline.profiler.recording.stack_samples import StackSampler
 from paceline.profiler.recording.step_writer import StepWriter
 from paceline.profiler.recording.torch_profiler import OperatorTrace
@@ -92,8 +92,8 @@ class Session:
         """Core seconds that the loop's own thread spent loading batches in the current step."""
         self._depth = self.backwards = 0
         """Number of backward passes in progress, and number of completed backward passes."""
-        self._is_due = False
-        """Whether a backward pass has ended since the last step."""
+        self._is_due = self._stepped_inside = False
+        """Whether a backward pass has ended since the last step; whether an optimizer stepped during one."""
         self.group_of_torch: Any = None
         """Process group of the wrapper in the last forward pass, if it is torch's wrapper. The backward pass ends by
         waiting for the ranks of this group."""
@@ -108,6 +108,7 @@ class Session:
         self._steps = StepWriter(self._file, self._record, self._stacks)
         self._hooks, self._gradient_hooks = ExitStack(), ExitStack()
         self._hooks.enter_context(torch_spans(recorder, self))
+        self._pauses = self._hooks.enter_context(CollectorPauses())
         self._hooks.enter_context(before_profiling(self._operators.give_way))
         _recording.add(self)
         recorder.spans.clear()
@@ -149,6 +150,10 @@ class Session:
         self.backwards += 1
         self._is_due = self._is_due or self._is_shared()
         self._thin_out()
+        if self._stepped_inside and not self._depth:
+            self._stepped_inside = False
+            if self._is_due:
+                self._end_step()
 
     def batch_came(self, iterator: Any, seconds: float) -> None:
         """Record that a DataLoader returned a batch, which cost the loop `seconds` of core time."""
@@ -159,9 +164,11 @@ class Session:
         self._thin_out()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, is_inner: bool) -> None:
-        """End the step, unless the optimizer runs inside another one or a backward, or no wrapper took part in it."""
+        """End the step, unless the optimizer runs inside another one or no wrapper took part in the step."""
         self._optimizers.add(optimizer)
-        if self._is_due and not is_inner and not self._depth:
+        if self._depth:
+            self._stepped_inside = True
+        elif self._is_due and not is_inner:
             self._end_step()
         else:  # perhaps a model that only this rank trains; other ranks do not have such steps
             self._thin_out()
@@ -220,11 +227,12 @@ class Session:
         step = Step(self._number, kind, self._start, end, {}, [], spans=spans)
         self._forwards.describe(step)
         step.delayed, step.loading, self._loading = self._load.delay(), self._loading, 0.0
+        step.collecting = self._pauses.take()
         self._steps.add([step] if self._device_times is None else self._device_times.step_ends(step))
         self._measured += step.is_measured()
         self._start, self._number = end, self._number + 1
         self._forwards = Forwards()
-        self._is_due = self._is_crowded = False
+        self._is_due = self._stepped_inside = self._is_crowded = False
         if self._steps.is_due(end):
             self._flush()
         if self._number == WARM_UP + DETAILED:

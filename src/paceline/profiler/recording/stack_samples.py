@@ -14,6 +14,7 @@ from types import FrameType
 
 from paceline.core.telemetry.users_code import is_users
 from paceline.core.thread_stacks import readable_stacks
+from paceline.profiler.recording.host_load import CollectorPauses
 from paceline.profiler.report import step_parts
 
 INTERVAL_S = 0.025
@@ -93,7 +94,8 @@ def function_of(frame: FrameType | None) -> str:
     called = ""
     # Recipes count as the user's program.
     while frame is not None and not (is_users(file := frame.f_code.co_filename) or file.startswith(_RECIPES)):
-        called = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
+        if (module := frame.f_globals.get("__name__", "")) != CollectorPauses.__module__:  # called at any line
+            called = f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
     if frame is None:
         return ""

@@ -26,7 +26,7 @@ MOST_RANKS = 2048
 TICKS = 10_000_000
 """Ticks per second; a tick is the smallest time in the file."""
 AS_THEY_ARE = ("number", "kind", "start", "end", "rows", "batches", "cells", "averages", "norms")
-IN_TICKS = ("delayed", "loading")
+IN_TICKS = ("delayed", "loading", "collecting")
 """Fields of a step that its line in the file stores unchanged, and fields that the line stores in ticks."""
 KILLED = "killed"
 """Value of ``ended`` in a record that was never closed."""

@@ -85,6 +85,8 @@ class Step:
     """Core seconds that the loop's own thread spent loading batches."""
     averages: int = 1
     """Number of backward passes that averaged gradients; more than one if gradients are accumulated without no_sync."""
+    collecting: float = 0.0
+    """Core seconds spent in Python's garbage collector."""
 
     @property
     def length(self) -> float:

@@ -147,6 +147,8 @@ class Report:
     """Rows of the model's first input in a step, summed over all ranks."""
     plan: Profiled | None = None
     """What ``paceline plan`` needs; None if no step was measured."""
+    collecting: Sequence[float] = ()
+    """Seconds per step spent in Python's garbage collector, by rank."""
 
     @cached_property
     def rank_parts(self) -> list[dict[str, float] | None]:

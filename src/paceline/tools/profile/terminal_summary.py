@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,8 +17,7 @@ from paceline.profiler.report.formatting import kind_name, mean_parts, ms, notab
 from paceline.profiler.report.report import Advice, Report
 
 MOST_RANKS = 5
-"""Maximum number of ranks in the table. For larger jobs, it has only the ranks that others wait for most, and the
-mean."""
+"""Maximum number of ranks in the table. For larger jobs, it has only the most notable ranks and the mean."""
 MOST_ADVICE = 3
 
 
@@ -56,6 +56,10 @@ def parts_table(report: Report, between: str = "  ") -> Table:
         if seconds > 0:
             cells = [_cell(row, part, between, with_shares=report.is_firm) for row in columns]
             table.add_row(step_parts.NAMES[part], *cells)
+    # Garbage collection is not a separate part, because it can happen during any of them.
+    if any(pauses := [report.collecting[at] for at in shown if report.collecting]):
+        mean = [ms(fmean(report.collecting))] if len(report.ranks) > 1 else []
+        table.add_row("of which garbage collection", *map(ms, pauses), *mean)
     return table
 
 
