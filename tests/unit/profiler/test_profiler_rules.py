@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from paceline.core.telemetry.spans import LAUNCH, Span
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.recording import stack_samples
 from paceline.profiler.recording.batches import Forwards
-from paceline.profiler.recording.host_load import HostLoad, busy_seconds, own_seconds
+from paceline.profiler.recording.host_load import CollectorPauses, HostLoad, busy_seconds, own_seconds
 from paceline.profiler.recording.stack_samples import StackSampler, between_spans, function_of
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step
@@ -386,6 +387,26 @@ def test_virtual_ranks_are_not_told_what_they_refuse() -> None:
     padded = records(2, 80, padded_batches)
     assert "balance" in kinds(verdict(padded))
     assert "balance" not in advised(padded)
+
+
+def test_other_bucket_sizes_are_compared_with_those_of_the_run() -> None:
+    """It was taken to have the default's buckets: here two, whose messages cost no more than one."""
+    made = records(2, 40, travel=0.08, buckets=[4_000_000] * 8)
+    advice = the("bucket-size", verdict(made))
+    assert "bucket_cap_mb=25" in advice.text
+    # Of eight messages of 10 ms the first begins with the first gradient. One begins with the last, 17.5 ms later.
+    assert f"{(8 * 10 - 17.5) - 10:.1f} ms shorter" in advice.reason
+    assert "bucket-size" not in kinds(verdict(records(2, 40, travel=0.01, buckets=[32_000_000])))
+
+
+def test_collections_are_timed_while_their_pauses_are_wanted() -> None:
+    before = list(gc.callbacks)
+    with CollectorPauses() as pauses:
+        gc.collect()
+        assert pauses.take() > 0
+    assert gc.callbacks == before
+    gc.collect()
+    assert pauses.take() == 0
 
 
 @pytest.mark.skipif(busy_seconds() is None, reason="no accounts of Linux here")

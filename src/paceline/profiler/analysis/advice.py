@@ -13,7 +13,7 @@ from dataclasses import replace
 from paceline.core.output.wording import counted
 from paceline.profiler.analysis.confidence import NOTABLE, WORTH, steps_to_profile
 from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.rules.communication import accumulation
+from paceline.profiler.analysis.rules.communication import accumulation, bucket_size
 from paceline.profiler.analysis.rules.cores import host_load, lack_of_cores, threads
 from paceline.profiler.analysis.rules.data import data_loading
 from paceline.profiler.analysis.rules.ranks import balance, own_code, straggler
@@ -43,9 +43,9 @@ def find_advice(facts: Facts) -> list[Advice]:
     is_explained, rules = facts.is_explained_by_load(), SURE
     if not is_explained:
         rules += (host_bound, mixed_precision)
-    # Virtual ranks do not support accumulation: their slices are already micro-batches.
-    if not facts.is_explained_by_load(step_parts.WAITING) and not facts.records[0].virtual_ranks:
-        rules += (accumulation,)
+    if not facts.is_explained_by_load(step_parts.WAITING):
+        # Virtual ranks do not support accumulation: their slices are already micro-batches.
+        rules += (bucket_size,) if facts.records[0].virtual_ranks else (accumulation, bucket_size)
     candidates = [advice for rule in rules if (advice := rule(facts)) is not None and advice.gain >= WORTH]
     if any(advice.kind == "host-bound" for advice in candidates):  # host-bound advice already recommends larger batches
         candidates = [advice for advice in candidates if advice.kind != "larger-batch"]

@@ -19,7 +19,7 @@ def plan_of(facts: Facts) -> Profiled | None:
     if not facts.accounts.steps or not first.parameters:
         return None
     ranks, batches, hosts = len(records), round(facts.batches), len({record.host for record in records})
-    backward_s, total = _typical(facts, step_parts.BACKWARD) / batches, sum(nbytes for _, nbytes in first.parameters)
+    backward_s, total = backward_seconds(facts), sum(nbytes for _, nbytes in first.parameters)
     if not backward_s or not total:
         return None
     # Unless gradients were seen to arrive: from the last parameter to the first, in a time proportional to their bytes.
@@ -44,6 +44,11 @@ def plan_of(facts: Facts) -> Profiled | None:
         reduces_in_backward=facts.reduces_in_backward and hosts == 1,
         critical_batch=facts.noise_scale.value if facts.noise_scale else None,
     )
+
+
+def backward_seconds(facts: Facts) -> float:
+    """Return the typical seconds of the backward pass of a micro-batch."""
+    return _typical(facts, step_parts.BACKWARD) / round(facts.batches)
 
 
 def _typical(facts: Facts, part: str) -> float:
