@@ -48,6 +48,7 @@ def test_without_network_one_line_says_which_flags_make_it_run(tmp_path: Path, m
     said = refused_command(tmp_path, **nobody)
     assert f"the model {DEFAULT_MODEL} is not on this machine" in said
     assert "--model FOLDER" in said
+    assert "--random-init FOLDER" in said
     assert "http://127.0.0.1:9 cannot be reached" in said
     said = refused_command(tmp_path, "--model", str(model), HF_HOME=home, HF_HUB_OFFLINE="1")
     assert "the data glue/mrpc is not on this machine, and HF_HUB_OFFLINE is set" in said

@@ -1,4 +1,4 @@
-"""The sentence pairs of MRPC: rows, files, F1."""
+"""The sentence pairs of MRPC: rows, files, batches, baseline."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
+from paceline.tools.recipes.mrpc import remark
 from paceline.tools.recipes.pairs import (
     COLUMNS,
     Pair,
     TokenizedPairs,
     f1_score,
+    majority_baseline,
     read_folder,
     read_pairs,
 )
@@ -109,6 +111,11 @@ def test_the_real_files_are_the_corpus_of_glue() -> None:
     assert (len(train), sum(pair.label for pair in train)) == (3668, 2474)
     assert (len(dev), sum(pair.label for pair in dev)) == (408, 279)
     assert train[0].first.startswith('Amrozi accused his brother , whom he called " the witness " ,')
+    baseline = majority_baseline(train, dev)
+    assert {name: round(value, 3) for name, value in baseline.items()} == {
+        "majority_accuracy": 0.684,
+        "majority_f1": 0.812,
+    }
 
 
 def test_a_changed_token_or_label_is_another_data_set() -> None:
@@ -133,3 +140,14 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
         f1 = f1_score(*(float(part.double().mean()) for part in (truth & said, said, truth)))
         assert f1 == pytest.approx(2 / (1 / precision + 1 / recall), rel=1e-12)
     assert f1_score(0, 0, 0) == 0, "no pair is called a paraphrase"
+    pairs = [Pair(("", ""), "a", "b", label) for label in (0, 0, 1)]
+    assert majority_baseline(pairs, pairs) == {"majority_accuracy": pytest.approx(2 / 3), "majority_f1": 0.0}
+
+
+def test_a_model_that_does_not_beat_the_more_frequent_class_is_remarked() -> None:
+    majority = {"majority_accuracy": 0.684, "majority_f1": 0.812}
+    assert remark({"accuracy": 0.87, "f1": 0.91, **majority}) == ""
+    said = remark({"accuracy": 0.654, "f1": 0.751, **majority})
+    assert "accuracy 0.654 against 0.684, f1 0.751 against 0.812" in said
+    said = remark({"accuracy": 0.70, "f1": 0.81, **majority})
+    assert "good: f1 0.810 against 0.812." in said, "the beaten accuracy is not named"

@@ -1,4 +1,4 @@
-"""The recipe mrpc trains as one process does.
+"""The recipe mrpc trains as one process does, from weights and from random ones.
 
 transformers is imported by the ranks alone, once each: that takes seconds.
 """
@@ -22,7 +22,7 @@ from paceline.core.state.digests import weights_sha256
 from paceline.errors import UsageError
 from paceline.tools.recipes import mrpc
 from paceline.tools.recipes.mrpc import MrpcConfig, train_mrpc
-from paceline.tools.recipes.pairs import COLUMNS, read_folder
+from paceline.tools.recipes.pairs import COLUMNS, read_folder, read_pairs
 from processes import paceline
 from twins import Pools
 
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 
 WORDS = "a the cat dog sat ran on under mat tree said that it was not red blue".split()  # noqa: SIM905
 LLAMA = {
+    "model_type": "llama",
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -37,6 +38,8 @@ LLAMA = {
     "intermediate_size": 32,
     "vocab_size": 40,
     "max_position_embeddings": 128,
+    "attention_dropout": 0.1,
+    "torch_dtype": "bfloat16",
 }
 
 
@@ -73,32 +76,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def save_llama(world: World, folder: str) -> None:
-    """Save a small decoder with random weights, and its tokenizer, which has no token to pad with."""
+@pytest.fixture(scope="module")
+def architecture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the configuration of a small decoder, and a tokenizer with more words than that has."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
-    from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-    words = {word: number for number, word in enumerate(["[UNK]", *WORDS])}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    folder = tmp_path_factory.mktemp("architecture")
+    words = ["[UNK]", "[PAD]", *WORDS, *(f"other{number}" for number in range(40))]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
-    torch.manual_seed(5)
-    LlamaForSequenceClassification(LlamaConfig(**LLAMA)).to(torch.bfloat16).save_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def llama(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small decoder."""
-    folder = tmp_path_factory.mktemp("llama")
-    pools.run(1, save_llama, str(folder))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(LLAMA))
     return folder
 
 
 @pytest.fixture
-def config(data: Path, llama: Path) -> MrpcConfig:
-    return MrpcConfig(data=str(data), model=str(llama), batch_size=8, epochs=2, lr=1e-3, warmup_steps=2, log_every=1)
+def config(data: Path, architecture: Path) -> MrpcConfig:
+    return MrpcConfig(
+        data=str(data), random_init=str(architecture), batch_size=8, epochs=2, lr=1e-3, warmup_steps=2, log_every=1
+    )
 
 
 def train(world: World, config: MrpcConfig) -> tuple[dict[str, Any], str]:
@@ -130,7 +128,7 @@ def lines_of(file: Path) -> list[dict[str, float]]:
 
 
 def test_two_ranks_equal_one_and_learn(pools: Pools, config: MrpcConfig, tmp_path: Path) -> None:
-    chosen = replace(config, micro_batches=2, decay="wsd")
+    chosen = replace(config, dropout=0.0, balance=True, micro_batches=2, decay="wsd")
     [(alone, _)] = pools.run(1, train, chosen)
     file = tmp_path / "metrics.jsonl"
     (first, digest), (second, other) = pools.run(2, train, replace(chosen, metrics=str(file)))
@@ -139,7 +137,7 @@ def test_two_ranks_equal_one_and_learn(pools: Pools, config: MrpcConfig, tmp_pat
     assert digest == other
     assert first["replicas_identical"]
     assert first["steps"] == 12
-    for name in ("loss", "accuracy", "f1"):
+    for name in ("loss", "accuracy", "f1", "majority_accuracy", "majority_f1"):
         assert first[name] == pytest.approx(alone[name], abs=1e-5), name
         assert first[name] == second[name], name
 
@@ -202,7 +200,7 @@ def test_a_saved_model_is_loaded_with_its_weights_and_its_tokenizer(
     pools: Pools, config: MrpcConfig, saved: tuple[Path, dict[str, float]]
 ) -> None:
     folder, metrics = saved
-    chosen = replace(config, model=str(folder), epochs=1, lr=1e-12)  # as good as no step
+    chosen = replace(config, random_init=None, model=str(folder), epochs=1, lr=1e-12)  # as good as no step
     report, _ = pools.run(2, train, chosen)[0]
     assert report["loss"] == pytest.approx(metrics["loss"], abs=1e-5)
     assert report["accuracy"] == pytest.approx(metrics["accuracy"], abs=1e-12)
@@ -217,15 +215,12 @@ def damaged(folder: Path, into: Path, damage: str) -> None:
         case "weights of another model":
             config = json.loads((into / "config.json").read_text())
             (into / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-        case "few positions":
-            config = json.loads((into / "config.json").read_text())
-            (into / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
         case "half the weights":
             weights = (into / "model.safetensors").read_bytes()
             (into / "model.safetensors").write_bytes(weights[: len(weights) // 2])
         case "a tokenizer of nothing":
             (into / "tokenizer.json").unlink()
-            (into / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+            (into / "tokenizer_config.json").unlink()
             (into / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
 
 
@@ -247,16 +242,17 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(
 ) -> None:
     # transformers itself leaves what is missing random, and says so among other warnings.
     damaged(saved[0], tmp_path / "model", damage)
-    [said] = pools.run(1, refused, replace(config, model=str(tmp_path / "model")))
+    [said] = pools.run(1, refused, replace(config, random_init=None, model=str(tmp_path / "model")))
     assert message in said
     assert "\n" not in said
 
 
 def test_pairs_longer_than_the_models_positions_are_refused(
-    pools: Pools, config: MrpcConfig, llama: Path, tmp_path: Path
+    pools: Pools, config: MrpcConfig, architecture: Path, tmp_path: Path
 ) -> None:
-    damaged(llama, tmp_path / "model", "few positions")
-    [said] = pools.run(1, refused, replace(config, model=str(tmp_path / "model")))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 8}))
+    (tmp_path / "tokenizer.json").write_bytes((architecture / "tokenizer.json").read_bytes())
+    [said] = pools.run(1, refused, replace(config, random_init=str(tmp_path)))
     assert "but the model has 8 positions; lower --max-length" in said
 
 
@@ -269,7 +265,8 @@ def load_transformers() -> None:
 
 
 def test_the_command_trains_and_reports(tmp_path: Path, config: MrpcConfig) -> None:
-    options = ["--data", config.data, "--model", config.model, "--batch-size", "8", "--epochs", "1"]
+    assert config.random_init is not None
+    options = ["--data", config.data, "--random-init", config.random_init, "--batch-size", "8", "--epochs", "1"]
     options += ["--json", "out.json", "--metrics", "m.jsonl", "--precision", "bf16", "--lr", "1e-3"]
     done = paceline(
         tmp_path, "train", "mrpc", "--nproc", "2", *options, fork="all", first=load_transformers, OMP_NUM_THREADS="1"
@@ -277,6 +274,9 @@ def test_the_command_trains_and_reports(tmp_path: Path, config: MrpcConfig) -> N
     assert (done.returncode, done.stderr) == (0, "")
     assert "LlamaForSequenceClassification" in done.stdout
     report = json.loads((tmp_path / "out.json").read_text())
+    dev = read_pairs(Path(config.data) / "dev.tsv")
+    assert report["majority_accuracy"] == pytest.approx(sum(pair.label for pair in dev) / len(dev))
+    assert {"loss", "accuracy", "f1", "majority_f1"} <= report.keys()
     assert (report["steps"], report["world_size"], report["replicas_identical"]) == (6, 2, True)
     assert lines_of(tmp_path / "m.jsonl")[-1] == {
         "step": 6,

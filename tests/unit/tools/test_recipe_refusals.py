@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import MissingExtra, UsageError, installing
-from paceline.tools.recipes.configs import DigitsConfig, LmConfig, MrpcConfig
+from paceline.tools.recipes.configs import DEFAULT_MODEL, DigitsConfig, LmConfig, MrpcConfig
 from paceline.tools.recipes.pairs import COLUMNS
 
 ROW = "1\t1\t2\tA cat .\tThe cat ."
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "short.txt": b"to be, or not",
         "untokenized/config.json": b"{}",
         "weightless/config.json": b'{"model_type": "llama"}',
-        "weightless/tokenizer_config.json": b"{}",
+        "weightless/tokenizer.json": b"{}",
     }
     # What is in the files of a model does not matter before ranks start.
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
@@ -84,12 +84,16 @@ REFUSED: list[tuple[DigitsConfig | LmConfig | MrpcConfig, str]] = [
     (lm(sample=-1), "--sample must be at least 0, not -1"),
     (lm(sharded=True), "--sharded cannot shard Muon"),
     (mrpc(max_length=0), "--max-length must be at least 8, not 0"),
+    (mrpc(dropout=1.0), "--dropout must be at least 0 and below 1, not 1.0"),
+    (mrpc(virtual_ranks=8, balance=True), "--balance cuts batches into unequal slices"),
     (mrpc(data="nowhere"), "--data nowhere: no such folder"),
     (mrpc(data="broken"), "broken/dev.tsv, line 3: not Quality, #1 ID"),
-    (mrpc(model="./nowhere"), "'./nowhere' is neither a folder nor the name of a model"),
-    (mrpc(model="data"), "--model data has no config.json; give a folder that save_pretrained() wrote"),
-    (mrpc(model="untokenized"), "has no tokenizer_config.json"),
-    (mrpc(model="weightless"), "has no weights; give a folder"),
+    (mrpc(model="./nowhere"), "--model './nowhere' is neither a folder nor the name of a model on the hub"),
+    (mrpc(random_init="nowhere", model=DEFAULT_MODEL), "--random-init nowhere has no config.json"),
+    (mrpc(random_init="nowhere", model="org/name"), "exclude each other"),
+    (mrpc(model="data"), "has no config.json; give the folder of a Hugging Face model"),
+    (mrpc(model="untokenized"), "has no tokenizer"),
+    (mrpc(model="weightless"), "the folder has no weights; give one that save_pretrained() wrote"),
 ]
 
 
@@ -104,7 +108,7 @@ def test_a_wrong_option_is_refused_before_any_rank_starts(
 
 
 def test_what_is_right_is_taken() -> None:
-    for config in (digits(), lm(), mrpc()):
+    for config in (digits(), lm(), mrpc(), MrpcConfig(data="data", random_init="weightless")):
         config.check()
 
 

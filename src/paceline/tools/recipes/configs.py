@@ -80,27 +80,47 @@ class MrpcConfig(TrainingOptions):
     decay: str = changed("decay", "cosine")
     clip_norm: float | None = changed("clip_norm", 1.0)
     model: str = option(DEFAULT_MODEL, "Hugging Face model: a folder, or a name on the hub.", "NAME|DIR")
+    random_init: str | None = option(None, "Start from random weights: folder with config.json and tokenizer.", "DIR")
     data: str = option(ON_THE_HUB, "Folder with MRPC's TSV files, or glue/mrpc for the hub's copy.", "DIR")
     max_length: int = option(128, "Maximum number of tokens in a pair.")
+    dropout: float | None = option(None, "Dropout probability. Default: the model's.")
+    balance: bool = option(False, "Balance padded lengths between ranks instead of pair counts.")
 
     def check(self) -> None:
         from paceline.tools.recipes import pairs
-        from paceline.tools.recipes.hugging_face import fetch_model, folder_of
+        from paceline.tools.recipes.hugging_face import fetch_model
 
         super().check()
         whole_number("--max-length", self.max_length, minimum=8)
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise UsageError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
+        if self.balance and self.virtual_ranks is not None:
+            raise UsageError(
+                f"--balance cuts batches into unequal slices, but --virtual-ranks {self.virtual_ranks} needs equal "
+                "ones; leave one of them out"
+            )
+        if self.random_init is not None and self.model != DEFAULT_MODEL:
+            raise UsageError("--model and --random-init exclude each other; leave one of them out")
         in_folder = Path(self.data).is_dir()
         validate_installed(("transformers", *(() if in_folder else ("datasets",))), "recipes", "the mrpc recipe")
         if not in_folder and self.data != ON_THE_HUB:
             raise UsageError(
                 f"--data {self.data}: no such folder; give MRPC's folder, or {ON_THE_HUB} for the hub's copy"
             )
-        fetch_model(self.model, "--model FOLDER (a model saved with its tokenizer)")
+        remedy = "--model FOLDER (a model saved with its tokenizer) or --random-init FOLDER (config.json and tokenizer)"
+        if self.random_init is None:
+            fetch_model(self.model, remedy)
         if not in_folder and not pairs.hub_is_cached():
             hub.fetch(f"the data {ON_THE_HUB}", "--data FOLDER (with MRPC's TSV files)", pairs.read_hub)
-        folder_of(self.model)
+        self.folder()
         if in_folder:
             self.pairs()  # reports a broken row before ranks start
+
+    def folder(self) -> Path:
+        """Return the folder with configuration, tokenizer and, without ``--random-init``, weights."""
+        from paceline.tools.recipes.hugging_face import folder_of
+
+        return folder_of(self.model) if self.random_init is None else folder_of(self.random_init, "--random-init")
 
     def pairs(self) -> Splits:
         from paceline.tools.recipes import pairs

@@ -6,6 +6,7 @@ wrong values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,25 +18,31 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.tools.shared import hub
 
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
+PADDING = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+"""Padding tokens for tokenizers without one; any token works, because padding is masked."""
+
 
 def fetch_model(name: str, remedy: str) -> None:
     """Download the model `name`, unless it is a folder or already in the cache."""
-    if not Path(name).is_dir() and hub.cached_model(name) is None:
+    if Path(name).is_dir():
+        return
+    if not HUB_NAME.fullmatch(name):
+        raise UsageError(f"--model {name!r} is neither a folder nor the name of a model on the hub")
+    if hub.cached_model(name) is None:
         hub.fetch(f"the model {name}", remedy, partial(hub.fetch_model, name))
 
 
-def folder_of(name: str) -> Path:
-    """Return the folder of a model that is complete: a folder, or one in the hub's cache."""
-    folder = Path(name) if Path(name).is_dir() else hub.cached_model(name)
-    assert folder is not None, "fetch_model() has downloaded it"
-    lacking = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
-    if not hub.has_weights(folder):
-        lacking.append("weights")
-    if lacking:
-        raise UsageError(
-            f"--model {name} has no {lacking[0]}; give a folder that "
-            "save_pretrained() wrote for a model and its tokenizer"
-        )
+def folder_of(name: str, option: str = "--model") -> Path:
+    """Return the folder of the model given as `option`; with ``--random-init`` it needs no weights."""
+    folder = Path(name) if Path(name).is_dir() or option != "--model" else hub.cached_model(name)
+    if folder is None or not (folder / "config.json").is_file():
+        raise UsageError(f"{option} {name} has no config.json; give the folder of a Hugging Face model")
+    if not any((folder / file).is_file() for file in TOKENIZERS):
+        raise UsageError(f"{option}: {folder} has no tokenizer; copy its tokenizer.json there")
+    if option == "--model" and not hub.has_weights(folder):
+        raise UsageError(f"{option} {name}: the folder has no weights; give one that save_pretrained() wrote")
     return folder
 
 
@@ -50,12 +57,18 @@ def load(kind: str, folder: Path, function: Any, *arguments: Any, **options: Any
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer in `folder`, with right padding and a padding token."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = load("tokenizer", folder, AutoTokenizer.from_pretrained, str(folder))
+    if (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
+        # Not AutoTokenizer, which would choose a class from the configuration.
+        file = str(folder / "tokenizer.json")
+        tokenizer = load("tokenizer", folder, PreTrainedTokenizerFast, tokenizer_file=file)
+    else:
+        tokenizer = load("tokenizer", folder, AutoTokenizer.from_pretrained, str(folder))
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token  # any token works, because padding is masked
+        names = [tokenizer.eos_token, *PADDING, tokenizer.unk_token]
+        tokenizer.pad_token = next((name for name in names if name in tokenizer.get_vocab()), None)
     if tokenizer.pad_token is None:
         raise UsageError(f"the tokenizer in {folder} has no token to pad with; name one as pad_token in its config")
     return tokenizer
@@ -71,21 +84,29 @@ def validate_known(tokenizer: Any, rows: Sequence[Sequence[int]]) -> None:
         )
 
 
-def classifier(folder: Path, tokenizer: Any) -> nn.Module:
+def classifier(folder: Path, tokenizer: Any, dropout: float | None, *, is_random: bool) -> nn.Module:
     """Build a float32 classifier with two labels."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = load("classifier", folder, AutoConfig.from_pretrained, str(folder), num_labels=2)
     config.pad_token_id, config.use_cache = tokenizer.pad_token_id, False
+    for name, value in config.to_dict().items() if dropout is not None else ():
+        # The names of dropout probabilities depend on the architecture.
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, float | int) and not isinstance(value, bool):
+            setattr(config, name, dropout)
+    loaded: Any = AutoModelForSequenceClassification
+    if is_random:
+        # A small configuration may be combined with the tokenizer of a large model.
+        config.vocab_size = max(config.vocab_size, len(tokenizer))
+        return load("classifier", folder, loaded.from_config, config, dtype=torch.float32)  # type: ignore[no-any-return]
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    function = AutoModelForSequenceClassification.from_pretrained
-    model, info = load("classifier", folder, function, str(folder), **options)
+    model, info = load("classifier", folder, loaded.from_pretrained, str(folder), **options)
     # Only the head and the pooler may be randomly initialized.
     body = [key for key in info["missing_keys"] if key.startswith(f"{model.base_model_prefix}.")]
     if lacking := sorted(key for key in body if "pooler" not in key):
         raise UsageError(
-            f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]!r}; give "
-            "the weights of this model"
+            f"the weights in {folder} lack {len(lacking)} of the model's tensors, such as {lacking[0]!r}; give the "
+            "weights of this model, or --random-init"
         )
     return model  # type: ignore[no-any-return]
 

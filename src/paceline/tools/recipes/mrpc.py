@@ -13,12 +13,13 @@ from paceline.core.state.rng import set_seed
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.tools.recipes.configs import MrpcConfig
-from paceline.tools.recipes.hugging_face import classifier, folder_of, load_tokenizer, validate_fitting, validate_known
-from paceline.tools.recipes.pairs import f1_score, tokenize
+from paceline.tools.recipes.hugging_face import classifier, load_tokenizer, validate_fitting, validate_known
+from paceline.tools.recipes.pairs import f1_score, majority_baseline, tokenize
 from paceline.tools.recipes.report import Report, finish, gather_report
 from paceline.tools.shared import hub
 from paceline.train import Evaluation, Result
 
+REPORTED = ("accuracy", "f1", "loss", "majority_accuracy", "majority_f1")
 WEIGHT_DECAY = 0.01
 SUMS = ("loss", "right", "true_positives", "predicted", "positives")
 
@@ -58,19 +59,20 @@ def optimizer_of(model: nn.Module, config: MrpcConfig) -> torch.optim.Optimizer:
         {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, fused=True)
+    fused = parameters[0].device.type in ("cpu", "cuda")
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, fused=fused)
 
 
 def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     """Train on this rank; the report is the same on every rank."""
     from transformers import DataCollatorWithPadding
 
-    pairs, folder = config.pairs(), folder_of(config.model)
+    pairs, folder = config.pairs(), config.folder()
     tokenizer = load_tokenizer(folder)
     train_data, dev_data = (tokenize(tokenizer, part, config.max_length) for part in pairs)
     validate_known(tokenizer, [row["input_ids"] for row in train_data.rows])
     with set_seed(config.seed):
-        net = classifier(folder, tokenizer)
+        net = classifier(folder, tokenizer, config.dropout, is_random=config.random_init is not None)
     validate_fitting(net, len(tokenizer), max(train_data.lengths + dev_data.lengths))
     size = sum(parameter.numel() for parameter in net.parameters())
     world.print(f"{type(net).__name__}, {size:,} parameters; {len(train_data):,} pairs, {len(dev_data):,} held out")
@@ -78,11 +80,19 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     collate: Any = DataCollatorWithPadding(tokenizer)
     held_out = DataLoader(dev_data, batch_size=8 * (config.virtual_ranks or world.size), collate_fn=collate)
     evaluation = Evaluation(held_out, sums, SUMS, scores)
-    loading: dict[str, Any] = {"collate_fn": collate}
-    if config.virtual_ranks is None:  # balance padded tokens between ranks; virtual ranks need slices of equal length
-        loading |= {"cost": train_data.lengths, "padded": True, "accumulate": config.micro_batches}
+    # The loader accepts `accumulate` only with `cost`.
+    balance = {"cost": train_data.lengths, "padded": True, "accumulate": config.micro_batches}
+    loading = {"collate_fn": collate, **(balance if config.balance else {})}
     result = config.train(model, optimizer_of(model, config), loss, train_data, evaluation, **loading)
+    result.metrics.update(majority_baseline(*pairs))
     return gather_report(model, result, world), result
+
+
+def remark(report: Report) -> str:
+    """Return a remark if always predicting the more frequent class is at least as good; else an empty string."""
+    worse = [name for name in ("accuracy", "f1") if not report[name] > report[f"majority_{name}"]]
+    figures = ", ".join(f"{name} {report[name]:.3f} against {report[f'majority_{name}']:.3f}" for name in worse)
+    return f"Always predicting the more frequent class is at least as good: {figures}. Train longer." if worse else ""
 
 
 def main(text: str) -> None:
@@ -91,4 +101,6 @@ def main(text: str) -> None:
     config = MrpcConfig.from_json(text)
     with init(config.backend) as world:
         report, result = train_mrpc(config, world)
-        finish("mrpc", report, ("accuracy", "f1", "loss"), result, config)
+        finish("mrpc", report, REPORTED, result, config)
+        if message := remark(report):
+            world.print(message)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SETTINGS = "max_steps clip_norm precision evaluate_every resume allow_changed_settings"
 """Options that have the same name as a setting of the Trainer."""
 PANELS = {
-    "Training": "epochs max_steps batch_size lr warmup_steps decay clip_norm precision seed "
+    "Training": "epochs max_steps batch_size lr warmup_steps decay dropout clip_norm precision seed "
     "micro_batches virtual_ranks sharded evaluate_every",
     "Checkpoints": "checkpoint_dir checkpoint_every resume allow_changed_settings",
     "Results": "metrics tensorboard log_every json profile",
