@@ -9,7 +9,7 @@ from paceline.train.metrics.loggers import JsonLines, Logger, MLflow, TensorBoar
 from paceline.train.prediction import predict
 from paceline.train.run.result import Result
 from paceline.train.run.run import Run
-from paceline.train.schedule import lr_factor
+from paceline.train.schedule import lr_factor, scaled_lr
 from paceline.train.trainer import Trainer
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "evaluate",
     "lr_factor",
     "predict",
+    "scaled_lr",
 ]

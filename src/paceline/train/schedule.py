@@ -1,13 +1,19 @@
-"""Learning rates: linear warm-up, and decay. All steps are optimizer steps.
+"""Learning rates: scaling with the global batch, linear warm-up, and decay. All steps are optimizer steps.
+
+    rule        rate for a batch of k · base samples    source
+    none        lr
+    linear      lr · k                                  Goyal et al., "Accurate, Large Minibatch SGD", 2017; for SGD
+    sqrt        lr · √k                                 Krizhevsky, "One weird trick for parallelizing convolutional
+                                                        neural networks", 2014; Malladi et al., "On the SDEs and Scaling
+                                                        Rules for Adaptive Gradient Algorithms", 2022; for Adam
 
     decay       factor after the warm-up, for t from 0 to 1
     none        1
     linear      1 - t
     cosine      (1 + cos(π · t)) / 2                    Loshchilov and Hutter, "SGDR", 2017
-    wsd         1, then 1 - t over the last tenth       warm-up, stable, decay: Hu et al., "MiniCPM", 2024
+    wsd         1, then 1 - t over the last steps       warm-up, stable, decay: Hu et al., "MiniCPM", 2024
 
-With ``decay_to``, a factor f becomes ``decay_to + (1 - decay_to) · f``. The warm-up follows Goyal et al.,
-"Accurate, Large Minibatch SGD", 2017.
+With ``decay_to``, a factor f becomes ``decay_to + (1 - decay_to) · f``. The warm-up follows Goyal et al.
 """
 
 from __future__ import annotations
@@ -24,7 +30,24 @@ from paceline.core.output.wording import with_article
 from paceline.errors import UsageError
 from paceline.train.config import TrainConfig
 
+LrScaling = Literal["none", "linear", "sqrt"]
 Decay = Literal["none", "linear", "cosine", "wsd"]
+
+
+def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: int | None) -> float:
+    """Return the learning rate for a global batch of `batch_size`, given `lr` for a batch of `base_batch_size` samples.
+
+    Raises:
+        UsageError: for an unknown rule, or a rule without a base batch size.
+    """
+    if choice("lr_scaling", scaling, get_args(LrScaling)) == "none":
+        return lr
+    if base_batch_size is None or base_batch_size < 1:
+        raise UsageError(
+            f"lr_scaling={scaling!r} needs base_batch_size; give the global batch size that lr was tuned for"
+        )
+    ratio = batch_size / base_batch_size
+    return lr * (ratio if scaling == "linear" else math.sqrt(ratio))
 
 
 def lr_factor(
@@ -32,13 +55,14 @@ def lr_factor(
     warmup_steps: int = 0,
     decay: Decay = "none",
     total_steps: int | None = None,
+    decay_steps: int | None = None,
     decay_to: float = 0.0,
 ) -> float:
     """Return the factor of the learning rate in optimizer step `step`, counted from 0.
 
     The factor rises linearly from 1/`warmup_steps` to 1. Then it stays at 1, or falls toward `decay_to`, which it would
-    reach one step after the last of `total_steps`. With ``"wsd"`` it falls only in the last tenth of all steps. To use
-    it as a schedule in the Trainer::
+    reach one step after the last of `total_steps`. With ``"wsd"`` it falls only in the last `decay_steps`, by default a
+    tenth of all steps. To use it as a schedule in the Trainer::
 
         LambdaLR(optimizer, partial(lr_factor, warmup_steps=100, decay="cosine", total_steps=1000))
 
@@ -54,7 +78,7 @@ def lr_factor(
         return 1.0
     start = warmup_steps
     if decay == "wsd":
-        start = max(start, total_steps - max(1, total_steps // 10))
+        start = max(start, total_steps - (max(1, total_steps // 10) if decay_steps is None else decay_steps))
     share = min(1.0, max(0, step - start) / max(1, total_steps - start))
     factor = (1 + math.cos(math.pi * share)) / 2 if decay == "cosine" else 1 - share
     return decay_to + (1 - decay_to) * factor

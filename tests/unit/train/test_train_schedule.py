@@ -5,27 +5,42 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.train.schedule import lr_factor
+from paceline.train.schedule import lr_factor, scaled_lr
 
-FACTORS = [
-    # warm-up, decay, decay_to, total -> the factor of each step
-    (6, "linear", 0.0, 4, [1 / 6, 2 / 6, 3 / 6, 4 / 6]),
-    (2, "linear", 0.0, 6, [1 / 2, 1, 1, 3 / 4, 2 / 4, 1 / 4]),
-    (2, "cosine", 0.0, 4, [1 / 2, 1, 1, 1 / 2]),
-    (0, "linear", 0.5, 4, [1, 7 / 8, 6 / 8, 5 / 8]),
-    (0, "wsd", 0.0, 20, [1] * 19 + [1 / 2]),
-    (3, "wsd", 0.5, 20, [1 / 3, 2 / 3, *[1] * 17, 3 / 4]),
-    (28, "wsd", 0.0, 30, [*(step / 28 for step in range(1, 29)), 1, 1 / 2]),  # not before the end of the warm-up
-    (0, "wsd", 0.0, 4, [1, 1, 1, 1]),  # a tenth is less than a step: one, whose factor is still 1
+SCALED = [
+    # lr, rule, batch, base -> lr
+    (0.1, "none", 256, 32, 0.1),
+    (0.1, "linear", 256, 32, 0.8),
+    (0.1, "linear", 16, 32, 0.05),
+    (0.1, "sqrt", 128, 32, 0.2),
 ]
 
 
-@pytest.mark.parametrize(("warmup", "decay", "decay_to", "total", "expected"), FACTORS)
-def test_the_factor_follows_the_decay_to_where_it_ends(warmup, decay, decay_to, total, expected) -> None:
-    factors = [lr_factor(step, warmup, decay, total, decay_to) for step in range(total)]
+@pytest.mark.parametrize(("lr", "rule", "batch", "base", "expected"), SCALED)
+def test_the_learning_rate_follows_the_global_batch(lr, rule, batch, base, expected) -> None:
+    assert scaled_lr(lr, rule, batch, base) == pytest.approx(expected, rel=1e-12)
+
+
+FACTORS = [
+    # warm-up, decay, decay_steps, decay_to, total -> the factor of each step
+    (6, "linear", None, 0.0, 4, [1 / 6, 2 / 6, 3 / 6, 4 / 6]),
+    (2, "linear", None, 0.0, 6, [1 / 2, 1, 1, 3 / 4, 2 / 4, 1 / 4]),
+    (2, "cosine", None, 0.0, 4, [1 / 2, 1, 1, 1 / 2]),
+    (0, "linear", None, 0.5, 4, [1, 7 / 8, 6 / 8, 5 / 8]),
+    (2, "wsd", 2, 0.0, 6, [1 / 2, 1, 1, 1, 1, 1 / 2]),
+    (1, "wsd", 4, 0.5, 6, [1, 1, 1, 7 / 8, 6 / 8, 5 / 8]),
+    (3, "wsd", 9, 0.0, 6, [1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3]),  # no longer than there are steps behind the warm-up
+    (0, "wsd", None, 0.0, 20, [1] * 19 + [1 / 2]),
+    (0, "wsd", None, 0.0, 4, [1, 1, 1, 1]),  # a tenth is less than a step: one, whose factor is still 1
+]
+
+
+@pytest.mark.parametrize(("warmup", "decay", "decay_steps", "decay_to", "total", "expected"), FACTORS)
+def test_the_factor_follows_the_decay_to_where_it_ends(warmup, decay, decay_steps, decay_to, total, expected) -> None:
+    factors = [lr_factor(step, warmup, decay, total, decay_steps, decay_to) for step in range(total)]
     assert factors == pytest.approx(expected, rel=1e-12)
     if warmup < total:
-        assert lr_factor(total, warmup, decay, total, decay_to) == pytest.approx(decay_to)
+        assert lr_factor(total, warmup, decay, total, decay_steps, decay_to) == pytest.approx(decay_to)
 
 
 def test_the_cosine_is_torchs() -> None:
