@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -246,12 +246,20 @@ class Loop:
         log.write(self.result.steps, self.state.line(values))
 
     def _evaluate_if_due(self, log: Loggers, display: ProgressDisplay, *, is_save_due: bool = False) -> None:
-        """If an evaluation is due, pass its result to the scheduler, the callbacks, the loggers and the saves."""
-        if self.evaluation is None or not self._is_evaluation_due:
-            return
+        if self.evaluation is not None and self._is_evaluation_due:
+            self._evaluate(self.evaluation, log, display, is_save_due)
+
+    def _evaluate(self, evaluation: Evaluation, log: Loggers, display: ProgressDisplay, is_save_due: bool) -> None:
+        """Evaluate, and pass the result to the scheduler, the callbacks, the loggers and the saves."""
+
+        def interruptible_sums(module: torch.nn.Module, batch: Any) -> Any:
+            sums = evaluation.sums(module, batch)
+            self.interrupts.check()
+            return sums
+
         self._count_time()
         with self.step.autocast(), self.callbacks.evaluating():
-            metrics = evaluate(self.model, self.evaluation)
+            metrics = evaluate(self.model, replace(evaluation, sums=interruptible_sums))
         self._clock = time.perf_counter()
         # Checked here because the names that derive() returns are unknown before the first evaluation.
         validate_metrics(self.wanted, metrics)

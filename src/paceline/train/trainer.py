@@ -159,7 +159,7 @@ class Trainer:
 
         Callbacks may end the training earlier (:meth:`Run.stop`).
 
-        Ctrl-C ends the training after the step, evaluation, restore or save in progress; a second Ctrl-C ends it
+        Ctrl-C ends the training after the step, evaluation batch, restore or save in progress; a second Ctrl-C ends it
         at once. (This applies to a single process; with several processes, the launcher ends the job.) Afterwards, or
         after an error, call ``fit()`` again to continue after the last optimizer step. An evaluation that was due runs
         first. The Checkpointer stays open until the training ends or you close it.
