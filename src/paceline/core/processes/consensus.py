@@ -21,8 +21,6 @@ from paceline.core.processes.world import World, current
 
 _LIMIT = 2**40
 """Maximum message size in bytes. Effectively unlimited, because only our own ranks send messages."""
-_FIRST = 1024
-"""Number of bytes sent along with the size. Most messages are shorter and need only one collective."""
 _KINDS: dict[str, type[errors.PacelineError]] = {
     kind.__name__: kind
     for kind in (
@@ -94,14 +92,10 @@ def gather(world: World, value: Any) -> list[Any]:
         return [value]
     raw = encode(value)
     with collective("exchange of reports"):
-        heads = _all_gather(_head(raw))
-        sizes = [_size(head) for head in heads]
-        texts = [head[8:] for head in heads]
-        # All ranks know the longest text, so they agree on whether a second gather is needed.
-        if (longest := max(sizes)) > _FIRST:
-            rest = torch.zeros(longest - _FIRST, dtype=torch.uint8, device=raw.device)
-            rest[: max(0, raw.numel() - _FIRST)] = raw[_FIRST:]
-            texts = [torch.cat(parts) for parts in zip(texts, _all_gather(rest), strict=True)]
+        sizes = [int(size) for size in _all_gather(_size(raw))]
+        padded = raw.new_zeros(max(sizes))
+        padded[: raw.numel()] = raw
+        texts = _all_gather(padded)
     return [decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
 
@@ -115,25 +109,15 @@ def _broadcast(value: Any) -> Any:
     """Return rank 0's JSON value on every rank."""
     with collective("broadcast of rank 0's decision"):
         raw = encode(value)  # on ranks other than 0, only a placeholder on the right device
-        head = _head(raw)
-        dist.broadcast(head, src=0)
-        if (size := _size(head)) > _FIRST:
-            rest = raw[_FIRST:].clone() if dist.get_rank() == 0 else head.new_empty(size - _FIRST)
-            dist.broadcast(rest, src=0)
-            head = torch.cat([head, rest])
-    return value if dist.get_rank() == 0 else decode(head[8 : 8 + size])
+        size = _size(raw)
+        dist.broadcast(size, src=0)
+        text = raw if dist.get_rank() == 0 else raw.new_empty(int(size))
+        dist.broadcast(text, src=0)
+    return value if dist.get_rank() == 0 else decode(text)
 
 
-def _head(raw: torch.Tensor) -> torch.Tensor:
-    """Return the size of `raw` and its first bytes, padded to the same length on every rank."""
-    head = torch.zeros(8 + _FIRST, dtype=torch.uint8, device=raw.device)
-    head[:8] = torch.tensor([raw.numel()], device=raw.device).view(torch.uint8)
-    head[8 : 8 + raw.numel()] = raw[:_FIRST]
-    return head
-
-
-def _size(head: torch.Tensor) -> int:
-    return int(head[:8].view(torch.int64))
+def _size(raw: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([raw.numel()], device=raw.device)
 
 
 def carrier() -> torch.device:
