@@ -77,8 +77,6 @@ REFUSED = {
     "no value behind a recipe": (["compare", "digits", "--steps"], "Option '--steps' requires an argument"),
     "mistyped option": (["train", "digits", "--epohcs", "3"], "No such option: --epohcs; did you mean --epochs?"),
     "mistyped option of run": (["run", "--nporc", "3", "x.py"], "no option --nporc; did you mean --nproc?"),
-    "former option": (["train", "digits", "--timeout=9"], "mean the environment variable PACELINE_TIMEOUT?"),
-    "former option of run": (["run", "--grace=9", "x.py"], "did you mean --shutdown-timeout of paceline run?"),
     "help as a word": (["help"], "unknown command 'help'; did you mean paceline --help?"),
     "a script without run": (["x.py"], "unknown command 'x.py'; did you mean paceline run x.py?"),
     "mpirun's -n": (["run", "-n", "2", "x.py"], "no option -n; did you mean --nproc?"),

@@ -14,22 +14,13 @@ from typer.core import TyperCommand, TyperGroup
 from paceline.core.output.messages import end_echo, say
 from paceline.errors import UsageError
 
-FORMER = {
-    "--grace": "--shutdown-timeout of paceline run",
-    "--no-preload": "the environment variable PACELINE_PRELOAD=0",
-    "--pin": "--numa-binding of paceline run",
-    "--timeout": "the environment variable PACELINE_TIMEOUT",
-}
-"""Former options and their replacements. The existing options with the closest names would be wrong suggestions."""
-
 
 def or_near(name: str, candidates: Iterable[str]) -> str:
     """Return "; did you mean --nproc?" if one of the `candidates` is close to `name`; empty otherwise."""
     names = list(candidates)
     if name.startswith("-n") and "--nproc" in names:  # mpirun and srun accept -n 2, -n2 and -np 2
         return "; did you mean --nproc?"
-    option = name.partition("=")[0]
-    near = [FORMER[option]] if option in FORMER else get_close_matches(option, names, 1)
+    near = get_close_matches(name.partition("=")[0], names, 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
