@@ -21,12 +21,6 @@ from torch.optim import Optimizer
 from paceline.comm.forking import finalize
 from paceline.core.state.optimizer_shards import Assembly, Window, settings_of
 from paceline.core.torch_internals.compile import never_compiled
-from paceline.core.torch_internals.optimizer_hooks import (
-    after_load,
-    after_state_dict,
-    before_load,
-    before_state_dict,
-)
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 from paceline.optim import states
@@ -190,8 +184,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard, like :meth:`local_state`; see :meth:`full_state_dict` for the whole state."""
-        before_state_dict(self)
-        return after_state_dict(self, self.local_state())
+        return self.local_state()
 
     def full_state_dict(self, to: int | None = None) -> dict[str, Any] | None:
         """Return the state of the unsharded optimizer on every rank, or only on rank `to`; other ranks then get None.
@@ -215,9 +208,17 @@ class ShardedOptimizer(Optimizer):
             CheckpointMismatch: if the state is for other parameters, or a shard is missing or is another rank's.
         """
         self._sharding.follow()
-        loaded = states.find_owned(before_load(self, state_dict), self.owned, self._subject)
+        loaded = states.find_owned(state_dict, self.owned, self._subject)
         states.load(loaded, self.owned, self.param_groups, self._inner)
-        after_load(self)
+
+    def _refuse_hook(self, *_: Any, **options: Any) -> Any:
+        raise UsageError(
+            "a ShardedOptimizer does not run hooks on its state dict; change the result of state_dict(), or the "
+            "argument of load_state_dict()"
+        )
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a ShardedOptimizer cannot be copied or pickled; create another one and load its state_dict()")

@@ -40,7 +40,6 @@ from paceline.core.torch_internals import (
     compile,
     data,
     fake_tensors,
-    optimizer_hooks,
     profiler,
     tensors,
 )
@@ -679,24 +678,6 @@ def _() -> None:
 def _() -> None:
     loader = DataLoader([1, 2], batch_size=2)
     assert data.parts_of(iter(loader)) == (loader.dataset, loader.batch_sampler, 0)
-
-
-@contract(
-    "Optimizer._optimizer_state_dict_pre_hooks",
-    "Optimizer._optimizer_state_dict_post_hooks",
-    "Optimizer._optimizer_load_state_dict_pre_hooks",
-    "Optimizer._optimizer_load_state_dict_post_hooks",
-)
-def _() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    seen: list[str] = []
-    for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
-        getattr(optimizer, f"register_{kind}_hook")(lambda *_, kind=kind: seen.append(kind))
-    optimizer_hooks.before_state_dict(optimizer)
-    optimizer_hooks.after_state_dict(optimizer, {})
-    optimizer_hooks.before_load(optimizer, {})
-    optimizer_hooks.after_load(optimizer)
-    assert seen == ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
 
 
 @contract("GradScaler._per_optimizer_states")

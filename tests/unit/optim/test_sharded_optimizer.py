@@ -186,6 +186,9 @@ def refused(function: Any, *arguments: Any, **options: Any) -> str:
     return str(caught.value)
 
 
+STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+
 def refusals(world: World) -> dict[str, str]:
     model = wrap(world, Net())
     parameters = list(model.parameters())
@@ -202,6 +205,8 @@ def refusals(world: World) -> dict[str, str]:
     found["closure"] = refused(optimizer.step, lambda: 1.0)
     found["early"] = refused(optimizer.step)
     found["copy"] = refused(copy.deepcopy, optimizer)
+    for when in STATE_HOOKS:
+        found[when] = refused(getattr(optimizer, f"register_{when}_hook"), print)
     if world.size > 1:
         found["shard"] = refused(optimizer.load_state_dict, [optimizer.local_state()])
     with model.join():  # type: ignore[operator]
@@ -223,6 +228,7 @@ def test_bad_input_is_refused_in_one_line(pools: Pools) -> None:
         "closure": "takes no closure",
         "early": "none of its parameters has a gradient",
         "copy": "cannot be copied",
+        **dict.fromkeys(STATE_HOOKS, "does not run hooks on its state dict"),
         "shard": "in 2 shards, and that of rank 1 is missing",
         "join": "inside model.join()",
     }
