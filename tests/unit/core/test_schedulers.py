@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from paceline.core.processes.schedulers import PORTS, adopted
+from paceline.core.processes.schedulers import PORTS, adopt, adopted
 from paceline.core.processes.world import _place
 from paceline.errors import WorldError
-from processes import Running
+from processes import Running, paceline
 
 SRUN = {
     "SLURM_JOB_ID": "7",
@@ -94,6 +95,53 @@ def test_a_process_that_cannot_tell_its_place_is_refused(environment: dict[str, 
     with pytest.raises(WorldError, match=says) as refused:
         adopted(environment)
     assert "\n" not in str(refused.value)
+
+
+def test_a_first_node_whose_name_nobody_knows_is_refused_at_once() -> None:
+    # The ranks looked for it until their timeout, ten minutes, and each then showed sixty lines of torch's.
+    nowhere = SRUN | {"SLURM_STEP_NODELIST": "no-such-node.invalid"}
+    with pytest.raises(WorldError, match=r"rank 3: .*first node, 'no-such-node.invalid', .*; set MASTER_ADDR to an ad"):
+        adopt(dict(nowhere))
+    environment = nowhere | {"MASTER_ADDR": "10.0.0.1"}
+    adopt(environment)
+    assert (environment["RANK"], environment["MASTER_ADDR"]) == ("3", "10.0.0.1")
+
+
+SHELL = """
+import os, pty, sys
+from paceline.core.processes.schedulers import adopt
+pid, terminal = pty.fork()
+if pid == 0:  # the leader of a session with a terminal, as the shell of srun --pty is
+    child = os.fork()
+    if child == 0:
+        if sys.argv[1] == "typed":
+            os.setpgid(0, 0)
+        adopt(os.environ)
+        print("a rank")
+        sys.exit()
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+said = b""
+try:
+    while more := os.read(terminal, 4096):
+        said += more
+except OSError:
+    pass
+print(said.decode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("typed", "this shell is one of 5 tasks of srun --pty, .*; use 'paceline run --nproc 5"), ("script", "a rank")],
+)
+def test_a_command_typed_into_a_shell_of_srun_is_refused_and_one_in_a_script_is_a_rank(
+    how: str, says: str, tmp_path: Path
+) -> None:
+    # It waited half an hour for three ranks, and did not say why.
+    step = {"SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0", "SLURM_PTY_PORT": "40512"}
+    done = paceline(tmp_path, how, program=("-c", SHELL), fork="all", **(SRUN | step))
+    assert done.returncode == 0
+    assert re.search(says, done.stdout)
 
 
 @pytest.mark.parametrize("more", [{}, {"WORLD_SIZE": "1"}])

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from paceline.errors import WorldError
@@ -60,6 +61,27 @@ UNKNOWN = ("PMIX_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID", "FLUX_TASK_RANK", 
 """Rank variables of unsupported engines."""
 
 
+def adopt(environment: MutableMapping[str, str]) -> None:
+    """Set torchrun's variables in `environment`, if one of the :data:`STARTERS` started this process."""
+    variables = adopted(environment)
+    if variables and is_typed(environment):  # the other ranks would never start
+        size = variables["WORLD_SIZE"]
+        raise WorldError(
+            f"this shell is one of {size} tasks of srun --pty, and the other tasks do not run commands typed here; use "
+            f"'paceline run --nproc {size} script.py' (or --nproc 1), or use srun outside of this shell"
+        )
+    if variables and "MASTER_ADDR" not in environment:
+        address = variables["MASTER_ADDR"]
+        try:
+            socket.getaddrinfo(address, None)
+        except OSError as error:  # the ranks would retry until their timeout
+            raise WorldError(
+                f"rank {variables['RANK']}: the name of the first node, {address!r}, cannot be resolved here "
+                f"({error.strerror}); set MASTER_ADDR to an address of that node on all ranks"
+            ) from None
+    environment.update(variables)
+
+
 def adopted(environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a process that one of the :data:`STARTERS` started; empty if none did.
 
@@ -86,6 +108,15 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
                 "start one 'paceline run' or torchrun on each host"
             )
     return {}
+
+
+def is_typed(environment: Mapping[str, str]) -> bool:
+    """Return whether the user typed this command in the interactive shell of an ``srun --pty`` task.
+
+    A shell with job control gives each command a separate process group. A program that srun starts on a terminal is in
+    the process group of its session's leader; tasks of a step without ``--pty`` do not read a terminal.
+    """
+    return "SLURM_PTY_PORT" in environment and os.isatty(0) and os.getpgrp() != os.getsid(0)
 
 
 def is_alone(environment: Mapping[str, str]) -> bool:

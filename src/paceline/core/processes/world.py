@@ -26,7 +26,7 @@ from paceline.core.processes.gpus import check_own_gpu, choose_gpu, gpu_name
 from paceline.core.processes.missing_ranks import called_by_all, collective, failed_to_connect
 from paceline.core.processes.nccl_communicators import aborting, destroy_all
 from paceline.core.processes.private_store import is_one_host, world_stores
-from paceline.core.processes.schedulers import adopted, is_alone
+from paceline.core.processes.schedulers import adopt, is_alone
 from paceline.core.processes.store_epochs import connecting, meet
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.failure_callbacks import show_mistakes_in_one_line
@@ -172,7 +172,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         _check_backend(backend)
         return current()
     strike("rendezvous")
-    os.environ.update(adopted(os.environ))  # torch and user code read torchrun's variables
+    adopt(os.environ)  # torch and user code read torchrun's variables
     place = _place(os.environ)
     if backend is not None:
         check_available(backend)
