@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, get_worker_info
 import paceline
 from paceline.core.processes.world import World
 from paceline.core.torch_internals import (
+    amp,
     autograd,
     compile,
     data,
@@ -677,6 +678,20 @@ def _() -> None:
 def _() -> None:
     loader = DataLoader([1, 2], batch_size=2)
     assert data.parts_of(iter(loader)) == (loader.dataset, loader.batch_sampler, 0)
+
+
+@contract("GradScaler._per_optimizer_states")
+def _() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(parameter.sum()).backward()
+    assert not amp.have_unscaled()
+    scaler.unscale_(optimizer)
+    assert amp.have_unscaled()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not amp.have_unscaled()
 
 
 @contract("LRScheduler._last_lr", "Optimizer.step._wrapped_by_lr_sched")

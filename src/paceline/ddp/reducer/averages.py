@@ -1,15 +1,25 @@
-"""Keeps track of the averages that a wrapper has put in ``p.grad``."""
+"""Keeps track of the averages that a wrapper has put in ``p.grad``, and of whether they are final.
+
+With GPUs, averages are published before the other ranks' control blocks have been read. Usually the blocks do not
+affect the averages. If a rank reports a gradient outside the buckets, however, its average is complete only after the
+blocks are read. Code that used the average earlier used a wrong value.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 
 from torch import Tensor
 
+from paceline.core.torch_internals.amp import have_unscaled
 from paceline.ddp.consistency.module_changes import Trained
 from paceline.ddp.reducer.bucket_set import BucketSet
 from paceline.ddp.transport.sparse import stored_elements
+from paceline.errors import UsageError
+
+_version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class Averages:
@@ -51,3 +61,72 @@ class Averages:
         if index in self.left_to_others() or self._buckets.is_average(index, gradient):
             return True
         return index in self._out_of_bucket and gradient is self._out_of_bucket[index]()
+
+
+class EarlyAverages:
+    """Averages as first published in ``p.grad``, with a check of whether they have been changed or used since.
+
+    Args:
+        rank: this rank.
+        trained: the parameters, whose ``grad`` has been set.
+        buckets: their buckets.
+        shown: the averages as first published, one for each parameter.
+    """
+
+    def __init__(self, rank: int, trained: Trained, buckets: BucketSet, shown: Sequence[Tensor]) -> None:
+        self._rank, self._names, self._parameters = rank, trained.names, trained.parameters
+        self._buckets, self._shown = buckets, shown
+        # The views of a bucket share one version counter, because they are views of one tensor.
+        self._versions = [bucket.views[0]._version for bucket in buckets.buckets]
+        # Averages outside the buckets: they have another dtype, or a user kept an earlier gradient.
+        self._copies = {
+            index: shown[index]._version
+            for index in (range(len(shown)) if shown is not buckets.views else ())
+            if shown[index] is not buckets.views[index]
+        }
+        # An optimizer step increments the versions of parameters, but not of gradients.
+        self._updates = sum(map(_version_of, self._parameters))
+
+    def find_used(self, unfinished: Collection[int]) -> UsageError | None:
+        """Return an error if one of the `unfinished` averages was used or changed before it was final."""
+        if not unfinished:
+            return None
+        # A GradScaler unscales gradients without incrementing their versions, so afterwards all gradients count as
+        # used.
+        all_used = sum(map(_version_of, self._parameters)) != self._updates or have_unscaled()
+        used = [index for index in sorted(unfinished) if all_used or self._was_changed(index)]
+        return self._error(used[0]) if used else None
+
+    def complete(self, late: Collection[int], out_of_bucket: Mapping[int, Tensor]) -> None:
+        """Publish the final averages of `late` and `out_of_bucket` gradients.
+
+        A gradient that the user has dropped since stays None.
+        """
+        for index in {*late, *out_of_bucket}:
+            parameter = self._parameters[index]
+            # An unbucketed parameter's gradient is None until now, so None does not mean that the user dropped it.
+            if parameter.grad is None and index not in self._buckets.unbucketed:
+                continue
+            if index in out_of_bucket:
+                parameter.grad = out_of_bucket[index]
+            elif index in self._copies:
+                self._shown[index].copy_(self._buckets.views[index])
+
+    def _was_changed(self, index: int) -> bool:
+        gradient = self._parameters[index].grad
+        if index in self._buckets.unbucketed or gradient is None:
+            return False
+        return gradient is not self._shown[index] or gradient._version != self._version_of(index)
+
+    def _version_of(self, index: int) -> int:
+        if index in self._copies:
+            return self._copies[index]
+        pairs = zip(self._buckets.buckets, self._versions, strict=True)
+        return next(version for bucket, version in pairs if index in bucket.indices)
+
+    def _error(self, index: int) -> UsageError:
+        return UsageError(
+            f"rank {self._rank}: the gradient of {self._names[index]!r} was changed or used before its "
+            "last part was added, which arrived after its bucket was reduced; call model.parameters() on "
+            "the wrapper before changing them, as in clip_grad_norm_(model.parameters(), 1.0): this waits for all parts"
+        )

@@ -8,8 +8,7 @@ a surprise, and if buckets carry no digest.
 
 With gradients on GPUs, ranks exchange blocks in every step and read them late, so that no rank waits for them during
 backward. Averages are published as soon as buckets are reduced. The blocks are read the next time gradients are
-accessed, usually by the optimizer step. If a rank then reports a gradient outside the buckets, the averages were
-incomplete when they were published, and every rank raises an error.
+accessed, usually by the optimizer step.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.module_changes import ModuleWatch, Trained, find_refusal
 from paceline.ddp.options.buckets import arrival_order
 from paceline.ddp.reducer.arrivals import Arrivals
-from paceline.ddp.reducer.averages import Averages
+from paceline.ddp.reducer.averages import Averages, EarlyAverages
 from paceline.ddp.reducer.backward import Backward, Phase
 from paceline.ddp.reducer.bucket_set import BucketSet
 from paceline.ddp.reducer.extension import Exchanged, Extensions
@@ -40,7 +39,6 @@ from paceline.ddp.transport.channel import Channel, Launched, Pausing
 from paceline.ddp.transport.exposed_time import ExposedTime
 from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, Finisher
 from paceline.ddp.transport.opening import TEST_HOST_CHANNEL
-from paceline.errors import UsageError
 
 logger = logging.getLogger(__name__)
 USUAL_STEPS = 16
@@ -184,6 +182,7 @@ class Exchange:
         if backward.absent:
             self._wait_for_block(backward)
         self._publish(backward, averages, _NOTHING, self.control.absent_everywhere() if backward.absent else [])
+        early = EarlyAverages(self.channel.rank, self.trained, self.buckets, averages)
         # The rest runs outside autograd, whose threads may drop the graph task while blocks are being read. If `task`
         # were still set, this would be mistaken for an exception.
         backward.task = None
@@ -192,7 +191,7 @@ class Exchange:
         backward.enter(Phase.WAITING)
         statuses = self._read_block(backward)
         if backward.has_report or not self.control.is_settled(statuses):
-            yield from self._act_on(backward, statuses, was_published=True)
+            yield from self._act_on(backward, statuses, early)
         else:  # most steps: the averages are final as published, and no rank has anything to report
             self.ledger.stop_agreed = False
 
@@ -215,38 +214,28 @@ class Exchange:
 
     # -- 8. act on the ranks' reports, 9. averages are published ----------------------------------------------------
 
-    def _act_on(self, backward: Backward, statuses: list[Status], *, was_published: bool = False) -> Pausing[None]:
-        """Act on the control blocks; then publish the averages, unless this was done before."""
+    def _act_on(self, backward: Backward, statuses: list[Status], early: EarlyAverages | None = None) -> Pausing[None]:
+        """Act on the control blocks; then publish the averages, or complete `early` ones."""
         if any(status.has_new_parameters for status in statuses):
             self._refuse_change(backward)
             return
         sparse, late = self.control.second_pass()
         # Raise errors only after the collectives below, because the other ranks wait for this rank in them.
         backward.defer(partial(self.control.check, statuses))
-        if was_published and (incomplete := [*sparse, *late]):
-            self._refuse_incomplete(backward, min(incomplete))
+        if early is not None and (used := early.find_used([*sparse, *late])) is not None:
+            backward.defer_error(used)
         exchanged = Exchanged(self.control, statuses, compute_scale([status.note for status in statuses]))
         for after_averages in self.extensions.after_averages:
             yield from after_averages(backward, exchanged)
         self.ledger.stop_agreed = any(status.asks_to_stop for status in statuses)
         # Do this before adopting the order of arrival, which gives the buckets new memory without the digest.
         self.late_reading.note(is_usual=self._is_usual(statuses))
-        if not was_published:
+        if early is None:
             self._publish_whole(backward)
             self._adopt_order()
-
-    def _refuse_incomplete(self, backward: Backward, index: int) -> None:
-        """Drop averages that were published without the gradient that parameter `index` got outside its bucket."""
-        for parameter in self.trained.parameters:
-            parameter.grad = None
-        backward.defer_error(
-            UsageError(
-                f"rank {self.channel.rank}: the gradient of {self.trained.names[index]!r} is sparse or arrived in "
-                f"several parts, unlike in the last {USUAL_STEPS} steps; on GPUs, averages are published before ranks "
-                "learn of this, so the gradients of this step were incomplete and are dropped; use dense gradients and "
-                "checkpoint(…, use_reentrant=False); to continue training, skip this step on every rank"
-            )
-        )
+        elif sparse or late:
+            early.complete(late, backward.out_of_bucket_averages)
+            self.averages.remember(backward.out_of_bucket_averages)
 
     def _refuse_change(self, backward: Backward) -> None:
         """Abandon a step because another rank's module has different parameters; every rank raises."""
