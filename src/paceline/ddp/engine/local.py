@@ -120,20 +120,14 @@ class LocalEngine:
             return
         self._ledger.backward_began(block)
         self._ledger.forget_dropped(parameters, in_backward=True)
-        if self._is_end_needed():  # skipped in an ordinary backward pass of a single rank, to save time
-            check_eager_backward(0)
-            self._share = self._sharing.begin()
-            # Only the callback holds the task, so if it is freed before the callback runs, the backward pass raised.
-            task = GraphTask()
-            self._task = weakref.ref(task, self._task_ended)
-            queue_callback(partial(self._end, task))
-            elsewhere = self._share.averaged_elsewhere
-            self._ledger.keep_gradients(self._trained.names, parameters, elsewhere, is_last=True)
-
-    def _is_end_needed(self) -> bool:
-        ledger = self._ledger
-        counts = self._check_finite or ledger.status.weighting or ledger.local_backwards
-        return bool(counts or ledger.status.asks_to_stop or self._sharing)
+        check_eager_backward(0)
+        self._share = self._sharing.begin()
+        # Only the callback holds the task, so if it is freed before the callback runs, the backward pass raised.
+        task = GraphTask()
+        self._task = weakref.ref(task, self._task_ended)
+        queue_callback(partial(self._end, task))
+        elsewhere = self._share.averaged_elsewhere
+        self._ledger.keep_gradients(self._trained.names, parameters, elsewhere, is_last=True)
 
     def _end(self, _task: GraphTask) -> None:
         self._task = None
