@@ -113,7 +113,7 @@ def train(world: World, scenario: str, how: str) -> tuple[list[Any], list[str], 
             7 if scenario == "another count" and turn and world.rank == 1 else step
         )
         try:
-            if scenario == "accumulated":
+            if scenario == "micro-batches":
                 with model.no_sync():
                     model(x * 2).sum().backward()
             if scenario == "without data" and turn and world.rank == 1:
@@ -140,7 +140,7 @@ def train(world: World, scenario: str, how: str) -> tuple[list[Any], list[str], 
 
 
 SCENARIOS = [
-    "accumulated", "zeros", "a collective between", "unused on one", "unused everywhere", "late on one",
+    "micro-batches", "zeros", "a collective between", "unused on one", "unused everywhere", "late on one",
     "late on both", "late on one, in float64", "late and dropped", "sparse", "without data", "weighted", "not finite",
     "another count", "hook", "hook, late on one",
 ]  # fmt: skip
@@ -230,8 +230,9 @@ def use_too_early(world: World, how: str) -> str:
         except UsageError as error:
             assert step == 3
             return str(error)
-        if how == "unscale":
-            scaler.update()
+        finally:
+            if how == "unscale":
+                scaler.update()  # also after the error: an unscaled optimizer would disturb the tests that follow
         optimizer.zero_grad()
     return ""
 
