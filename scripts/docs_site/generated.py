@@ -61,13 +61,16 @@ def reference_page(module: ModuleType, names: Mapping[str, str]) -> str:
     """Return the page of `module`. Like the docstrings, it is in reStructuredText."""
     path = module.__name__
     lines = [path, "=" * len(path), "", ".. highlight:: python", "", f".. automodule:: {path}", "   :no-members:", ""]
-    items = [f"   ~{full.removeprefix(path + '.')}" for full in names.values()]
-    lines += [".. autosummary::", "   :nosignatures:", "", *items, ""]
-    for name, full in names.items():
-        value = getattr(module, name)
-        if full == f"{path}.{name}":
+    # autosummary finds no text for a callable instance.
+    values = {name: getattr(module, name) for name in names}
+    others = {name: value for name, value in values.items() if callable(value) and not hasattr(value, "__name__")}
+    items = [f"   ~{full.removeprefix(path + '.')}" for name, full in names.items() if name not in others]
+    described = [f":func:`{name}`: {value.__doc__.partition('.')[0]}." for name, value in others.items()]
+    lines += [".. autosummary::", "   :nosignatures:", "", *items, "", *described, ""]
+    for name, value in values.items():
+        if names[name] == f"{path}.{name}":
             kind = "class" if inspect.isclass(value) else "function" if callable(value) else "data"
-            lines += [f".. auto{kind}:: {full}", MEMBERS if kind == "class" else ""]
+            lines += [f".. auto{kind}:: {path}.{name}", MEMBERS if kind == "class" else ""]
     return "\n".join(lines)
 
 
@@ -100,6 +103,5 @@ def source_page(path: str, file: Path) -> str:
         names = sorted(child.name for child in file.iterdir() if child.suffix == ".py")
         return f"{ORPHAN}# {path}\n\n" + "".join(f"- [{name}]({file.name}/{name})\n" for name in names)
     language = LANGUAGES.get(file.suffix, "text")
-    fence = "~" * 8
     text = file.read_text("utf-8").rstrip()
-    return f"{ORPHAN}# {file.name}\n\n`{path}`\n\n{fence}{{code-block}} {language}\n{text}\n{fence}\n"
+    return f"{ORPHAN}# {file.name}\n\n`{path}`\n\n~~~~~~~~{{code-block}} {language}\n{text}\n~~~~~~~~\n"

@@ -215,4 +215,3 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 get = Get()
-"""Return a rank's place, such as its rank, its device or a process group, by a short name."""
