@@ -32,6 +32,7 @@ from paceline.train.config import TrainConfig
 
 LrScaling = Literal["none", "linear", "sqrt"]
 Decay = Literal["none", "linear", "cosine", "wsd"]
+"""``tools/recipes/options.py`` repeats these choices for ``--decay``, because it must not import torch."""
 
 
 def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: int | None) -> float:

@@ -7,7 +7,8 @@ participants.py the ranks of a group: messages between them, and the comparison 
 execute.py      runs a schedule on a tensor
 functions.py    the public functions
 
-To draw a schedule with ``paceline explain``, name it in ``tools/explain/explain_command.py``.
+To draw a schedule with ``paceline explain``, name it in ``tools/explain/explain_command.py``; to time it with
+``paceline bench``, in ``tools/bench/backends.py``.
 """
 
 from paceline.comm.algorithms.functions import (
