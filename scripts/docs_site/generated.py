@@ -61,8 +61,8 @@ def reference_page(module: ModuleType, names: Mapping[str, str]) -> str:
     """Return the page of `module`. Like the docstrings, it is in reStructuredText."""
     path = module.__name__
     lines = [path, "=" * len(path), "", ".. highlight:: python", "", f".. automodule:: {path}", "   :no-members:", ""]
-    # autosummary finds no text for a callable instance.
     values = {name: getattr(module, name) for name in names}
+    # autosummary finds no text for a callable instance.
     others = {name: value for name, value in values.items() if callable(value) and not hasattr(value, "__name__")}
     items = [f"   ~{full.removeprefix(path + '.')}" for name, full in names.items() if name not in others]
     described = [f":func:`{name}`: {value.__doc__.partition('.')[0]}." for name, value in others.items()]

@@ -25,8 +25,8 @@ class Link:
     latency_s: float
     kind: Kind
     """Inside a host, ``peer`` for direct copies between devices, or ``staged`` for copies through the host's memory.
-    Between hosts, ``rdma`` or ``tcp``. If ``measured``, `bytes_per_s` is the real speed and is not scaled. The
-    same applies to ``memory`` and ``sockets``, links inside a host that need the cores on which the ranks compute."""
+    Between hosts, ``rdma`` or ``tcp``. If ``measured``, ``memory`` or ``sockets``, `bytes_per_s` is the real
+    speed and is not scaled; transfers through memory and sockets use the ranks' cores."""
 
     def seconds_per_byte(self, ends: int, calibration: Calibration) -> float:
         """Return the seconds per byte sent, if `ends` devices or hosts communicate."""

@@ -232,3 +232,10 @@ def test_the_table_has_the_time_and_share_of_each_part() -> None:
     assert re.search(r"length +110 ms +110 ms +110 ms", said)
     assert re.search(r"forward +21\.\d ms +19% +51\.\d ms +46% +36\.\d ms +33%", said)
     assert "checkpoint" not in said  # there was none
+
+
+def test_pauses_of_the_garbage_collector_are_in_both_tables() -> None:
+    report = replace(made_up(), collecting=[0.0123, 0.0])
+    assert "of which garbage collection</th>" in page(report)
+    assert "<td>12.3 ms</td></tr>" in page(report)
+    assert "12.3 ms" in printed(parts_table(report))

@@ -60,6 +60,6 @@ def kind_name(kind: str) -> str:
 
 
 def notable_ranks(report: Report, limit: int) -> list[int]:
-    """Return up to `limit` ranks in order: those that the others waited for most."""
+    """Return the `limit` ranks that others waited for most, in the order of ranks."""
     caused = [sum(row[rank] for row in report.waited_for) for rank in range(len(report.ranks))]
     return sorted(sorted(range(len(caused)), key=lambda rank: -caused[rank])[:limit])

@@ -97,7 +97,7 @@ def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[Distribute
     held_out = DataLoader(corpus.validation, batch_size=4 * config.batch_size // config.micro_batches)
     result = config.train(model, optimizer, loss, corpus.training, Evaluation(held_out, sums, ("loss",)))
     nats = result.metrics["loss"]
-    result.metrics["perplexity"] = math.exp(min(nats, 700))  # exp() overflows above 709
+    result.metrics["perplexity"] = math.exp(nats) if nats < 700 else math.inf  # exp() overflows above 709
     result.metrics["tokens_per_second"] = result.samples_per_second * config.context
     return model, gather_report(model, result, world), result
 

@@ -28,9 +28,10 @@ class LossAverage:
         """The rows of this rank's slices; one row without virtual ranks."""
         if slices is not None:
             self._rows = slices_of_rank(slices, dist.get_rank(group), dist.get_world_size(group))
-        # Keep sums on the device of the losses, so that the CPU waits for a GPU only when it logs.
+        # Keep sums on the device of the losses, so that the CPU waits for a GPU only when it logs. MPS lacks float64.
+        home = "cpu" if model.device.type == "mps" else model.device
         # Loss and weight since the last line; rows of other ranks stay zero.
-        self._own = torch.zeros(slices or 1, 2, dtype=torch.float64, device=model.device)
+        self._own = torch.zeros(slices or 1, 2, dtype=torch.float64, device=home)
         self._epoch = torch.zeros(2, dtype=torch.float64)  # loss and weight of all ranks, up to the last line
         self.line_at = 0
         """The step of the last line."""

@@ -63,4 +63,4 @@ class DataIdentity:
             )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Do nothing, because :meth:`check_state_dict` has compared the data."""
+        """Keep the data; :meth:`check_state_dict` has compared them."""
