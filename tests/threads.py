@@ -8,8 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-
-from paceline.core.torch_internals.distributed.c10d import HashStore
+from torch.distributed import HashStore
 
 TIMEOUT_S = 30.0
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from torch.distributed import ProcessGroupGloo, Store
+
 from paceline.core.processes.missing_ranks import CONNECTION_REMEDY, GRACE_S, missing_from, named_ranks, reason_of
 from paceline.core.processes.private_store import is_private
-from paceline.core.torch_internals.distributed.c10d import ProcessGroupGloo, Store
 from paceline.errors import CommunicationError
 
 _LINE = re.compile(r"^ *\d+: (\S+) (\S+) (?!06)(\S+) \S+ \S+ \S+ +(\d+) +\d+ (\d+) ", re.MULTILINE)

@@ -7,13 +7,14 @@ import resource
 from collections.abc import Sequence
 from datetime import timedelta
 
+from torch.distributed import PrefixStore, Store
+
 from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.engine import Engine
 from paceline.comm.shm.handshake import connect
 from paceline.comm.topology import Refused, agree_on_hosts
 from paceline.core.processes.private_store import private_store
 from paceline.core.telemetry.users_code import warn
-from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store
 from paceline.errors import UsageError
 
 

@@ -15,15 +15,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from paceline.comm.forking import keep_in_children
 from paceline.core.processes import OWN_BACKEND
 from paceline.core.processes.nccl_communicators import destroy_released, keep
 from paceline.core.processes.store_epochs import connecting, meet
 from paceline.core.torch_internals.distributed.c10d import (
-    PrefixStore,
-    ProcessGroup,
-    Store,
     forget_group,
     get_default_timeout,
     get_known_groups,

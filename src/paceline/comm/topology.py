@@ -11,9 +11,10 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+from torch.distributed import Store
+
 from paceline.comm.shm.arena import Arena
 from paceline.core.processes.missing_ranks import read_from
-from paceline.core.torch_internals.distributed.c10d import Store
 
 SPLIT = "PACELINE_HOSTS"
 """Environment variable for tests: divides the ranks of a host into this many blocks, which count as hosts."""

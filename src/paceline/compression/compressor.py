@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket
 
 from paceline.compression.gradients import Gradients
 from paceline.compression.pipeline import Pipeline, Stages
@@ -19,7 +20,6 @@ from paceline.compression.residuals import Residuals
 from paceline.core.state.device_streams import keep
 from paceline.core.state.unwrapping import plain_name, unwrap
 from paceline.core.torch_internals.distributed.c10d import get_default_group
-from paceline.core.torch_internals.distributed.ddp import GradBucket
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 from paceline.errors import CheckpointMismatch, UsageError
 

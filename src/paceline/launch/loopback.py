@@ -9,8 +9,9 @@ import os
 import socket
 import sys
 
+from torch.distributed import TCPStore
+
 from paceline.core.processes.private_store import make_file, path_of
-from paceline.core.torch_internals.distributed.c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
 from paceline.comm.shm import handshake
 from paceline.comm.shm.arena import Arena
 from paceline.core.processes.world import World
-from paceline.core.torch_internals.distributed.c10d import HashStore
 from paceline.errors import CommunicationError
 from processes import until
 from ranks import Ranks

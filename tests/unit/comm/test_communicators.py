@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore
 
 import paceline.core.processes.world
 from insides import channel_of
 from paceline.core.processes import nccl_communicators
 from paceline.core.processes.gpus import check_own_gpu, choose_gpu, gpu_name
 from paceline.core.processes.world import World
-from paceline.core.torch_internals.distributed.c10d import HashStore, get_known_groups
+from paceline.core.torch_internals.distributed.c10d import get_known_groups
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import WorldError
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
 from paceline import compression
 from paceline.compression import TopK
 from paceline.core.processes.world import World
 from paceline.core.torch_internals.distributed import nccl
-from paceline.core.torch_internals.distributed.c10d import HashStore, ProcessGroup, ProcessGroupGloo
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.extensions import graph_capture
 from paceline.ddp.extensions.graph_capture import GraphCapture

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from forked import in_processes
 from paceline.comm import gloo
@@ -30,7 +31,6 @@ from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.introduction import Introduction
 from paceline.core.processes import private_store as rendezvous
 from paceline.core.processes.private_store import NotPrivate, make_file, open_file, path_of, private_store
-from paceline.core.torch_internals.distributed.c10d import HashStore, PrefixStore, Store, TCPStore
 from paceline.errors import CommunicationError
 from paceline.launch.loopback import LOOPBACK, loopback_store
 from processes import Running, script

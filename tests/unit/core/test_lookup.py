@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import paceline
 from paceline import cache_mesh, get
-from paceline.core.processes.rank_lookup import EVERYWHERE, GROUPED
+from paceline.core.processes.rank_lookup import NAMES
 from paceline.core.processes.world import World
 from paceline.errors import UsageError, WorldError
 from twins import Pools
@@ -45,7 +45,7 @@ def of_two_dimensions(world: World) -> dict[str, Any]:
     get.register_mesh(mesh)
     assert answers("dp") == answers(mesh["dp"])
     assert answers("tp") == answers(mesh["tp"])
-    assert [get(what, mesh) for what in EVERYWHERE] == [world.rank, world.local_rank, CPU]
+    assert [get(what, mesh) for what in NAMES[3:]] == [world.rank, world.local_rank, CPU]
     assert answers() == without
     # The group is one that can be used: a sum over it is a sum over the ranks along the dimension.
     total = torch.tensor([10**world.rank])
@@ -69,7 +69,7 @@ def refusals(world: World) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     get.register_mesh(mesh)
     said = {
-        "several": [refusal(what, mesh) for what in GROUPED],
+        "several": [refusal(what, mesh) for what in NAMES[:3]],
         "dimension": refusal("rank", "pp"),
         "kind": refusal("rank", 0),
         "word": refusal("world_size"),
@@ -85,7 +85,7 @@ def refusals(world: World) -> dict[str, Any]:
 def test_what_cannot_be_answered_is_refused_with_the_remedy(pools: Pools) -> None:
     for rank, said in enumerate(pools.run(4, refusals)):
         needs = "needs one dimension, but the mesh has 2 (dp, tp); pass one of them, mesh['dp']"
-        assert said["several"] == [(UsageError, f"get({what!r}) {needs}") for what in GROUPED]
+        assert said["several"] == [(UsageError, f"get({what!r}) {needs}") for what in NAMES[:3]]
         assert said["dimension"] == (UsageError, "the registered mesh has no dimension 'pp'; it has 'dp', 'tp'")
         assert said["kind"][1] == "mesh must be a DeviceMesh or the name of a dimension of the registered one, not int"
         assert said["word"][1] == "get('world_size') is unknown; use one of ws, rank, pg, grank, lrank, device"

@@ -19,13 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import PrefixStore
 
 import paceline
 from forked import in_processes
 from paceline.comm.own_group import open_own_group
 from paceline.core.processes import missing_ranks, store_epochs
 from paceline.core.processes.world import TIMEOUT, World, init
-from paceline.core.torch_internals.distributed.c10d import PrefixStore
 from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError
 from paceline.launch.loopback import LOOPBACK, loopback_store
 from processes import until

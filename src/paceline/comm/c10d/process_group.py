@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import (
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ReduceOp,
+    ReduceScatterOptions,
+    Store,
+)
 
 from paceline.comm.arithmetic import REDUCTIONS, supports
 from paceline.comm.c10d.delegating import Delegating
@@ -27,16 +36,7 @@ from paceline.core.processes import OWN_BACKEND
 from paceline.core.processes.private_store import store_of_group
 from paceline.core.processes.store_epochs import connecting
 from paceline.core.torch_internals.compile import class_never_compiled
-from paceline.core.torch_internals.distributed.c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    PrefixStore,
-    ReduceScatterOptions,
-    Store,
-)
+from paceline.core.torch_internals.distributed.c10d import AllgatherOptions
 from paceline.errors import UsageError
 
 

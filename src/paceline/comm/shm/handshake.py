@@ -16,10 +16,11 @@ import struct
 import time
 from datetime import timedelta
 
+from torch.distributed import Store
+
 from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.introduction import Introduction, Peer, Rejected, credentials
 from paceline.core.processes.missing_ranks import late, read_from
-from paceline.core.torch_internals.distributed.c10d import Store
 from paceline.errors import CommunicationError
 
 _SECRET_BYTES = 32

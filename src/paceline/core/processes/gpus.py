@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.core.torch_internals.distributed.c10d import Store
+from torch.distributed import Store
+
 from paceline.errors import WorldError
 
 _REMEDY = "or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"

@@ -15,9 +15,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from paceline.core.telemetry.spans import waiting
-from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store, TCPStore, get_default_store
+from paceline.core.torch_internals.distributed.c10d import get_default_store
 from paceline.errors import CommunicationError, PacelineError
 
 GRACE_S = 1.0

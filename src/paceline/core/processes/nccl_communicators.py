@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.core.torch_internals.distributed.c10d import Store
+from torch.distributed import Store
+
 from paceline.core.torch_internals.distributed.nccl import grouped_aborts, nccl_of
 
 

@@ -25,9 +25,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
+
 from paceline.core.processes.missing_ranks import open_store, read_from
 from paceline.core.processes.store_epochs import meet
-from paceline.core.torch_internals.distributed.c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from paceline.errors import CommunicationError
 
 STORE = "PACELINE_STORE"

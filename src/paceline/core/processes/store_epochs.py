@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+from torch.distributed import PrefixStore, Store
+
 from paceline.core.processes.missing_ranks import GRACE_S, late, missing_from, named_ranks, reason_of
-from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store
 from paceline.errors import CommunicationError
 
 _FAREWELL_S = 0.2

@@ -22,16 +22,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import AllreduceOptions
 
 from paceline.core.processes.missing_ranks import collective, failed
 from paceline.core.processes.nccl_communicators import release
 from paceline.core.telemetry.spans import COLLECTIVE, recorder
-from paceline.core.torch_internals.distributed.c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    broadcast_coalesced,
-    get_known_groups,
-)
+from paceline.core.torch_internals.distributed.c10d import AllgatherOptions, broadcast_coalesced, get_known_groups
 from paceline.errors import CommunicationError, PacelineError
 
 Result = TypeVar("Result")

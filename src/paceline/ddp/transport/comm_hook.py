@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import GradBucket as TorchGradBucket
 
 from paceline.core.output.wording import with_article
 from paceline.core.telemetry.spans import BUCKET_WAIT, recorder
 from paceline.core.telemetry.users_code import place_in
 from paceline.core.torch_internals.distributed.ddp import Future
-from paceline.core.torch_internals.distributed.ddp import GradBucket as TorchGradBucket
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.digest import Notes

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import GradBucket
 
-from paceline.core.torch_internals.distributed.ddp import GradBucket
 from paceline.errors import HookError
 
 Hook = Callable[[Any, Any], Any]

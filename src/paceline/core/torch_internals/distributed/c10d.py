@@ -1,4 +1,4 @@
-"""torch's process groups and their tables, stores, and options of collectives."""
+"""torch's process groups and their tables, the default store, and options of a collective without a public name."""
 
 from __future__ import annotations
 
@@ -10,19 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
-from torch._C._distributed_c10d import AllreduceCoalescedOptions as AllreduceCoalescedOptions
-from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
-from torch._C._distributed_c10d import BarrierOptions as BarrierOptions
-from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
-from torch._C._distributed_c10d import FileStore as FileStore
-from torch._C._distributed_c10d import HashStore as HashStore
-from torch._C._distributed_c10d import PrefixStore as PrefixStore
-from torch._C._distributed_c10d import ProcessGroup as ProcessGroup
-from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
-from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
-from torch._C._distributed_c10d import Store as Store
-from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._C._distributed_c10d import _broadcast_coalesced, _unregister_process_group
+from torch.distributed import Store
 
 _c10d: Any = dist.distributed_c10d
 

@@ -8,27 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import Future
-from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
+from torch._C import Future as Future
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
-from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
-from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecision
 from torch.nn.utils.stateless import _reparametrize_module
 
 from paceline.core.torch_internals.compile import never_compiled
 
-__all__ = [
-    "AnyBatchNorm",
-    "BuiltinCommHookType",
-    "Future",
-    "GradBucket",
-    "MixedPrecision",
-    "cast_inputs",
-    "make_disabled_join",
-    "move_inputs",
-    "replace_parameters",
-]
+AnyBatchNorm = nn.modules.batchnorm._BatchNorm
+MixedPrecision = nn.parallel.distributed._MixedPrecision
 
 
 def make_disabled_join() -> Any:

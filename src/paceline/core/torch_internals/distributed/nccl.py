@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from paceline.core.torch_internals.distributed.c10d import PrefixStore, ProcessGroup, Store
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 _c10d: Any = dist.distributed_c10d
 

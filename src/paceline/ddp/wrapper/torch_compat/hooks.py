@@ -7,11 +7,11 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed import BuiltinCommHookType as Builtin
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.compression import Compressor
 from paceline.core.state.unwrapping import Communicates
-from paceline.core.torch_internals.distributed.ddp import BuiltinCommHookType as Builtin
 from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.transport.comm_hook import HookFinisher
 from paceline.ddp.transport.hook_signature import Hook, name_of
