@@ -25,10 +25,8 @@ from paceline.errors import UsageError, WorldError
 
 Answer = TypeVar("Answer")
 Where = DeviceMesh | str | None
-EVERYWHERE = ("grank", "lrank", "device")
-"""Names whose values do not depend on a mesh, except for the device type."""
-GROUPED = ("ws", "rank", "pg")
-"""Names whose values belong to one group of ranks: the world, or one dimension of a mesh."""
+NAMES = ("ws", "rank", "pg", "grank", "lrank", "device")
+"""The first three belong to one group of ranks: the world, or one dimension of a mesh."""
 
 
 class _Registration:
@@ -88,35 +86,39 @@ class Get:
 
     def __call__(self, what: str, mesh: Where = None) -> Any:
         """Return the value with the name `what`; see the class."""
-        if what not in (*GROUPED, *EVERYWHERE):
-            raise UsageError(f"get({what!r}) is unknown; use one of {', '.join((*GROUPED, *EVERYWHERE))}")
+        if what not in NAMES:
+            raise UsageError(f"get({what!r}) is unknown; use one of {', '.join(NAMES)}")
         world = current()
         if mesh is None and what != "grank":
             mesh = self._registered.get()
             mesh = None if mesh is None or mesh.mesh_dim_names else mesh  # only a mesh without names is the default
         if mesh is None:
-            values = {"ws": world.size, "rank": world.rank, "pg": dist.group.WORLD}
-        else:
-            mesh = self._named(mesh) if isinstance(mesh, str) else _check_mesh(mesh)
-            if mesh.get_coordinate() is None:
-                raise WorldError(
-                    f"rank {world.rank} is not part of the mesh, which has ranks {mesh.mesh.flatten().tolist()}; "
-                    "call get() only on those ranks"
-                )
-            if what in GROUPED:
-                dimension = _dimension(mesh, what)
-                values = {
-                    "ws": mesh.size(dimension),
-                    "rank": mesh.get_local_rank(dimension),
-                    "pg": mesh.get_group(dimension),
-                }
-            if what == "lrank" and not mesh.mesh_dim_names:
-                return mesh.get_local_rank(_dimension(mesh, what))
-        if what in GROUPED:
-            return values[what]
+            return {
+                "ws": world.size,
+                "rank": world.rank,
+                "pg": dist.group.WORLD,
+                "grank": world.rank,
+                "lrank": world.local_rank,
+                "device": world.device,
+            }[what]
+        mesh = self._named(mesh) if isinstance(mesh, str) else _check_mesh(mesh)
+        if mesh.get_coordinate() is None:
+            raise WorldError(
+                f"rank {world.rank} is not part of the mesh, which has ranks {mesh.mesh.flatten().tolist()}; "
+                "call get() only on those ranks"
+            )
+        if what == "grank":
+            return world.rank
         if what == "device":
-            return world.device if mesh is None else _device(mesh)
-        return world.rank if what == "grank" else world.local_rank
+            return _device(mesh)
+        if what == "lrank" and mesh.mesh_dim_names:
+            return world.local_rank
+        dimension = _dimension(mesh, what)
+        if what == "ws":
+            return mesh.size(dimension)
+        if what == "pg":
+            return mesh.get_group(dimension)
+        return mesh.get_local_rank(dimension)
 
     def register_mesh(self, mesh: DeviceMesh) -> Get:
         """Let later calls name the dimensions of `mesh`, until another mesh is registered or the group is destroyed.
