@@ -161,10 +161,7 @@ class Running:
 
 def strike(orders: str) -> None:
     """In a forked command, as its `first`: have failpoints strike; the import that reads their orders is behind it."""
-    struck = failpoints.Striker([failpoints.Order.of(text) for text in orders.split(";")])
-    for module in list(sys.modules.values()):
-        if getattr(module, "strike", None) is failpoints.pass_by:
-            module.strike = struck.strike  # type: ignore[attr-defined]
+    failpoints.orders += orders.split(";")
 
 
 def until(holds: Callable[[], bool], otherwise: Callable[[], str] = str) -> None:

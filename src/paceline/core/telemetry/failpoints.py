@@ -35,7 +35,7 @@ moment             a rank reaches it
 ``restore``        after some of the objects have been restored
 =================  ===================================================================================================
 
-The variable is read once, at import. Without it, a failpoint only calls an empty function.
+The variable is read once, at import.
 """
 
 from __future__ import annotations
@@ -44,53 +44,34 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+
+from paceline.core.torch_internals.compile import never_compiled
 
 VARIABLE = "PACELINE_FAILPOINTS"
+DEFAULTS = {"rank": "any", "at": "1", "start": "0", "do": "kill"}
+orders = [order for order in os.environ.get(VARIABLE, "").split(";") if order.strip()]
+"""This process's orders."""
+_times: Counter[str] = Counter()
+"""How often each moment has been reached."""
 
 
 class Struck(Exception):
     """The exception that a failpoint raises."""
 
 
-@dataclass(frozen=True)
-class Order:
-    """An instruction to make a rank fail at a moment."""
-
-    moment: str
-    rank: str = "any"
-    at: str = "1"
-    start: str = "0"
-    do: str = "kill"
-
-    @classmethod
-    def of(cls, text: str) -> Order:
-        """Return the order that `text` describes."""
-        moment, *settings = text.split()
-        return cls(moment, **dict(setting.split("=") for setting in settings))
-
-    def is_due(self, moment: str, rank: str, at: int, start: str) -> bool:
-        """Return whether the order is due when `rank` reaches `moment` for the `at`-th time in this `start`."""
-        is_time = (moment, at) == (self.moment, int(self.at)) and self.start in ("any", start)
-        return is_time and self.rank in ("any", rank)
-
-
-class Striker:
-    """Carries out `orders` in this process."""
-
-    def __init__(self, orders: Sequence[Order]) -> None:
-        self._orders = orders
-        self._times: Counter[str] = Counter()
-        """How often each moment has been reached."""
-
-    def strike(self, moment: str) -> None:
-        """Strike this rank if an order is due at `moment`."""
-        self._times[moment] += 1
-        rank, start = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        for order in self._orders:
-            if order.is_due(moment, rank, self._times[moment], start):
-                _act(order.do, f"a failpoint strikes rank {rank} at {moment!r}")
+@never_compiled
+def strike(moment: str) -> None:
+    """Make this rank fail if an order is due at `moment`."""
+    if not orders:
+        return
+    _times[moment] += 1
+    rank, start = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    for order in orders:
+        name, *settings = order.split()
+        conditions = DEFAULTS | dict(setting.split("=") for setting in settings)
+        is_time = (name, int(conditions["at"])) == (moment, _times[moment]) and conditions["start"] in ("any", start)
+        if is_time and conditions["rank"] in ("any", rank):
+            _act(conditions["do"], f"a failpoint strikes rank {rank} at {moment!r}")
 
 
 def _act(action: str, reason: str) -> None:
@@ -104,11 +85,3 @@ def _act(action: str, reason: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
     else:
         time.sleep(float(action))
-
-
-def pass_by(moment: str) -> None:
-    """Replaces :meth:`Striker.strike` if the variable holds no orders."""
-
-
-_orders = [Order.of(text) for text in os.environ.get(VARIABLE, "").split(";") if text.strip()]
-strike = Striker(_orders).strike if _orders else pass_by
