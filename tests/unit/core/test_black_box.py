@@ -40,6 +40,12 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
+def recording(box: BlackBox) -> Recorder:
+    log = Recorder()
+    log.box = box
+    return log
+
+
 def in_child(function: Callable[[], Any]) -> int:
     """Start `function` in a forked child, which never comes back; its process."""
     child = os.fork()
@@ -158,7 +164,7 @@ def test_a_box_of_another_version_and_an_empty_file_are_said_so(path: Path) -> N
 
 
 def test_each_phase_is_seen_and_the_loop_after_it(path: Path) -> None:
-    log = Recorder(box=BlackBox(path, 0, 1))
+    log = recording(BlackBox(path, 0, 1))
     for log.on in (False, True):
         for label in ("data wait", "forward", "backward", "wait", "optimizer", "checkpoint", "collective"):
             with log.span(label):
@@ -171,7 +177,7 @@ def test_each_phase_is_seen_and_the_loop_after_it(path: Path) -> None:
 
 
 def test_waits_inside_other_phases_give_way_to_them_again(path: Path) -> None:
-    log, seen = Recorder(box=BlackBox(path, 0, 1)), []
+    log, seen = recording(BlackBox(path, 0, 1)), []
     look = lambda: seen.append((now_in(path).phase, now_in(path).bucket))  # noqa: E731
     with log.span("forward"):
         with log.span("collective"):  # SyncBatchNorm
@@ -192,7 +198,7 @@ def test_waits_inside_other_phases_give_way_to_them_again(path: Path) -> None:
 
 
 def test_a_phase_that_raised_does_not_come_back(path: Path) -> None:
-    log = Recorder(box=BlackBox(path, 0, 1))
+    log = recording(BlackBox(path, 0, 1))
     log.open("optimizer")  # its step raises, so that it never ends
     with log.span("forward"):
         pass
@@ -204,7 +210,7 @@ def test_a_phase_that_raised_does_not_come_back(path: Path) -> None:
 
 
 def test_a_step_ends_with_the_first_optimizer_after_a_forward(path: Path) -> None:
-    log = Recorder(box=BlackBox(path, 0, 1))
+    log = recording(BlackBox(path, 0, 1))
 
     def step(forwards: int, optimizers: int) -> int:
         for _ in range(forwards):
@@ -244,7 +250,7 @@ def test_the_step_is_the_jobs_or_none(
     path: Path, is_first_start: bool, acts: list[tuple[Any, ...]], expected: int | None
 ) -> None:
     box = BlackBox(path, 0, 1, is_first_start)
-    log = Recorder(box=box)
+    log = recording(box)
     for what, *number in acts:
         if what == "forward":
             with log.span("forward"):
@@ -261,7 +267,7 @@ def test_the_step_is_the_jobs_or_none(
 def test_averages_leave_the_first_step_out_and_count_a_wait_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("paceline.core.telemetry.black_box_writer.time.monotonic", lambda: clock[0])
-    log = Recorder(box=BlackBox(path, 0, 1))
+    log = recording(BlackBox(path, 0, 1))
     for waited in (5.0, 1.0, 3.0):
         with log.span("forward"):
             clock[0] += 2.0

@@ -26,7 +26,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from insides import engine_of, has_hook
 from paceline.core.processes.world import World
 from paceline.core.state.digests import weights_sha256
-from paceline.core.state.unwrapping import HasBucketLayout, unwrap
+from paceline.core.state.unwrapping import AveragingWrapper, unwrap
 from paceline.core.torch_internals.distributed.c10d import get_known_groups
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointMismatch, ReplicaMismatch, UsageError, WorldError
@@ -193,7 +193,7 @@ def torchs_arguments(world: World) -> bool:
         process_group=torch.distributed.group.WORLD,
     )
     step(model)
-    return isinstance(model, nn.parallel.DistributedDataParallel) and isinstance(model, HasBucketLayout)
+    return isinstance(model, nn.parallel.DistributedDataParallel) and isinstance(model, AveragingWrapper)
 
 
 def test_torchs_other_arguments_are_taken_and_the_class_is_torchs(pools: Pools) -> None:

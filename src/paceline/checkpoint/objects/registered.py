@@ -18,7 +18,7 @@ from paceline.checkpoint.objects.module_states import as_in, check_module, witho
 from paceline.checkpoint.objects.protocols import Mergeable, Sharded
 from paceline.core.output.wording import with_article
 from paceline.core.state.optimizer_shards import Assembly, Window
-from paceline.core.state.unwrapping import Accumulates, HasBucketLayout, unwrap
+from paceline.core.state.unwrapping import AveragingWrapper, unwrap
 from paceline.core.torch_internals.distributed.dtensor import has_sharded
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
 
@@ -79,7 +79,7 @@ class Registered:
 
     def check_window(self, step: int) -> None:
         """Raise if this is a model in the middle of an accumulation window."""
-        if isinstance(self.object, Accumulates) and self.object.holds_local_gradients():
+        if isinstance(self.object, AveragingWrapper) and self.object.holds_local_gradients():
             raise UsageError(
                 f"step {step} was not saved: {self.name!r} is in the middle of an accumulation window, and a resume "
                 "would lose its gradients; save after optimizer.step(), when model.do_sync is true"
@@ -95,7 +95,7 @@ class Registered:
             node = {
                 "state": encoder.encode(state, prefix),
                 "metadata": encoder.encode(metadata, f"{prefix}_metadata"),
-                "buckets": self.object.bucket_layout() if isinstance(self.object, HasBucketLayout) else None,
+                "buckets": self.object.bucket_layout() if isinstance(self.object, AveragingWrapper) else None,
             }
             if _is_optimizer(self.object):
                 node["optimizer"] = encoder.encode(self._description(), f"{prefix}_optimizer")
@@ -191,7 +191,7 @@ class Registered:
             optimizer_states.bring_back_dtypes(self.object, state, outline.optimizer)
 
     def load_layout(self, node: Mapping[str, Any]) -> None:
-        if node["buckets"] is not None and isinstance(self.object, HasBucketLayout):
+        if node["buckets"] is not None and isinstance(self.object, AveragingWrapper):
             with _refused(f"the bucket layout of {self.name!r} does not fit", "build the model that was saved"):
                 self.object.load_bucket_layout(node["buckets"])
 

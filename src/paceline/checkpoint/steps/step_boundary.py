@@ -20,9 +20,9 @@ from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.steps.step_barrier import StepBarrier
 from paceline.checkpoint.steps.step_snapshot import SmallBuffers, Snapshotter, object_from_snapshot, parameters_of
 from paceline.checkpoint.storage.free_space import nothing_is_kept
-from paceline.core.state.unwrapping import Accumulates, joins
+from paceline.core.state.unwrapping import AveragingWrapper, joins
 from paceline.core.telemetry.failpoints import strike
-from paceline.core.telemetry.spans import black_box
+from paceline.core.telemetry.spans import recorder
 from paceline.core.telemetry.step_progress import StepRecord
 from paceline.errors import CheckpointError
 
@@ -39,7 +39,7 @@ class Watched:
         self.entries = tuple(entries)
         self.own = [entry for entry in entries if entry.per_rank and not entry.holds_shard]
         self.shared = [(Snapshotter(entry), entry.is_constant) for entry in entries if not entry.per_rank]
-        self.accumulating = [entry.object for entry in entries if isinstance(entry.object, Accumulates)]
+        self.accumulating = [entry.object for entry in entries if isinstance(entry.object, AveragingWrapper)]
         self.modules = [entry.object for entry in entries if isinstance(entry.object, nn.Module)]
         self.parameters = parameters_of(entries)
         self.buffers = SmallBuffers(entries)
@@ -105,7 +105,7 @@ class Boundary:
     def go_on_from(self, step: int) -> None:
         """Continue from `step`; all registered objects already have its states."""
         self.step, self._snapshots = step, None
-        if (box := black_box()) is not None:
+        if (box := recorder.box) is not None:
             box.go_on_from(step)
         self._has_stepped = False
 
@@ -145,7 +145,7 @@ class Boundary:
         elif self._record is not None:
             self._record.complete(self.step)
         self._has_stepped = False
-        if (box := black_box()) is not None:
+        if (box := recorder.box) is not None:
             box.mark(self.step)
         strike("boundary")
         return is_step
@@ -181,7 +181,7 @@ class Boundary:
         if os.getpid() != self._process:  # a forked child inherits the hook, but only its parent is the rank
             return
         if self._has_stepped:
-            if not self._is_armed and (box := black_box()) is not None:
+            if not self._is_armed and (box := recorder.box) is not None:
                 box.lose_count()
             return
         strike("prepared")

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
 from paceline.core.processes import OWN_BACKEND
@@ -30,7 +31,7 @@ from paceline.core.processes.schedulers import adopt, is_alone
 from paceline.core.processes.store_epochs import connecting, meet
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.failure_callbacks import show_mistakes_in_one_line
-from paceline.core.torch_internals.distributed.c10d import HashStore, PrefixStore, Store, get_known_groups
+from paceline.core.torch_internals.distributed.c10d import get_known_groups
 from paceline.core.torch_internals.distributed.nccl import abort_known_groups, nccl_of
 from paceline.errors import PacelineError, WorldError
 
@@ -101,12 +102,10 @@ class World:
 
     def _announce(self, message: str) -> str:
         """Return rank 0's `message` on every rank."""
-        if self.size == 1:
-            return message
-        box: list[Any] = [message]
-        with called_by_all("World.main_first()"), collective("broadcast"):
-            dist.broadcast_object_list(box, src=0)
-        return str(box[0])
+        from paceline.core.processes import consensus  # which imports this module
+
+        with called_by_all("World.main_first()"):
+            return str(consensus.decide(self, lambda: message))
 
     def close(self) -> None:
         """Leave the process group; the counterpart of :func:`init`. A second call has no effect.

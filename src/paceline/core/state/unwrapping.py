@@ -12,8 +12,8 @@ from paceline.core.torch_internals.compile import original_of
 
 
 @runtime_checkable
-class HasBucketLayout(Protocol):
-    """A wrapper whose bucket layout, by parameter names, belongs in a checkpoint.
+class AveragingWrapper(Protocol):
+    """A data-parallel wrapper, for checkpoints: its bucket layout by parameter names, and whether it is accumulating.
 
     Gloo's and NCCL's order of summation depends on an element's position in its bucket, so a resumed run is
     bit-equal only with the same layout.
@@ -24,11 +24,6 @@ class HasBucketLayout(Protocol):
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
         """Rebuild the buckets according to `layout`."""
-
-
-@runtime_checkable
-class Accumulates(Protocol):
-    """A wrapper that reports whether it holds gradients that are not synchronized yet."""
 
     def holds_local_gradients(self) -> bool:
         """Return whether gradients of a local backward pass (under ``no_sync``) are not synchronized yet."""

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from types import TracebackType
 
 from paceline.core.telemetry.users_code import place_in
@@ -18,8 +19,6 @@ from paceline.errors import UsageError
 logger = logging.getLogger(__name__)
 
 _functions: list[Callable[[BaseException], None]] = []
-_process = 0
-"""The process whose uncaught exceptions are handled; 0 for none."""
 
 
 def at_failure(function: Callable[[BaseException], None]) -> Callable[[], None]:
@@ -39,8 +38,6 @@ def at_failure(function: Callable[[BaseException], None]) -> Callable[[], None]:
 
 def _say_last_words(error: BaseException) -> None:
     """Call each function once, latest first. Their own errors are only logged, because `error` is more important."""
-    if os.getpid() != _process:  # a forked child has no state to save
-        return
     # Popped one by one, so that a function that fails is not called again.
     while _functions:
         try:
@@ -49,11 +46,10 @@ def _say_last_words(error: BaseException) -> None:
             logger.error("this rank's state could not be saved: %s", problem)
 
 
+@cache
 def _notice() -> None:
-    global _process
-    if _process == os.getpid():
-        return
-    _process, shown = os.getpid(), sys.excepthook
+    os.register_at_fork(after_in_child=_functions.clear)  # a forked child has no state to save
+    shown = sys.excepthook
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from paceline.core.telemetry.black_box import SIZE, path_of
-from paceline.core.telemetry.step_progress import SPARE, record_path
+from paceline.core.telemetry.step_progress import SPARE, record_path, write_page
 
 PARENT = "PACELINE_JOBS"
 """Environment variable with the location of job folders; it must be the same for the launcher and ``paceline top``."""
@@ -98,8 +98,9 @@ class JobFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             (self.path / SPARE).mkdir(mode=0o700)
             for rank in range(self.note.nproc):
-                _make_file(path_of(self.path, rank))
-                _make_file(record_path(self.path / SPARE, rank))
+                # Zeros allocate the memory; a hole in the file could later kill the rank with SIGBUS.
+                write_page(path_of(self.path, rank), bytes(SIZE))
+                write_page(record_path(self.path / SPARE, rank), bytes(SIZE))
             self._write_note(self.note)
             self.path = self.path.rename(self.path.with_name(self.path.name[1:]))
         except BaseException:
@@ -224,15 +225,3 @@ def _remove_if_stale(folder: Path) -> bool:
         return True
     finally:
         os.close(lock)
-
-
-def _make_file(path: Path) -> None:
-    """Create an empty record with allocated memory; a hole in the file could later kill the rank with SIGBUS."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, SIZE)
-        else:
-            os.write(descriptor, bytes(SIZE))
-    finally:
-        os.close(descriptor)

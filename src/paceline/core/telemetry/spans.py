@@ -118,8 +118,11 @@ class Recorder:
     """Object that measures the buckets of this step; None in steps without measurements."""
     make_event: Callable[[], Any] | None = None
     """Function that records an event on the device's current stream, and returns it; None on CPUs."""
-    box: BlackBox | _Unopened | None = None
-    """Black box for the phases, if our launcher made one for this rank."""
+
+    @functools.cached_property
+    def box(self) -> BlackBox | None:
+        """Black box for the phases, if our launcher made one for this rank. The first use opens it, not an import."""
+        return open_box()
 
     @never_compiled
     def span(self, label: str, bucket: int | None = None, group: str | None = None) -> AbstractContextManager[None]:
@@ -146,12 +149,7 @@ class Recorder:
         """
         if owner and self.box is not None:
             self.box.owner = owner
-        if is_profiling() or (self.on and label not in self.skipped):
-            block: AbstractContextManager[None] | None = self.surround(label, group)
-        else:
-            block = None if self.box is None else self.box.span(label)
-        if block is None:
-            return _nothing
+        block = self.surround(label, group)
         block.__enter__()
         return functools.partial(block.__exit__, None, None, None)
 
@@ -218,46 +216,18 @@ def _labelled(timed: _Timed, label: str) -> Iterator[None]:
         yield
 
 
-def _nothing() -> None:
-    """End a span that is not recorded."""
-
-
 _OFF: AbstractContextManager[None] = nullcontext()
 _span: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span)
 """Creates a span from a tuple in half the time of the constructor."""
 
 
-class _Unopened:
-    """Placeholder for the black box of `recorder`, which the first span opens. An import must not open it."""
-
-    owner, bucket = 0, -1
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def opened(self) -> BlackBox | None:
-        """Open the black box, which replaces this placeholder."""
-        box = self._recorder.box = open_box()
-        return box
-
-    def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None] | None:
-        """Open the black box, and return its context manager for the phase."""
-        box = self.opened()
-        return None if box is None else box.span(label, bucket)
-
-
 recorder = Recorder()
 """This process's recorder, which wrappers, loaders and checkpoints use."""
-recorder.box = _Unopened(recorder)
-
-
-def black_box() -> BlackBox | None:
-    """Return this rank's black box, opened if necessary; None if there is none."""
-    return recorder.box.opened() if isinstance(recorder.box, _Unopened) else recorder.box
 
 
 def waiting() -> AbstractContextManager[None]:
     """In the block, show in an open black box that the main thread waits for other ranks."""
-    if threading.current_thread() is not threading.main_thread() or not isinstance(recorder.box, BlackBox):
+    box: BlackBox | None = vars(recorder).get("box")  # not recorder.box, which would open it
+    if box is None or threading.current_thread() is not threading.main_thread():
         return _OFF
-    return recorder.box.span(COLLECTIVE) or _OFF
+    return box.span(COLLECTIVE) or _OFF

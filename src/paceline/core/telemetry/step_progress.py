@@ -18,6 +18,7 @@ import mmap
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
@@ -116,14 +117,12 @@ class StepRecord:
             page = b"".join(value.to_bytes(8, "little", signed=True) for value in values).ljust(_FOLDER_AT, b"\0")
             page += (place if len(place) < SIZE - _FOLDER_AT else b"").ljust(SIZE - _FOLDER_AT, b"\0")
             try:
-                _write_page(new, page)
-            except OSError as error:
-                try:
+                write_page(new, page)
+            except OSError:
+                with suppress(FileNotFoundError):
                     # Reuse the spare file, because its page is already allocated.
                     spare_page(path).rename(new)
-                except FileNotFoundError:
-                    raise error from None
-                _write_page(new, page)
+                write_page(new, page)
             new.replace(path)  # renamed when complete, because the launcher and other ranks read it
         with open(path, "r+b" if make else "rb") as file:
             access = mmap.ACCESS_WRITE if make else mmap.ACCESS_READ
@@ -209,7 +208,7 @@ def spare_page(path: Path) -> Path:
     return path.parent.parent.parent / SPARE / path.name
 
 
-def _write_page(path: Path, page: bytes) -> None:
+def write_page(path: Path, page: bytes) -> None:
     """Write `page` to a new file, or into the memory of an existing file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -51,18 +51,19 @@ class Accumulators:
             # It does not matter which parameters it reaches: all of them may be hidden in reentrant checkpoints, and a
             # rank that uses none contributes zeros.
             return any(parameter.requires_grad for parameter in self._parameters)
-        try:
-            return any(map(torch._C._will_engine_execute_node, nodes.values()))
-        except RuntimeError:  # torch's answer while autograd.grad runs with respect to one of these parameters
-            return False
+        return _are_executed(nodes.values())
 
     def are_reached(self, left_out: Collection[int]) -> bool:
         """Return whether the running graph task reaches a parameter whose index is not in `left_out`."""
-        nodes = (node for index, node in self._present_nodes().items() if index not in left_out)
-        try:
-            return any(map(torch._C._will_engine_execute_node, nodes))
-        except RuntimeError:  # as in are_accumulated()
-            return False
+        return _are_executed(node for index, node in self._present_nodes().items() if index not in left_out)
+
+
+def _are_executed(nodes: Iterable[Any]) -> bool:
+    """Return whether the running graph task executes any of the `nodes`."""
+    try:
+        return any(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # torch's answer while autograd.grad runs with respect to one of these parameters
+        return False
 
 
 def is_plain_backward() -> bool:
@@ -72,10 +73,7 @@ def is_plain_backward() -> bool:
 
 def is_accumulated(parameter: Tensor) -> bool:
     """Whether the running graph task accumulates into `parameter`, rather than computing ``autograd.grad`` for it."""
-    try:
-        return bool(torch._C._will_engine_execute_node(_accumulate_node(parameter)))
-    except RuntimeError:  # as in Accumulators.are_accumulated()
-        return False
+    return _are_executed([_accumulate_node(parameter)])
 
 
 class WithoutGradients:

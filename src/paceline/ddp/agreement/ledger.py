@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.core.state import data_position
-from paceline.core.telemetry.spans import black_box
+from paceline.core.telemetry.spans import recorder
 from paceline.core.torch_internals.autograd import current_task
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.kept_gradients import KeptGradients
@@ -60,7 +60,7 @@ class Ledger:
     @property
     def steps_of_job(self) -> int:
         """Optimizer steps of the whole job; includes steps before a restart if the black box recorded them."""
-        box = black_box()
+        box = recorder.box
         return self.status.optimizer_steps if box is None or box.completed < 0 else box.completed
 
     def report(self, size: int, **flags: bool) -> Status:
