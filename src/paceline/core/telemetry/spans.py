@@ -149,7 +149,10 @@ class Recorder:
         """
         if owner and self.box is not None:
             self.box.owner = owner
-        block = self.surround(label, group)
+        if self.on or is_profiling():
+            block = self.surround(label, group)
+        else:  # no further calls, because every step gets here several times
+            block = _OFF if self.box is None else self.box.span(label) or _OFF
         block.__enter__()
         return functools.partial(block.__exit__, None, None, None)
 
