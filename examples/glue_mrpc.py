@@ -25,7 +25,7 @@ from paceline.train import Evaluation, TrainConfig, Trainer
 
 
 def load(folder: str | None) -> Any:
-    """Return the data sets by name, with columns sentence1, sentence2 and label."""
+    """Return the datasets by name, with columns sentence1, sentence2 and label."""
     if folder is None:
         return load_dataset("glue", "mrpc")
     files = {"train": os.path.join(folder, "train.tsv"), "validation": os.path.join(folder, "dev.tsv")}

@@ -103,7 +103,7 @@ class Points(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The samples of a data set, one after another; again and again if `endless`."""
+    """The samples of a dataset, one after another; again and again if `endless`."""
 
     def __init__(self, data: Any, endless: bool = False) -> None:
         self.data, self.endless = data, endless

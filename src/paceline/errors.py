@@ -7,7 +7,7 @@
     │   ├── ReplicaMismatch             the models differ between ranks
     │   ├── HookError      TypeError    a communication hook raised, or does not follow torch's contract
     │   ├── MissingExtra   ImportError  an optional dependency is not installed; shows the pip command
-    │   └── CheckpointMismatch          the checkpoint belongs to a different model, data set or configuration
+    │   └── CheckpointMismatch          the checkpoint belongs to a different model, dataset or configuration
     ├── CheckpointError    RuntimeError a checkpoint cannot be written, read or trusted
     │   └── NoCheckpoint   UsageError   no valid checkpoint was found
     ├── DataError          RuntimeError a sample or batch could not be loaded; names rank, worker and sample
@@ -94,7 +94,7 @@ def installing(extra: str) -> str:
 
 
 class CheckpointMismatch(UsageError):
-    """The checkpoint belongs to a different model, data set or configuration."""
+    """The checkpoint belongs to a different model, dataset or configuration."""
 
 
 class CheckpointError(PacelineError, RuntimeError):

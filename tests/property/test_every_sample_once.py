@@ -122,7 +122,7 @@ def test_a_stream_reaches_each_rank_once_and_resumes_with_any_number_of_ranks(
 
 
 class Indices:
-    """A data set whose samples are their indices."""
+    """A dataset whose samples are their indices."""
 
     def __init__(self, size: int) -> None:
         self.size = size

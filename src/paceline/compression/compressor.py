@@ -37,7 +37,7 @@ class Compressor(ABC):
             wrapper's process group, or over all ranks if the model is not wrapped.
 
     Raises:
-        UsageError: for a model with tensor-parallel parameters.
+        UsageError: if the model has tensor-parallel parameters.
     """
 
     collectives: ClassVar[int] = 1

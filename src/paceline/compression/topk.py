@@ -27,7 +27,7 @@ class TopK(Compressor):
         fraction: the fraction of each bucket's elements to send, > 0 and <= 1; at least one element is sent.
 
     Raises:
-        UsageError: for a fraction outside this range.
+        UsageError: if the fraction is outside this range.
     """
 
     def __init__(self, model: nn.Module, fraction: float = 0.01) -> None:

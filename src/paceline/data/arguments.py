@@ -43,7 +43,7 @@ def at_least(name: str, value: int, minimum: int) -> int:
 
 
 def size_of(dataset: Sized | int) -> int:
-    """Return the number of samples in a data set; a number is returned unchanged."""
+    """Return the number of samples in a dataset; a number is returned unchanged."""
     if isinstance(dataset, int):
         return at_least("the number of samples", dataset, 1)
     name = type(dataset).__name__
@@ -52,7 +52,7 @@ def size_of(dataset: Sized | int) -> int:
     except TypeError:
         raise UsageError(f"{name} has no length; use paceline.data.GlobalBatchStream for an IterableDataset") from None
     if size < 1:
-        raise UsageError(f"{name} has no samples; give a data set with at least one")
+        raise UsageError(f"{name} has no samples; give a dataset with at least one")
     return size
 
 

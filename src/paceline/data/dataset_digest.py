@@ -1,4 +1,4 @@
-"""Digests of data sets, for comparing ranks and resumed runs without loading samples."""
+"""Digests of datasets, for comparing ranks and resumed runs without loading samples."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PROBES = 16
 
 
 def outline_digest(dataset: Any) -> int:
-    """Return a 63-bit digest of a data set's class, its length and a few rows of each of its :func:`columns`.
+    """Return a 63-bit digest of a dataset's class, its length and a few rows of each of its :func:`columns`.
 
-    The cost does not grow with the size of the data set.
+    The cost does not grow with the size of the dataset.
     """
     size = len(dataset) if hasattr(dataset, "__len__") else -1
     total = hashlib.sha256(f"{type(dataset).__qualname__} {size}".encode())
@@ -32,14 +32,14 @@ def outline_digest(dataset: Any) -> int:
 
 
 def columns(dataset: Any, attributes: Sequence[str] = ("fingerprint",), prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of the columns that identify a data set and can be read without loading a sample.
+    """Yield the names and values of the columns that identify a dataset and can be read without loading a sample.
 
     If one of these attributes is a string, only this string is used. Otherwise the columns are the tensors
-    of a ``TensorDataset``, the indices of a ``Subset``, the members of a ``ConcatDataset`` and, for other data sets,
-    attributes that are arrays, tensors or lists with the data set's length, and dicts that map labels to 0, 1, 2, ….
+    of a ``TensorDataset``, the indices of a ``Subset``, the members of a ``ConcatDataset`` and, for other datasets,
+    attributes that are arrays, tensors or lists with the dataset's length, and dicts that map labels to 0, 1, 2, ….
 
-    No sample is loaded, because samples with random augmentation differ every time, and a data set that opens a file
-    for its first sample would pass the open file to every worker. To detect all edits, give your data set a
+    No sample is loaded, because samples with random augmentation differ every time, and a dataset that opens a file
+    for its first sample would pass the open file to every worker. To detect all edits, give your dataset a
     ``fingerprint``, such as a version or a hash of its files.
     """
     fingerprint = next((text for name in attributes if isinstance(text := getattr(dataset, name, None), str)), None)

@@ -62,7 +62,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     - An error in a sample raises a :class:`paceline.errors.DataError` that names rank, worker and sample.
 
     Args:
-        dataset: a map-style data set, or a :class:`GlobalBatchStream` around an iterable data set.
+        dataset: a map-style dataset, or a :class:`GlobalBatchStream` around an iterable dataset.
         batch_size: samples in a *global* batch; the loader then creates the sampler. Required by `shuffle`, and by the
             arguments from `drop_last` to `speed`.
         shuffle: as in torch, off by default.
@@ -75,7 +75,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor`` and the other options of torch's DataLoader.
 
     Raises:
-        UsageError: if arguments contradict each other, or if an iterable data set is not split among ranks.
+        UsageError: if arguments contradict each other, or if an iterable dataset is not split among ranks.
     """
 
     progress: GlobalBatchSampler | GlobalBatchStream  # this loader's position in the data
@@ -127,7 +127,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             generator=self._worker_seed,
             **options | {"worker_init_fn": OutliveStop(options.get("worker_init_fn"))},
         )
-        # Expose the inner loader's options, but with the user's data set, sampler and functions. Set them through
+        # Expose the inner loader's options, but with the user's dataset, sampler and functions. Set them through
         # vars(), because torch refuses assignments to a fully built loader.
         vars(self).update(
             vars(self._torch_loader),
@@ -154,7 +154,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Return the number of global batches in an epoch."""
         if isinstance(self.progress, GlobalBatchSampler):
             return len(self.progress)
-        raise TypeError("a stream has no length; iterate it, or use a map-style data set")
+        raise TypeError("a stream has no length; iterate it, or use a map-style dataset")
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Return the position; see :meth:`GlobalBatchSampler.state_dict`."""
@@ -292,7 +292,7 @@ def _given(
         )
     if hasattr(dataset, "__len__") and len(dataset) != sampler.size:
         raise UsageError(
-            f"the sampler is for {sampler.size} samples but the data set has {len(dataset)}; create it from this one"
+            f"the sampler is for {sampler.size} samples but the dataset has {len(dataset)}; create it from this one"
         )
     return sampler
 
@@ -300,7 +300,7 @@ def _given(
 def _made(
     dataset: Any, batch_size: int, shared_options: dict[str, Any], of_samplers: dict[str, Any]
 ) -> GlobalBatchSampler | GlobalBatchStream:
-    """Create a source with `batch_size`; an unwrapped iterable data set works only on a single rank."""
+    """Create a source with `batch_size`; an unwrapped iterable dataset works only on a single rank."""
     if not isinstance(dataset, IterableDataset):
         return GlobalBatchSampler(dataset, batch_size, **shared_options, **of_samplers)
     name, (rank, world_size) = type(dataset).__name__, find_place(None, None)

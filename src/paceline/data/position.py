@@ -32,7 +32,7 @@ class Position:
     """
 
     size = -1
-    """Number of samples in the data set at the beginning of the epoch; -1 for a stream."""
+    """Number of samples in the dataset at the beginning of the epoch; -1 for a stream."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Position:
         # Describes the latest pass to other ranks. Computed on first use, because the digests read the whole order.
         self._origin = data_position.Origin()
         self._origin_of = -1  # the pass that `_origin` describes
-        self._data = -1  # digest of the data set
+        self._data = -1  # digest of the dataset
         self._stream_digest = -1  # running digest of a stream's samples in this epoch; -1 if ranks do not compare it
 
     @property

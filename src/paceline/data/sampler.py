@@ -37,7 +37,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     empty slice is an empty list, which torch's default collate does not accept.
 
     Args:
-        dataset: the data set, or its number of samples.
+        dataset: the dataset, or its number of samples.
         batch_size: samples in a *global* batch, all ranks together. The last batch may be short.
         order: the order of indices, instead of a shuffled one: a sequence, or a function of the epoch that returns one.
             It may repeat, omit and group indices, and must be the same on every rank. A function may draw random
@@ -62,7 +62,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         world_size: the number of ranks; by default the process group's, or 1 without one.
 
     Raises:
-        UsageError: if a value is out of range, or the data set has no length.
+        UsageError: if a value is out of range, or the dataset has no length.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         super().describe(dataset)
 
     def _read_size(self) -> None:
-        """Update the size of the data set, which may have grown since the last epoch."""
+        """Update the size of the dataset, which may have grown since the last epoch."""
         if self._dataset is None or (size := size_of(self._dataset)) == self.size:
             return
         if self._costs is not None:
             raise UsageError(
-                f"rank {self.rank}: the data set has {size} samples in epoch {self.epoch} but cost= has {self.size}; "
+                f"rank {self.rank}: the dataset has {size} samples in epoch {self.epoch} but cost= has {self.size}; "
                 "make a new loader with the costs of all samples"
             )
         self.size, self._data = size, -1

@@ -34,20 +34,20 @@ class GlobalBatchStream(Position):
     Give it to :class:`paceline.data.DataLoader`. Every sample reaches exactly one rank, and all ranks yield the same
     number of batches; a rank whose slice of the last batch is empty gets ``None``.
 
-    The data set must yield the same stream in every process, so it must not split itself by rank. (It cannot split
+    The dataset must yield the same stream in every process, so it must not split itself by rank. (It cannot split
     itself by worker, because worker information is hidden from it.) It may draw from the global generators, which have
     the same seed in every process, and its ``set_epoch`` is called. Every worker of every rank reads the whole stream,
     and a resumed run reads up to its position again. So costly work such as decoding belongs in ``collate_fn``, which
     gets only this rank's samples.
 
     In every step a digest of some samples is compared between ranks and between the workers of a rank. If samples are
-    meant to differ, for example because the data set has a private random generator, give it a string as
+    meant to differ, for example because the dataset has a private random generator, give it a string as
     ``fingerprint``; then only the fingerprint is compared.
 
     Args:
         dataset: an iterable that starts from the beginning at each ``iter()``.
         batch_size: samples in a *global* batch, all ranks together.
-        seed: determines the random streams that the data set sees.
+        seed: determines the random streams that the dataset sees.
         drop_last: whether to drop a short last batch.
         speed: as for :class:`GlobalBatchSampler`.
         rank: this rank; by default the process group's, or 0 without one.
@@ -158,7 +158,7 @@ class Reader(Dataset[Any]):
         batch_name = f"batch {ticket.number} of epoch {ticket.epoch}"
         with own_streams():
             try:
-                with hide_worker_info():  # many data sets split themselves by worker
+                with hide_worker_info():  # many datasets split themselves by worker
                     batch = self._read(ticket)
             except Exception as error:
                 self._samples = None  # an iterator that raised is exhausted; the next ticket reads from the start
@@ -213,7 +213,7 @@ class Reader(Dataset[Any]):
 
 
 def set_epoch_of(dataset: Any, epoch: int) -> None:
-    """Call the data set's own ``set_epoch``, if it has one."""
+    """Call the dataset's own ``set_epoch``, if it has one."""
     set_epoch = getattr(dataset, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)

@@ -27,8 +27,8 @@ def gather_for_metrics(value: Any) -> Any:
 
     Ranks may hold different numbers of rows; the result has every row exactly once. If called for each batch of a
     :class:`paceline.data.DataLoader` without ``cost``, it returns rows in the order of the global batch, which without
-    ``shuffle`` is the data set's order. If called once for the rows of several batches, it returns all of rank 0's rows
-    first, which is not the data set's order; for that order, use :func:`paceline.train.predict`.
+    ``shuffle`` is the dataset's order. If called once for the rows of several batches, it returns all of rank 0's rows
+    first, which is not the dataset's order; for that order, use :func:`paceline.train.predict`.
 
     Args:
         value: a tensor with at least one dimension; a list of picklable objects without tensors, such as strings, where

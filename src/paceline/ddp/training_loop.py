@@ -130,7 +130,7 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
 
 def _length(batches: Any) -> int | None:
     if isinstance(getattr(batches, "dataset", None), IterableDataset):
-        return None  # the length of torch's DataLoader over such a data set is only a guess
+        return None  # the length of torch's DataLoader over such a dataset is only a guess
     try:
         return len(batches)
     except TypeError:  # no length, or a loader or progress bar around an object without one

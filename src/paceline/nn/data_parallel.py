@@ -35,7 +35,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
         replicas: the number of threads and replicas.
 
     Raises:
-        UsageError: for a module on another device. The forward pass also raises errors of replicas.
+        UsageError: if the module is on another device. The forward pass also raises errors of replicas.
     """
 
     def __init__(self, module: nn.Module, *, replicas: int) -> None:

@@ -49,14 +49,14 @@ class ShardedOptimizer(Optimizer):
         process_group: the ranks that share the work; by default the ranks of the wrapper, or all ranks.
         by: ``"element"`` cuts parameters into pieces, so that all ranks have equal shares. It is available for torch's
             elementwise optimizers. ``"tensor"`` gives each rank whole parameters. It is also available for torch's Muon
-            and Adafactor, for subclasses that change only the constructor of an optimizer of torch, and for classes
+            and Adafactor, for subclasses that change only the constructor of a torch optimizer, and for classes
             with ``updates_tensors_separately = True``.
         master_dtype: the dtype of master copies, such as ``torch.float32``. Each rank then keeps and trains copies of
             its pieces of bf16 and fp16 parameters in this dtype.
         defaults: settings of the optimizer, such as ``lr=1e-3, fused=True``.
 
     Raises:
-        UsageError: for wrong or unsupported arguments.
+        UsageError: if an argument is wrong or unsupported.
     """
 
     _inner: Optimizer

@@ -29,7 +29,7 @@ def profile(
 
     Args:
         folder: folder for the results, created if missing.
-        steps: number of steps to measure; the block continues unmeasured after them. By default all, up to 10,000.
+        steps: maximum number of steps to measure; later steps run unmeasured. By default 10,000.
         operators: whether to record 3 steps with torch's profiler, for the table of operators and kernels.
         noise_scale: whether to measure the gradient noise scale, for ``paceline plan``. Every few steps this takes two
             passes over the gradients.

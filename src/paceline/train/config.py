@@ -23,7 +23,7 @@ class TrainConfig:
     Steps are optimizer steps. The Trainer takes schedules, checkpoints and loggers as separate objects.
 
     Raises:
-        UsageError: for a value of the wrong type or out of range, and for settings that contradict each other.
+        UsageError: if a value has the wrong type or is out of range, or if settings contradict each other.
     """
 
     epochs: int | None = None

@@ -54,14 +54,14 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
 
     Raises:
         DesyncError: if ranks differ in the evaluation's data.
-        UsageError: for a model without Paceline's wrapper, or if ``sums`` does not return a sum for each name in
+        UsageError: if the model is not in Paceline's wrapper, or if ``sums`` does not return a sum for each name in
             ``evaluation.names`` and a count.
     """
     validate_wrapper(model, "evaluate()")
     validate_evaluation(evaluation)
     loader, slices = evaluation.loader, model.virtual_ranks
     begin_anew(loader)
-    # In float64, because sums over a data set exceed the precision of float32. One row per slice of virtual ranks,
+    # In float64, because sums over a dataset exceed the precision of float32. One row per slice of virtual ranks,
     # because sums per rank would depend on the number of ranks.
     totals = torch.zeros(slices or 1, len(evaluation.names) + 1, dtype=torch.float64)
     with in_eval_mode(model) as module:

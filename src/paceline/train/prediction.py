@@ -1,4 +1,4 @@
-"""Predictions for all samples of a loader, in the data set's order, on any number of ranks."""
+"""Predictions for all samples of a loader, in the dataset's order, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def apply_module(module: nn.Module, batch: Any) -> Any:
 
 @torch.no_grad()
 def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: PredictStep = apply_module) -> Any:
-    """Return one row per sample, on the CPU of every rank, in the data set's order. Collective.
+    """Return one row per sample, on the CPU of every rank, in the dataset's order. Collective.
 
     The rows of a shuffled loader are put into this order; rows of a stream keep the stream's order. Every rank holds
     all rows in memory. For a model with ``virtual_ranks``, rows are bit-identical on any number of ranks.
@@ -41,7 +41,8 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
             of these. By default it calls the module with the batch, or with the first item of a tuple or list.
 
     Raises:
-        UsageError: for a model without Paceline's wrapper, another library's loader, or a wrong number of rows.
+        UsageError: if the model is not in Paceline's wrapper, the loader is another library's, or the number of rows is
+            wrong.
         DesyncError: if ranks differ in the data.
     """
     validate_wrapper(model, "predict()")

@@ -39,7 +39,7 @@ def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: i
     """Return the learning rate for a global batch of `batch_size`, given `lr` for a batch of `base_batch_size` samples.
 
     Raises:
-        UsageError: for an unknown rule, or a rule without a base batch size.
+        UsageError: if the rule is unknown or lacks a base batch size.
     """
     if choice("lr_scaling", scaling, get_args(LrScaling)) == "none":
         return lr
@@ -68,7 +68,7 @@ def lr_factor(
         LambdaLR(optimizer, partial(lr_factor, warmup_steps=100, decay="cosine", total_steps=1000))
 
     Raises:
-        UsageError: for an unknown decay, or a decay without `total_steps`.
+        UsageError: if the decay is unknown or lacks `total_steps`.
     """
     choice("decay", decay, get_args(Decay))
     if decay != "none" and total_steps is None:

@@ -63,7 +63,7 @@ class Trainer:
             with a new best evaluation. It is closed when the training ends.
 
     Raises:
-        UsageError: for a folder that already holds checkpoints without ``resume``, and for settings that cannot work.
+        UsageError: if the folder already holds checkpoints and ``resume`` is not set, or if settings cannot work.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Trainer:
         self.result.history = checkpointer.history
 
     def predict(self, loader: DataLoader, predict_step: PredictStep = apply_module) -> Any:
-        """Return the model's output for each sample of `loader`, in the data set's order. Call this on all ranks.
+        """Return the model's output for each sample of `loader`, in the dataset's order. Call this on all ranks.
 
         The model runs in the config's precision, with the weights that evaluations use. `loader` must not be the
         training loader. See :func:`paceline.train.predict`.

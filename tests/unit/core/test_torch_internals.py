@@ -767,7 +767,7 @@ NOT_OF_TORCH = {
     "os and sys": "_exit _getframe _current_frames",
     "threading": "_native_id",
     "argparse": "_action_groups _group_actions _option_string_actions _optionals _positionals",
-    "data sets of Hugging Face": "_fingerprint",
+    "datasets of Hugging Face": "_fingerprint",
     "rich": "_index",
     "pytest": "_capture _capture_fixture _global_capturing _fixtureinfo _setupstate _fixture_defs _tmp_path_factory "
     "_excinfo _remove_plugin _request",

@@ -31,7 +31,7 @@ SAMPLES = 16
 
 
 class Files(Dataset[Any]):
-    """A list of names, as data sets of files have it."""
+    """A list of names, as datasets of files have it."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -67,7 +67,7 @@ class Unlike(IterableDataset[Any]):
 
 
 def unlike(how: str) -> tuple[Callable[[int], Any], str]:
-    said = r"as the digest of the stream's samples; usually the data set splits itself by rank"
+    said = r"as the digest of the stream's samples; usually the dataset splits itself by rank"
     return lambda rank: DataLoader(GlobalBatchStream(Unlike(how, rank), 4)), said
 
 
@@ -103,17 +103,17 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str]] = {
     "drop_last": (lambda rank: DataLoader(points(), 4, drop_last=bool(rank)), "as drop_last"),
     "shard of tensors": (
         lambda rank: DataLoader(TensorDataset(torch.arange(32.0).view(-1, 1)[rank::2]), 4),
-        "as the digest of the data set; usually the script has split it by rank",
+        "as the digest of the dataset; usually the script has split it by rank",
     ),
     "concatenation": (
         lambda rank: DataLoader(ConcatDataset([points(), Subset(points(32), range(rank, 32, 2))]), 4),
-        "as the digest of the data set",
+        "as the digest of the dataset",
     ),
     "files": (
         lambda rank: DataLoader(Files([f"/data/{index}" for index in range(rank, 32, 2)]), 4),
-        "as the digest of the data set",
+        "as the digest of the dataset",
     ),
-    "labels in set order": (lambda rank: DataLoader(Labeled(rank), 4), "as the digest of the data set"),
+    "labels in set order": (lambda rank: DataLoader(Labeled(rank), 4), "as the digest of the dataset"),
     "stream split by rank": unlike("split by rank"),
     "stream with a shuffle of its own": unlike("its own shuffle"),
     "epoch": (lambda rank: moved(DataLoader(points(), 4), rank), "as the loader's epoch"),
@@ -299,7 +299,7 @@ def through_trainer(world: World) -> str:
 def test_the_trainer_compares_the_data_set_of_its_evaluation(pools: Pools) -> None:
     """An evaluation has no backward in which ranks would tell each other."""
     for error in pools.run(2, through_trainer):
-        assert "as the digest of the data set" in error
+        assert "as the digest of the dataset" in error
 
 
 def test_the_digest_sees_what_shards_differ_in_and_not_what_ranks_may() -> None:

@@ -364,7 +364,7 @@ def test_moving_the_position_inside_the_loop_is_refused() -> None:
         ({"batch_size": 2, "generator": None}, "takes no generator="),
         ({"shuffle": True}, "need batch_size"),
         ({"batch_size": 2, "batch_sampler": GlobalBatchSampler(23, 2, rank=0, world_size=1)}, "give it only there"),
-        ({"batch_sampler": GlobalBatchSampler(9, 2, rank=0, world_size=1)}, "for 9 samples but the data set has 23"),
+        ({"batch_sampler": GlobalBatchSampler(9, 2, rank=0, world_size=1)}, "for 9 samples but the dataset has 23"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:

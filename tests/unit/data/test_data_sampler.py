@@ -146,7 +146,7 @@ class NoLength:
         ({"size": NoLength()}, "NoLength has no length; use paceline.data.GlobalBatchStream"),
         ({"rank": 3}, "rank 3 is not below world_size 2"),
         ({"size": 2, "drop_last": True}, "drop_last leaves no batch"),
-        ({"order": [0, 10]}, "has index 10, but the data set has 10 samples"),
+        ({"order": [0, 10]}, "has index 10, but the dataset has 10 samples"),
         ({"order": iter([1])}, "order must be a sequence"),
     ],
 )

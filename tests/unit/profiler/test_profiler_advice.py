@@ -181,7 +181,7 @@ def test_operators_are_counted_without_those_they_call() -> None:
 
 
 def test_operators_of_a_data_set_are_none_of_the_model() -> None:
-    """A data set that makes a tensor for each sample had «take larger batches» told of a model that computes."""
+    """A dataset that makes a tensor for each sample had «take larger batches» told of a model that computes."""
 
     phases = [event("data wait", 0, 100), event("forward", 100, 50), event("backward", 170, 80)]
     phases = [phase | {"cat": "user_annotation"} for phase in phases]

@@ -1,4 +1,4 @@
-"""Digests of data sets: what they notice. A resume on changed data is refused."""
+"""Digests of datasets: what they notice. A resume on changed data is refused."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def of_data(dataset: Any) -> tuple[str, int]:
 
 
 def test_another_data_set_is_known_by_class_and_length_and_no_sample_is_read() -> None:
-    # Samples were probed: with random numbers of the data set's own, every resume was refused; and files were opened
+    # Samples were probed: with random numbers of the dataset's own, every resume was refused; and files were opened
     # before the workers were forked.
     three = Files(NAMES[:3], [0] * 3)
     assert of_data(three) == of_data(Files(NAMES[:3], [0] * 3))

@@ -1,4 +1,4 @@
-"""predict(): a row for each sample, once, in the data set's order, for any number of ranks."""
+"""predict(): a row for each sample, once, in the dataset's order, for any number of ranks."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ FALLING = {"warmup_steps": 2, "decay": "linear", "total_steps": 9}
 
 
 class Stream(IterableDataset[Any]):
-    """The points of a data set, one after another; again and again if `endless`."""
+    """The points of a dataset, one after another; again and again if `endless`."""
 
     def __init__(self, points: Points, endless: bool) -> None:
         self.points, self.endless = points, endless

@@ -1,4 +1,4 @@
-"""``paceline.get``: a rank's place in the world, or in one dimension of a device mesh, by a short name.
+"""Look up a property of this rank, in the world or in one dimension of a device mesh: ``paceline.get``.
 
 paceline.get("rank")                        among all ranks
 paceline.get("rank", mesh["dp"])            along a mesh's dimension, given as a 1-D mesh
@@ -49,7 +49,7 @@ class _Registration:
 
 
 class Get:
-    """The function ``get(what, mesh=None)``, which returns a rank's place by a short name.
+    """Look up a property of this rank by a short name: ``get(what, mesh=None)``.
 
     | what       | without a mesh                          | with one dimension of a mesh        |
     |------------|-----------------------------------------|-------------------------------------|
@@ -63,13 +63,13 @@ class Get:
     ``mesh`` is a one-dimensional ``DeviceMesh``, such as the slice ``mesh["dp"]``, or the name of a dimension of the
     registered mesh (see :meth:`register_mesh`). A mesh also counts as one-dimensional if all other dimensions have
     size 1, such as ``DeviceMesh("cpu", [[0, 1]])``. A registered mesh without names is the default for calls without a
-    mesh, and ``lrank`` is then this rank's place in it. ``rank`` is the rank in the process group. torch sorts the
+    mesh, and ``lrank`` is then this rank's index in it. ``rank`` is the rank in the process group. torch sorts the
     ranks of some groups, so it can differ from the coordinate in a mesh whose ranks are not in order.
 
     Raises:
         WorldError: before :func:`paceline.init`, if this rank is not part of the mesh, or if a name is given and no
             mesh is registered.
-        UsageError: for an unknown name, and for a mesh of several dimensions if one is required.
+        UsageError: if the name is unknown, or if the mesh has several dimensions and one is required.
     """
 
     def __init__(self) -> None:

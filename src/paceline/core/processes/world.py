@@ -44,10 +44,11 @@ REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class World:
-    """A rank's place in the job.
+    """This process's rank, the number of ranks, and its device.
 
-    ``node`` is the index of the host, ``local_rank`` and ``local_size`` count the ranks on it. ``device`` is the device
-    of this rank's replica: its GPU if CUDA is available and the backend is NCCL or Paceline's, else the CPU.
+    ``node`` is the index of the host, ``local_rank`` the index of the rank on it, and ``local_size`` the number of
+    ranks on it. ``device`` is the device of this rank's replica: its GPU if CUDA is available and the backend is NCCL
+    or Paceline's, else the CPU.
     """
 
     rank: int

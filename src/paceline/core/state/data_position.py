@@ -30,12 +30,12 @@ class Origin(NamedTuple):
     source: int = -1
     """Number of the loader, derived from the script line that creates it; -1 without a loader that the ranks share."""
     samples: int = -1
-    """Length of the data set; -1 for a stream."""
+    """Length of the dataset; -1 for a stream."""
     batch_size: int = -1
     drop_last: int = -1
     seed: int = -1
     data: int = -1
-    """Digest of the data set."""
+    """Digest of the dataset."""
     order: int = -1
     """Digest of the epoch's order, if the seed does not determine it."""
     epoch: int = -1
@@ -57,8 +57,8 @@ class Source(Protocol):
 
 _DIFFERENCES = {
     "samples": (
-        "samples in the data set",
-        "the loader splits the data among the ranks by itself, so give every rank the whole data set",
+        "samples in the dataset",
+        "the loader splits the data among the ranks by itself, so give every rank the whole dataset",
     ),
     "batch_size": (
         "as the global batch size",
@@ -71,9 +71,9 @@ _DIFFERENCES = {
         "differs by rank anyway",
     ),
     "data": (
-        "as the digest of the data set",
+        "as the digest of the dataset",
         "usually the script has split it by rank, or made it with random numbers that differ by rank; give every rank "
-        "the same whole data set, which the loader splits by itself, or, if it is already the same, set "
+        "the same whole dataset, which the loader splits by itself, or, if it is already the same, set "
         "dataset.fingerprint to a string of your own",
     ),
     "epoch": ("as the loader's epoch", "call set_epoch() with the same epoch on all ranks"),
@@ -85,7 +85,7 @@ _DIFFERENCES = {
     "position": ("batches taken from the loader", "consume the same number of batches on all ranks"),
     "stream": (
         "as the digest of the stream's samples",
-        "usually the data set splits itself by rank, or shuffles with random numbers that differ by rank; give every "
+        "usually the dataset splits itself by rank, or shuffles with random numbers that differ by rank; give every "
         "rank the same whole stream, which GlobalBatchStream splits by itself, or, if only augmentation differs, set "
         "dataset.fingerprint to a string",
     ),

@@ -139,7 +139,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-# -- one fetch of a data set ---------------------------------------------------------------------------------------
+# -- one fetch of a dataset ---------------------------------------------------------------------------------------
 
 
 def sow(seed: int) -> None:
@@ -155,7 +155,7 @@ def sow(seed: int) -> None:
 def preserved() -> Iterator[None]:
     """After the block, restore the CPU generators to their state before it.
 
-    GPU generators are not restored, so a data set that draws on a GPU uses the rank's stream.
+    GPU generators are not restored, so a dataset that draws on a GPU uses the rank's stream.
     """
     numpy = sys.modules.get("numpy")
     in_torch, in_python = torch.get_rng_state(), random.getstate()

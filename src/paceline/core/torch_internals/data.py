@@ -22,12 +22,12 @@ def hide_worker_info() -> Iterator[None]:
 
 
 def parts_of(iterator: Any) -> tuple[Any, Any, int]:
-    """Return the data set, the sampler and the number of workers of an iterator of a ``DataLoader``."""
+    """Return the dataset, the sampler and the number of workers of an iterator of a ``DataLoader``."""
     return iterator._dataset, iterator._index_sampler, iterator._num_workers
 
 
 def pipes_of(iterator: Any) -> tuple[Any, ...]:
-    """Return the workers of an iterator and its connections to them; none of them refers to the data set."""
+    """Return the workers of an iterator and its connections to them; none of them refers to the dataset."""
     return iterator._workers, iterator._index_queues, iterator._worker_result_queue, iterator._workers_done_event
 
 

@@ -127,7 +127,7 @@ def costs_of(cost: Cost, dataset: Any, size: int) -> torch.Tensor:
     if callable(cost):
         if isinstance(dataset, int):
             raise UsageError(
-                "cost is a function of a sample, but the sampler got a number of samples; give it the data set"
+                "cost is a function of a sample, but the sampler got a number of samples; give it the dataset"
             )
         with preserved():  # augmentation may draw from the rank's random streams
             users_costs: Any = [cost(dataset[index]) for index in range(size)]

@@ -1,4 +1,4 @@
-"""The order of a data set's indices in each epoch."""
+"""The order of a dataset's indices in each epoch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EpochOrder:
     """The order of each epoch: sequential, shuffled by (seed, epoch), or user-defined.
 
     Args:
-        size: number of samples in the data set; may change between epochs.
+        size: number of samples in the dataset; may change between epochs.
         users: a user-defined order, or a function that maps an epoch to an order; None for a sequential or shuffled
             order.
         shuffle: whether the order is shuffled.
@@ -76,7 +76,7 @@ def _checked(users_order: Any, size: int, epoch: int) -> torch.Tensor:
     low, high = int(order.min()), int(order.max())
     if low < 0 or high >= size:
         raise UsageError(
-            f"the order of epoch {epoch} has index {low if low < 0 else high}, but the data set has {size} "
+            f"the order of epoch {epoch} has index {low if low < 0 else high}, but the dataset has {size} "
             f"samples; give indices in 0..{size - 1}"
         )
     return order.to(torch.int64)

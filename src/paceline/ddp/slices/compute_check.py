@@ -316,7 +316,7 @@ def _send(channel: Channel, source: int, slice_and_seed: tuple[Any, int] | None)
     if (size := int(channel.gathered_rows(torch.tensor(size), "sending of a slice")[source])) == _REFUSED:
         raise UsageError(
             f"check_compute_every sends slices to other ranks, but a batch of rank {source} cannot be pickled; return "
-            "tensors and plain values from the data set and collate_fn"
+            "tensors and plain values from the dataset and collate_fn"
         )
     if not size:
         return None
@@ -336,7 +336,7 @@ def _unpacked(content: bytes) -> Any:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        # A view would be pickled with its entire storage, possibly the whole data set.
+        # A view would be pickled with its entire storage, possibly the whole dataset.
         if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
             return value.clone().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return NotImplemented

@@ -154,7 +154,7 @@ class SyncControl(Joinable):
         self._replica.ledger.task = -1  # and gradients that this backward pass produced outside the module
 
     def weight(self, weight: float | torch.Tensor) -> AbstractContextManager[None]:
-        """Surround a micro-batch whose loss is a *sum*, and state the number of samples or tokens in the sum.
+        """Enter a block for a micro-batch whose loss is a *sum* over `weight` samples or tokens.
 
         The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization. This
         is the gradient of the mean loss over the whole global batch, even if the batch is split unevenly::
@@ -227,7 +227,7 @@ class SyncControl(Joinable):
         *,
         optimizers: Sequence[Optimizer] = (),
     ) -> Join:
-        """Surround a training loop whose ranks may run out of data at different times, or have none at all.
+        """Enter a block in which ranks may run out of data at different times, or have no data at all.
 
         A rank that leaves its loop takes part in the other ranks' steps, including SyncBatchNorm's collectives, without
         contributing. Once all ranks have left, each gets the model of the rank that left last (the highest one if

@@ -65,7 +65,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     Args:
         module: the module to replicate, already on its device; the same on every rank.
-        device_ids: for a module on a GPU, a list of that GPU; inputs are moved to it. ``None`` for the CPU.
+        device_ids: for a module on a GPU, a list with only that GPU, to which inputs are moved; ``None`` for the CPU.
         broadcast_buffers: whether to broadcast rank 0's buffers at the end of synchronized backward passes (default).
         init_sync: ``True`` broadcasts rank 0's parameters and buffers, after checking that names, shapes and dtypes
             are equal on all ranks; ``"verify"`` also raises unless the values are equal; ``False`` does neither.
@@ -73,7 +73,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         bucket_cap_mb: bucket capacity in MiB.
         bucket_cap_mb_list: capacities in MiB of the first, second, … bucket, in launch order.
         forward_sync_buffers: torch's new name for `broadcast_buffers`; takes precedence over it.
-        lazy_bucket_allocation: only ``False`` is supported: ``p.grad`` is a view of the buckets, so they stay.
+        lazy_bucket_allocation: must be ``False``, because ``p.grad`` is a view of the buckets.
         unused_parameters: what to do about a parameter without a gradient on some rank, because it was not used there:
             ``"warn"`` (once for each parameter and rank, on rank 0), ``"error"`` (on every rank) or ``"allow"``, which
             ``find_unused_parameters=True`` and ``static_graph=True`` imply. The average is always correct.
@@ -83,21 +83,22 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         check_finite: raise :class:`~paceline.errors.NonFiniteGradient` on every rank if any rank's gradient contains
             NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
         reduce_dtype: dtype for sending and summing gradients, by default each parameter's own dtype. Use
-            ``torch.float32`` for exact means of bf16 gradients, and bf16 or fp16 for half the bytes. Gradients keep the
-            parameters' dtype, in separate memory. In fp16 the gradient of a rank's summed loss may overflow.
-        check_replicas_every: compare fingerprints of the parameters between ranks every this many steps instead of
+            ``torch.float32`` for exact means of bf16 gradients, or bf16 or fp16 to halve the bytes. Gradients keep the
+            parameters' dtype, in separate memory. In fp16, the gradient of a rank's summed loss may overflow.
+        check_replicas_every: number of steps between comparisons of the ranks' parameters by fingerprint, instead of
             after step 1, 3, 7, 15, 31, …; a difference raises :class:`~paceline.errors.ReplicaMismatch` on every rank.
             Costs one read of the parameters, and does not detect wrong averages.
-        check_compute_every: with `virtual_ranks`, also compute a slice on a second rank every this many steps; if the
-            bits differ, raise :class:`~paceline.errors.WrongComputation` on every rank, before the step is taken.
+        check_compute_every: with `virtual_ranks`, number of steps between checks that compute a slice on a second rank
+            too; if the bits differ, :class:`~paceline.errors.WrongComputation` is raised on every rank, before the step
+            is taken.
         virtual_ranks: V, a power of two: the gradient is the mean over V slices of the global batch, summed in the same
             tree for any number of ranks that divides V, so the weights are bit-identical on 1, 2, …, V ranks. Loop
             over ``paceline.accumulate(model, loader)``. See docs/same-bits.md.
 
     Raises:
-        UsageError: for invalid or unsupported arguments.
+        UsageError: if an argument is invalid or unsupported.
         ReplicaMismatch: if the models differ between ranks; names the parameter and the rank.
-        WorldError: without a process group; call :func:`paceline.init` first.
+        WorldError: if there is no process group; call :func:`paceline.init` first.
     """
 
     module: nn.Module

@@ -20,7 +20,7 @@ class EarlyStopping:
         patience: number of evaluations without improvement.
 
     Raises:
-        UsageError: for a value out of range.
+        UsageError: if a value is out of range.
     """
 
     def __init__(self, monitor: str = "loss", mode: Best = "min", patience: int = 3) -> None:
