@@ -341,8 +341,10 @@ class Small(nn.Module):
 
 class Factory:
     @staticmethod
-    def make():
-        return nn.Embedding(10, 4)
+    def make():  # with shared weights
+        model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
+        model[1].weight = model[0].weight
+        return model
 
 class Buffers(nn.Module):
     def __init__(self):
@@ -395,9 +397,9 @@ REFUSED = {
     "wrong width": (["zoo.py:Small", "--input-shape", "17"], "zoo.py:Small with a batch of shape (1, 17)"),
     "forward that masks": (["zoo.py:Masks", "--input-shape", "16"], "The tensors have no values here"),
     "unknown device": (["zoo.py:Small", "--device", "tpu"], "--device must be cpu or cuda, not 'tpu'"),
-    "unknown optimizer": (["zoo.py:Small", "--optimizer", "adamx"], "torch has no optimizer 'adamx'"),
-    "unknown option": (["zoo.py:Small", "--optimizer", "adamw+momentum"], "AdamW has no option 'momentum'"),
-    "a value": (["zoo.py:Small", "--optimizer", "sgd+momentum=0.8"], "SGD has no option 'momentum=0.8'; "),
+    "unknown optimizer": (["zoo.py:Small", "--optimizer", "adamx"], "--optimizer must be adadelta, adafactor"),
+    "unknown option": (["zoo.py:Small", "--optimizer", "adamw+momentum"], "an option of --optimizer adamw must be lr"),
+    "a value": (["zoo.py:Small", "--optimizer", "sgd+momentum=0.8"], "or fused, not 'momentum=0.8'"),
     "autocast alone": (["zoo.py:Small", "--autocast", "bfloat16"], "--autocast changes only activations"),
     "arguments": (["zoo.py:Net"], "missing 1 required positional argument: 'width'"),
     "no module": (["zoo:two"], "zoo:two cannot be built: AttributeError: 'tuple' object has no attribute"),
@@ -406,6 +408,7 @@ REFUSED = {
     "sparse": (["zoo:sparse"], "the model has layers with sparse gradients, whose size depends on the data"),
     "buffers alone": (["zoo:Buffers"], "no parameter that requires a gradient"),
     "other folder": (["other"], "'other' is not a model"),
+    "no such path": (["./no/model"], "'./no/model' is neither a folder nor the name of a model"),
     "offline": (
         ["org/name"],
         "the configuration of org/name is not on this machine, and HF_HUB_OFFLINE is set; to run without",

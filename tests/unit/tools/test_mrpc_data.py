@@ -89,8 +89,8 @@ def test_no_pair_is_both_trained_on_and_held_out(tmp_path: Path, numbers: list[i
 
 
 LACKING = [
-    ({"dev.tsv": [1]}, "has no train.tsv"),
-    ({"train.tsv": [1]}, "has no dev.tsv; give a folder with GLUE's"),
+    ({}, "dev.tsv cannot be read: No such file or directory; give a folder with MRPC's"),
+    ({"dev.tsv": [1]}, "train.tsv cannot be read"),
     ({"train.tsv": [1], "dev.tsv": [1]}, "train.tsv or dev.tsv has no pairs of its own"),
     ({"train.tsv": [1], "dev.tsv": []}, "train.tsv or dev.tsv has no pairs of its own"),
     ({"train.tsv": [], "dev.tsv": [1]}, "train.tsv or dev.tsv has no pairs of its own"),

@@ -88,7 +88,7 @@ REFUSED: list[tuple[DigitsConfig | LmConfig | MrpcConfig, str]] = [
     (mrpc(virtual_ranks=8, balance=True), "--balance cuts batches into unequal slices"),
     (mrpc(data="nowhere"), "--data nowhere: no such folder"),
     (mrpc(data="broken"), "broken/dev.tsv, line 3: not Quality, #1 ID"),
-    (mrpc(model="./nowhere"), "--model './nowhere' is neither a folder nor the name of a model on the hub"),
+    (mrpc(model="./nowhere"), "'./nowhere' is neither a folder nor the name of a model: "),
     (mrpc(random_init="nowhere", model=DEFAULT_MODEL), "--random-init nowhere has no config.json"),
     (mrpc(random_init="nowhere", model="org/name"), "exclude each other"),
     (mrpc(model="data"), "has no config.json; give the folder of a Hugging Face model"),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json as json_text
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,8 +19,8 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from paceline.tools.memory_estimate.activations import Activations, Batch
-    from paceline.tools.memory_estimate.footprints import Footprint, Training
+    from paceline.tools.memory_estimate.activations import Batch
+    from paceline.tools.memory_estimate.footprints import Training
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 COLUMNS = ("weights", "gradients", "state", "communication", "activations", "peak")
@@ -47,14 +49,10 @@ def estimate_memory(
     ],
     nproc: Annotated[str, typer.Option(metavar="LIST", help="Numbers of ranks, separated by commas.")] = "2,4,8",
     optimizer: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="Optimizer of torch.optim with the options that are set: sgd+momentum, adamw+amsgrad."
-        ),
+        str, typer.Option(metavar="NAME", help="Optimizer of torch.optim with its options: sgd+momentum.")
     ] = "adamw",
     dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="DTYPE", help=f"Of the weights: {', '.join(DTYPES)}; by default the model's."),
+        str | None, typer.Option(metavar="DTYPE", help=f"Of the weights: {', '.join(DTYPES)}; by default the model's.")
     ] = None,
     autocast: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Dtype of torch.autocast around the forward (mixed precision).")
@@ -64,16 +62,11 @@ def estimate_memory(
     input_shape: Annotated[
         str | None, typer.Option(metavar="SHAPE", help="Shape of a sample that is not tokens, such as 3,224,224.")
     ] = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="KIND", help="cpu or cuda: where the training will run. The estimate itself needs no GPU."
-        ),
-    ] = "cpu",
+    device: Annotated[str, typer.Option(metavar="KIND", help="Training device: cpu or cuda. No GPU needed.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print the bytes as JSON.")] = False,
 ) -> None:
     """Estimate the peak memory of each rank in training (DDP, sharded optimizer, FSDP2) without allocating it."""
-    from paceline.tools.memory_estimate.activations import activations_of
+    from paceline.tools.memory_estimate.activations import Activations, activations_of
     from paceline.tools.memory_estimate.footprints import DEVICES, Training
     from paceline.tools.memory_estimate.models import build_model
     from paceline.tools.memory_estimate.optimizer_state import parse_optimizer
@@ -89,50 +82,32 @@ def estimate_memory(
     footprints = [(count, footprint) for count in sorted(set(counts)) for footprint in training.footprints(count)]
     # After the footprints, so that an unsupported optimizer is reported before the model runs.
     activations = activations_of(built, batch, cast, on_gpu=device == "cuda") if batch else None
-    rows = [_row(count, footprint, activations, device) for count, footprint in footprints]
+    rows = []
+    for count, footprint in footprints:
+        peak = footprint.peak(device, count, activations or Activations())
+        sizes = {**asdict(footprint), "activations": activations and activations.total, "peak": peak}
+        rows.append({"nproc": count, "strategy": footprint.strategy, **{name: sizes[name] for name in COLUMNS}})
+    numel = sum(parameter.numel() for parameter in training.parameters)
     if json:
-        print(json_text.dumps({"model": model, "parameters": _numel(training), "ranks": rows}))
-    else:
-        _print(f"{model}: {type(built.module).__name__}", training, rows, _notes(training, batch, device))
+        print(json_text.dumps({"model": model, "parameters": numel, "ranks": rows}))
+        return
+    dtypes = {str(parameter.dtype).removeprefix("torch."): None for parameter in training.parameters}
+    print(f"{model}: {type(built.module).__name__}, {numel:,} parameters ({' and '.join(dtypes)}); {state.title}\n")
+    _print_rows(rows)
+    print("", *_notes(training, batch, device), sep="\n")
 
 
-def _row(ranks: int, footprint: Footprint, activations: Activations | None, device: str) -> dict[str, Any]:
-    from paceline.tools.memory_estimate.activations import Activations
-
-    sizes = asdict(footprint) | {"activations": None if activations is None else activations.total}
-    sizes["peak"] = footprint.peak(device, ranks, activations or Activations())
-    return {"nproc": ranks, "strategy": footprint.strategy} | {name: sizes[name] for name in COLUMNS}
-
-
-def _numel(training: Training) -> int:
-    return sum(parameter.numel() for parameter in training.parameters)
-
-
-def _print(title: str, training: Training, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    from rich.console import Console
-
+def _print_rows(rows: list[dict[str, Any]]) -> None:
     from paceline.core.output.tables import new_table, print_table
     from paceline.core.output.wording import nbytes
 
-    dtypes = {str(parameter.dtype).removeprefix("torch."): None for parameter in training.parameters}
-    heading = f"{title}, {_numel(training):,} parameters ({' and '.join(dtypes)}); {training.optimizer.title}"
     columns = [name for name in COLUMNS if rows[0][name] is not None]
     table = new_table(["ranks", "on each rank", *columns], words=("on each rank",))
-    previous = None
-    for row in rows:
-        if row["nproc"] != previous:
-            table.add_section()
-        ranks = "" if row["nproc"] == previous else f"{row['nproc']:,}"
-        table.add_row(ranks, row["strategy"], *(nbytes(row[name]) for name in columns))
-        previous = row["nproc"]
-    console = Console()
-    # Do not wrap lines, because rich assumes an arbitrary width when the output is not a terminal.
-    console.print(heading, soft_wrap=True, highlight=False, markup=False)
-    print()
+    for count, strategies in groupby(rows, itemgetter("nproc")):
+        for number, row in enumerate(strategies):
+            table.add_row("" if number else f"{count:,}", row["strategy"], *(nbytes(row[name]) for name in columns))
+        table.add_section()
     print_table(table, keys=2)
-    print()
-    for note in notes:
-        console.print(note, soft_wrap=True, highlight=False, markup=False)
 
 
 def _notes(training: Training, batch: Batch | None, device: str) -> list[str]:
@@ -157,14 +132,13 @@ def _batch(size: int | None, sequence_length: int | None, shape: str | None) -> 
     """Return the batch that the options describe; None without any."""
     from paceline.tools.memory_estimate.activations import Batch
 
-    if size is None and sequence_length is None and shape is None:
-        return None
-    if (sequence_length is None) == (shape is None):
-        raise UsageError("a batch needs either --sequence-length, for tokens, or --input-shape; give one of them")
-    if shape is None:
-        assert sequence_length is not None
+    if sequence_length is not None and shape is None:
         return Batch((size or 1, sequence_length), is_tokens=True)
-    return Batch((size or 1, *_positive("--input-shape", shape)))
+    if shape is not None and sequence_length is None:
+        return Batch((size or 1, *_positive("--input-shape", shape)))
+    if size is not None or shape is not None:
+        raise UsageError("a batch needs either --sequence-length, for tokens, or --input-shape; give one of them")
+    return None
 
 
 def _positive(option: str, text: str) -> list[int]:

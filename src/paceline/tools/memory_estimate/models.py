@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import sys
 from contextlib import redirect_stdout
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from paceline.core.telemetry.users_code import place_in
 from paceline.errors import MissingExtra, UsageError
 from paceline.tools.shared.hub import cached_config, fetch, one_line, quiet_libraries, work_offline
 
@@ -43,38 +43,35 @@ def build_model(name: str, dtype: torch.dtype | None) -> BuiltModel:
 
 
 def empty(module: nn.Module, device: str) -> None:
-    """Give the module tensors without values on `device`; shared parameters stay shared."""
-    owners = [
-        (part, name, parameter)
-        for part in module.modules()
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
-    ]
-    module.to_empty(device=device)
-    new: dict[nn.Parameter, nn.Parameter] = {}
-    for part, name, parameter in owners:  # to_empty() has given every owner a separate parameter
-        setattr(part, name, new.setdefault(parameter, getattr(part, name)))
+    """Give the module tensors without values on `device`."""
+
+    @cache  # shared tensors stay shared
+    def emptied(tensor: Tensor) -> Tensor:
+        result = torch.empty_like(tensor, device=device)
+        return nn.Parameter(result, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result
+
     for part in module.modules():
-        for name, value in vars(part).items():
-            if isinstance(value, Tensor):  # a plain attribute, which to_empty() does not move
-                setattr(part, name, torch.empty_like(value, device=device))
+        parameters = part.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = part.named_buffers(recurse=False, remove_duplicate=False)
+        for name, value in [*parameters, *buffers, *vars(part).items()]:  # vars() also has plain attributes
+            if isinstance(value, Tensor):
+                setattr(part, name, emptied(value))
 
 
 def described(error: BaseException) -> str:
     """Return an error's class, message and line in the user's code: ``KeyError: 'a' (x.py, line 3)``."""
-    trace, place = error.__traceback__, ""
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not ("importlib" in file or file.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent)))):
-            place = f" ({file}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    return f"{type(error).__name__}: {one_line(error).rstrip('.')}{place}"
+    return f"{type(error).__name__}: {one_line(error).rstrip('.')}{place_in(error.__traceback__)}"
 
 
 def _from_python(path: str) -> BuiltModel:
     source, _, attribute = path.rpartition(":")
+    is_file = source.endswith(".py")
+    # As by ``python file.py`` or ``python -m module``.
+    sys.path.insert(0, str(Path(source).absolute().parent if is_file else Path.cwd()))
     try:
         with redirect_stdout(sys.stderr):  # because --json writes to stdout
-            target = reduce(getattr, attribute.split("."), _import(source))
+            imported = importlib.import_module(Path(source).stem if is_file else source)
+            target: Any = reduce(getattr, attribute.split("."), imported)
             with torch.device("meta"):
                 module = target if isinstance(target, nn.Module) else target()
         empty(module, "meta")  # fails for values that are not modules, and for lazy layers, which have no shape yet
@@ -86,17 +83,10 @@ def _from_python(path: str) -> BuiltModel:
     return BuiltModel(path, module)
 
 
-def _import(source: str) -> Any:
-    """Import a file or a module, located as by ``python file.py`` or ``python -m module``."""
-    is_file = source.endswith(".py")
-    sys.path.insert(0, str(Path(source).absolute().parent if is_file else Path.cwd()))
-    return importlib.import_module(Path(source).stem if is_file else source)
-
-
 def _from_configuration(name: str) -> BuiltModel:
     path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     is_local = path.is_file() and path.suffix == ".json"
-    if not is_local and (Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)):
+    if not is_local and Path(name).exists():
         raise UsageError(
             f"{name!r} is not a model; give a name on the Hugging Face hub, a config.json or its folder, or a Python "
             "object as in package.module:build or model.py:build"
@@ -125,14 +115,10 @@ def _from_configuration(name: str) -> BuiltModel:
 
 def _fetched(name: str) -> Path:
     """Return the configuration of a model on the hub, after fetching it into the cache if needed."""
-    if (cached := cached_config(name)) is None:
-        from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download
 
-        download = partial(hf_hub_download, name, "config.json")
-        fetch(f"the configuration of {name}", "the path of a config.json", download)
-        cached = cached_config(name)
-    assert cached is not None
-    return cached
+    download = partial(hf_hub_download, name, "config.json")
+    return cached_config(name) or Path(fetch(f"the configuration of {name}", "the path of a config.json", download))
 
 
 def _instantiate(transformers: Any, config: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.core.option_rules import choice
 from paceline.core.output.wording import counted
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
@@ -67,24 +68,18 @@ class OptimizerState:
 
 def parse_optimizer(text: str) -> OptimizerState:
     """Return the torch optimizer that `text` names: ``adamw``, ``sgd+momentum``, ``adamw+amsgrad``."""
-    name, *options = (word.strip() for word in text.split("+"))
+    name, *options = (word.strip().lower() for word in text.split("+"))
     classes = {
         kind.__name__.lower(): kind
         for kind in vars(torch.optim).values()
         if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
     }
-    if (optimizer_class := classes.get(name.lower())) is None:
-        raise UsageError(
-            f"--optimizer {text}: torch has no optimizer {name!r}; choose one of {', '.join(sorted(classes))}"
-        )
+    optimizer_class = classes[choice("--optimizer", name, tuple(sorted(classes)))]
     parameters = dict(inspect.signature(optimizer_class).parameters)
     del parameters["params"]
-    for option in options:
-        if option not in parameters:
-            raise UsageError(
-                f"--optimizer {text}: {optimizer_class.__name__} has no option {option!r}; choose from "
-                f"{', '.join(parameters)}"
-            )
     # Only which options are set decides the size of the state, not their values.
-    values = {name: DEFAULT_MOMENTUM if type(parameters[name].default) in (int, float) else True for name in options}
+    values: dict[str, Any] = {}
+    for option in options:
+        default = parameters[choice(f"an option of --optimizer {name}", option, tuple(parameters))].default
+        values[option] = DEFAULT_MOMENTUM if type(default) in (int, float) else True
     return OptimizerState(optimizer_class, values)

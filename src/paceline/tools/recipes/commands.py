@@ -109,7 +109,6 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
 
     launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}  # leaves only the recipe's options
     job = {"max_restarts": launcher["max_restarts"], "supervision": supervision_of(launcher)}
-    profile = launcher["profile"]
     count, note = resolve_nproc(launcher["nproc"])
     job["supervision"].places(count)  # raises an error if --min-nproc is out of range
     environment = timeout_environment(None)
@@ -117,18 +116,17 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     config.check()
     environment |= config.environment(count)
     program = ["paceline.tools", f"recipes.{recipe}"]
-    settings = None if profile is None else ProfileSettings(profile, title=command_line(recipe, config))
-    if settings is not None:
-        # Checked after the recipe's options, because this deletes an earlier profile in the folder.
-        settings.check()
+    if (profile := launcher["profile"]) is not None:
+        settings = ProfileSettings(profile, title=command_line(recipe, config))
+        settings.check()  # after the recipe's options, because this deletes an earlier profile in the folder
         program = rank_program(settings, ["-m", *program])
     # Look up only the top-level name, because find_spec() of a submodule imports its package.
     needs = (name for name in config.needs if find_spec(name.partition(".")[0]))
     modules = [f"paceline.tools.recipes.{recipe}", *needs]
     code = start_program(program, config, count, sys.stdout, note, environment, modules, **job)
-    if settings is not None:
-        show_results(Path(settings.folder), code)
-    folder = options.get("checkpoint_dir")
+    if profile is not None:
+        show_results(Path(profile), code)
+    folder = config.checkpoint_dir
     if code == INTERRUPTED and folder and newest_step(Path(folder)) is not None:
         say(f"the checkpoints in {folder} are kept; to continue, give the same command with --resume")
     return code

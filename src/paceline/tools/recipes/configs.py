@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -88,7 +89,6 @@ class MrpcConfig(TrainingOptions):
 
     def check(self) -> None:
         from paceline.tools.recipes import pairs
-        from paceline.tools.recipes.hugging_face import fetch_model
 
         super().check()
         whole_number("--max-length", self.max_length, minimum=8)
@@ -108,8 +108,8 @@ class MrpcConfig(TrainingOptions):
                 f"--data {self.data}: no such folder; give MRPC's folder, or {ON_THE_HUB} for the hub's copy"
             )
         remedy = "--model FOLDER (a model saved with its tokenizer) or --random-init FOLDER (config.json and tokenizer)"
-        if self.random_init is None:
-            fetch_model(self.model, remedy)
+        if self.random_init is None and not Path(self.model).is_dir() and hub.cached_model(self.model) is None:
+            hub.fetch(f"the model {self.model}", remedy, partial(hub.fetch_model, self.model))
         if not in_folder and not pairs.hub_is_cached():
             hub.fetch(f"the data {ON_THE_HUB}", "--data FOLDER (with MRPC's TSV files)", pairs.read_hub)
         self.folder()

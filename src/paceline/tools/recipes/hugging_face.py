@@ -6,9 +6,7 @@ wrong values.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +16,9 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.tools.shared import hub
 
-HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 PADDING = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 """Padding tokens for tokenizers without one; any token works, because padding is masked."""
-
-
-def fetch_model(name: str, remedy: str) -> None:
-    """Download the model `name`, unless it is a folder or already in the cache."""
-    if Path(name).is_dir():
-        return
-    if not HUB_NAME.fullmatch(name):
-        raise UsageError(f"--model {name!r} is neither a folder nor the name of a model on the hub")
-    if hub.cached_model(name) is None:
-        hub.fetch(f"the model {name}", remedy, partial(hub.fetch_model, name))
 
 
 def folder_of(name: str, option: str = "--model") -> Path:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.train import Evaluation, Result
     from paceline.train.training_step import Loss
 
-SETTINGS = "max_steps clip_norm precision evaluate_every resume allow_changed_settings"
+SETTINGS = ("max_steps", "clip_norm", "precision", "evaluate_every", "resume", "allow_changed_settings", "log_every")
 """Options that have the same name as a setting of the Trainer."""
 PANELS = {
     "Training": "epochs max_steps batch_size lr warmup_steps decay dropout clip_norm precision seed "
@@ -82,9 +82,9 @@ class TrainingOptions(ProgramConfig):
         from paceline.train.config import check_settings
 
         check_settings(self._settings(), lambda name: "--micro-batches" if name == "accumulate" else flag_of(name))
-        for name in ("batch_size", "log_every", "checkpoint_every"):
-            if getattr(self, name) is not None:
-                whole_number(flag_of(name), getattr(self, name))
+        whole_number("--batch-size", self.batch_size)
+        if self.checkpoint_every is not None:
+            whole_number("--checkpoint-every", self.checkpoint_every)
         positive("--lr", self.lr)
         whole_number("--warmup-steps", self.warmup_steps, minimum=0)
         choice("--decay", self.decay, ("none", "linear", "cosine", "wsd"))
@@ -98,13 +98,11 @@ class TrainingOptions(ProgramConfig):
             raise NoCheckpoint(
                 f"the folder {self.checkpoint_dir} to resume from does not exist; check it, or start without --resume"
             )
-        for name in ("micro_batches", "virtual_ranks"):
-            count = getattr(self, name) or 1
-            if self.batch_size < count or (name == "micro_batches" and self.batch_size % count):
-                raise UsageError(
-                    f"--batch-size {self.batch_size} cannot be cut into {flag_of(name)} {count}; give a multiple of "
-                    f"{count}"
-                )
+        cut = f"--batch-size {self.batch_size} cannot be cut into"
+        if self.batch_size % self.micro_batches:
+            raise UsageError(f"{cut} --micro-batches {self.micro_batches}; give a multiple of {self.micro_batches}")
+        if self.virtual_ranks is not None and self.batch_size < self.virtual_ranks:
+            raise UsageError(f"{cut} --virtual-ranks {self.virtual_ranks}; give at least {self.virtual_ranks}")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must be at least 0 and below 2**63, not {self.seed}")
         check_file("--json", self.json)
@@ -123,9 +121,8 @@ class TrainingOptions(ProgramConfig):
 
     def _settings(self) -> dict[str, Any]:
         """Return the Trainer's settings."""
-        no_length = self.epochs is None and self.max_steps is None
-        settings = {name: getattr(self, name) for name in (*SETTINGS.split(), "log_every")}
-        return {**settings, "epochs": self.passes if no_length else self.epochs, "accumulate": self.micro_batches}
+        epochs = self.passes if self.epochs is None and self.max_steps is None else self.epochs
+        return {**{name: getattr(self, name) for name in SETTINGS}, "epochs": epochs, "accumulate": self.micro_batches}
 
     def train(
         self,

@@ -43,9 +43,6 @@ class Splits(NamedTuple):
 
 def read_folder(folder: Path) -> Splits:
     """Read ``train.tsv`` and ``dev.tsv``; a pair that is in both files is held out from training."""
-    for name in ("train.tsv", "dev.tsv"):
-        if not (folder / name).is_file():
-            raise UsageError(f"--data {folder} has no {name}; give a folder with GLUE's train.tsv and dev.tsv of MRPC")
     dev = read_pairs(folder / "dev.tsv")
     held_out = {pair.ids for pair in dev}
     train = [pair for pair in read_pairs(folder / "train.tsv") if pair.ids not in held_out]
@@ -60,7 +57,9 @@ def read_pairs(file: Path) -> list[Pair]:
     try:
         lines = file.read_bytes().removeprefix(BOM_UTF8).rstrip(b"\r\n").split(b"\n")
     except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}; give another folder") from error
+        raise UsageError(
+            f"{file} cannot be read: {error.strerror}; give a folder with MRPC's train.tsv and dev.tsv"
+        ) from error
     for number, line in enumerate(lines, 1):
         try:
             # Not the csv module, which joins lines between quotation marks.
@@ -92,13 +91,12 @@ def read_hub() -> Splits:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()  # otherwise, every rank would print a message about the cache
-    splits = (datasets.load_dataset(*_HUB_NAME, split=split) for split in ("train", "validation"))
-    train, dev = ([_from_hub(row) for row in rows] for rows in splits)
-    return Splits(train, dev)
 
+    def pairs(split: str) -> list[Pair]:
+        rows = datasets.load_dataset(*_HUB_NAME, split=split)
+        return [Pair((str(row["idx"]), ""), row["sentence1"], row["sentence2"], int(row["label"])) for row in rows]
 
-def _from_hub(row: dict[str, Any]) -> Pair:
-    return Pair((str(row["idx"]), ""), row["sentence1"], row["sentence2"], int(row["label"]))
+    return Splits(pairs("train"), pairs("validation"))
 
 
 class TokenizedPairs(Dataset[dict[str, Any]]):
@@ -106,6 +104,8 @@ class TokenizedPairs(Dataset[dict[str, Any]]):
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self.rows = rows
+        self.lengths = [len(row["input_ids"]) for row in rows]
+        """Number of tokens of each pair."""
         self.fingerprint = hashlib.sha256(repr(rows).encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -113,11 +113,6 @@ class TokenizedPairs(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.rows[index]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Number of tokens of each pair."""
-        return [len(row["input_ids"]) for row in self.rows]
 
 
 def tokenize(tokenizer: Any, pairs: Sequence[Pair], max_length: int) -> TokenizedPairs:

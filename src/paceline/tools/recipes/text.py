@@ -45,7 +45,7 @@ def read_text(file: str | None) -> str:
     if not file:
         raise UsageError("--data is missing; give a text file: --data file.txt")
     try:
-        text = Path(file).read_bytes().decode("utf-8-sig")
+        return Path(file).read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"--data {file} cannot be read: {error.strerror}; give a text file") from error
     except UnicodeDecodeError as error:
@@ -53,7 +53,6 @@ def read_text(file: str | None) -> str:
             f"--data {file} is not in UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}; convert it, for "
             "example with iconv"
         ) from error
-    return text
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):

@@ -8,9 +8,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from paceline.errors import UsageError
 
+Fetched = TypeVar("Fetched")
 ANSWER_S = 4.0
 """Seconds to wait for an answer before the hub counts as unreachable."""
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
@@ -39,12 +41,12 @@ def quiet_libraries() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def fetch(subject: str, remedy: str, download: Callable[[], object]) -> None:
-    """Download `subject` into the cache; an error message recommends `remedy`, the options that avoid a download."""
+def fetch(subject: str, remedy: str, download: Callable[[], Fetched]) -> Fetched:
+    """Call `download` for `subject`; an error message recommends `remedy`, the options that avoid a download."""
     if (reason := out_of_reach()) is not None:
         raise UsageError(f"{subject} is not on this machine, and {reason}; to run without a network, give {remedy}")
     try:
-        download()
+        return download()
     except Exception as error:  # the libraries raise many kinds of exceptions
         raise UsageError(f"cannot download {subject}: {one_line(error)}; try again, or give {remedy}") from error
 

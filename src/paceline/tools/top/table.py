@@ -24,11 +24,10 @@ def heading(view: JobView) -> Text:
 def table_of(view: JobView) -> Table:
     """Return a table with a row for each rank on this host."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("rank", "step", "phase", "for", "step time", "waiting", "", ""):
-        is_left = name in ("rank", "phase", "")
-        table.add_column(name, justify="left" if is_left else "right", no_wrap=True)
-    table.columns[6].justify = "right"
-    table.columns[7].header = Text.assemble("█ busy ", ("░ waiting", "yellow"))
+    for name in ("rank", "step", "phase", "for", "step time", "waiting"):
+        table.add_column(name, justify="left" if name in ("rank", "phase") else "right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)  # the waiting share as a number; the next column draws it
+    table.add_column(Text.assemble("█ busy ", ("░ waiting", "yellow")), no_wrap=True)
     straggler = find_straggler(view.statuses)
     for status in view.statuses:
         slow = straggler is not None and straggler.rank == status.rank

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from paceline.comm.algorithms import Schedule, build, linear
+from paceline.comm.algorithms.linear import all_to_all
+from paceline.comm.algorithms.ring import all_gather, all_reduce, reduce_scatter
+from paceline.comm.algorithms.schedule import Schedule
+from paceline.comm.algorithms.tree import broadcast, reduce
 from paceline.core.output.wording import counted
 from paceline.ddp.options.buckets import CAPACITY, MIB
 from paceline.tools.explain.scene import Frame, Scene, ms
@@ -28,18 +31,13 @@ class Collective(NamedTuple):
 
 def collectives(size: int) -> list[Collective]:
     """Return the six collectives among `size` ranks."""
-    broadcast, reduce, all_reduce, reduce_scatter, all_gather = (
-        build(name, size)
-        for name in ("tree_broadcast", "tree_reduce", "ring_all_reduce", "ring_reduce_scatter", "ring_all_gather")
-    )
-    exchange = linear.all_to_all(size)
     return [
-        Collective(broadcast, "broadcast(tensor, src=0)", "every rank holds rank 0's tensor"),
-        Collective(reduce, "reduce(tensor, dst=0)", "rank 0 holds the sum; the others have no result"),
-        Collective(all_reduce, "all_reduce(tensor)", "every rank holds the sum of every row"),
-        Collective(reduce_scatter, "reduce_scatter_single(part, tensor)", "every rank holds the sum of one row"),
-        Collective(all_gather, "all_gather_single(tensor, part)", "every rank holds all ranks' parts"),
-        Collective(exchange, "all_to_all_single(output, input)", "every rank holds the parts addressed to it"),
+        Collective(broadcast(size, 0), "broadcast(tensor, src=0)", "every rank holds rank 0's tensor"),
+        Collective(reduce(size, 0), "reduce(tensor, dst=0)", "rank 0 holds the sum; the others have no result"),
+        Collective(all_reduce(size), "all_reduce(tensor)", "every rank holds the sum of every row"),
+        Collective(reduce_scatter(size), "reduce_scatter_single(part, tensor)", "every rank holds the sum of one row"),
+        Collective(all_gather(size), "all_gather_single(tensor, part)", "every rank holds all ranks' parts"),
+        Collective(all_to_all(size), "all_to_all_single(output, input)", "every rank holds the parts addressed to it"),
     ]
 
 

@@ -83,7 +83,7 @@ def grid_of(schedule: Schedule) -> Grid:
 
 def hint(schedule: Schedule) -> str:
     """Return what to watch while `schedule` is animated."""
-    return HINTS.get(schedule.name, "") if schedule.steps else ""
+    return HINTS[schedule.name] if schedule.steps else ""
 
 
 def reading(grid: Grid) -> str:
@@ -128,9 +128,8 @@ def frames(schedule: Schedule, grid: Grid) -> list[Frame]:
             arrows.append((message.src, message.dst, 0 if grid.is_bowed else chunk))
             cell = history[number - 1][message.src][source]
             moving.append(grid.flight(cell, (message.src, source), (message.dst, destination)))
-        kinds = {message.reduce for message in step}
-        verb = "add or copy" if len(kinds) > 1 else "add" if True in kinds else "copy"
-        title = f"step {number} of {len(schedule.steps)}: receivers {verb}"
+        verbs = sorted({"add" if message.reduce else "copy" for message in step})
+        title = f"step {number} of {len(schedule.steps)}: receivers {' or '.join(verbs)}"
         caption = ", ".join(f"{message.src}→{message.dst} {_chunks(schedule, message)}".strip() for message in step)
         drawn.append(Frame(title, caption, grid.draw(history[number], arrows), "".join(moving)))
     return drawn
@@ -197,16 +196,13 @@ def used_later(schedule: Schedule) -> list[list[list[bool]]]:
     """Return, as ``[k][rank][chunk]``, whether the result depends on what a rank holds of a chunk after k steps."""
     needed = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
     history = [needed]
-    # In two passes, because all messages of a step are sent at once, and one may overwrite data that another sends.
     for step in reversed(schedule.steps):
         earlier = [list(row) for row in needed]
         for transfer in step:
-            if not transfer.reduce:  # the copy overwrites the receiver's part
-                for chunk in transfer.chunks:
-                    earlier[transfer.dst][chunk] = False
-        for transfer in step:
             for chunk in transfer.chunks:
                 earlier[transfer.src][chunk] |= needed[transfer.dst][chunk]
+                # A copy overwrites what the receiver had, which it does not send in the same step.
+                earlier[transfer.dst][chunk] &= transfer.reduce
         needed = earlier
         history.append(needed)
     return history[::-1]

@@ -192,8 +192,10 @@ def _table(step: TrainingStep, title: str) -> Table:
     ends = (0.0, max(step.data), step.forward, step.end - OPTIMIZER, step.end)
     for number, stage in enumerate(STAGES):
         table.add_row(str(number + 1), stage, figure(ends[number]), figure(ends[number + 1]))
-        for one in step.meetings if len(step.data) > 1 else ():
-            if one.stage == stage:
-                sent = f"{one.nbytes:,} bytes" if one.nbytes else "not in this model"
-                table.add_row(one.letter, one.name, figure(one.begin), figure(one.end), f"{one.collective}, {sent}")
+        for item in step.meetings if len(step.data) > 1 else ():
+            if item.stage == stage:
+                sent = f"{item.nbytes:,} bytes" if item.nbytes else "not in this model"
+                table.add_row(
+                    item.letter, item.name, figure(item.begin), figure(item.end), f"{item.collective}, {sent}"
+                )
     return table
