@@ -163,7 +163,7 @@ def test_weights_on_a_gpu_that_do_not_count_are_left_out(asked: list[float]) -> 
         ledger.backward_began()
     ledger.contributes_nothing(counted=True)
     assert ledger.report(1).weight == 0
-    ledger.local_backwards = 1
+    ledger.local_tasks = [0]
     with ledger.weigh(torch.tensor(16.0)):
         ledger.backward_began()
     with ledger.weigh(torch.tensor(32.0)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -387,6 +387,69 @@ def wrapped_again_after_a_failure(world: World) -> None:
         (square(bare.actor(bare.batch(step))) + square(bare.critic(bare.batch(step)))).backward()
         same_gradients(wrapped.actor, bare.actor)
         same_gradients(wrapped.critic, bare.critic)
+
+
+def accumulate(side: Side, passes: str) -> Tensor:
+    """Run a backward pass for each word of `passes`, and return the body's gradient.
+
+    The letters are the models that it goes through; capitals are synchronized, u is without weights, and - is no pass
+    but sets gradients to None.
+    """
+    models, count = {"a": side.wrap(side.actor), "b": side.wrap(side.critic)}, 0
+    for step, word in enumerate(passes.split()):
+        if word == "-":
+            side.actor.zero_grad(), side.critic.zero_grad()
+            count = 0
+            continue
+        count += 1
+        x, chosen = side.batch(step), [model for name, model in models.items() if name in word.lower()]
+        with ExitStack() as blocks:
+            for model in chosen:
+                block, loss = side.weighted(model, x)
+                blocks.enter_context(nullcontext() if "u" in word else block)
+                blocks.enter_context(nullcontext() if word.isupper() else side.no_sync(model))
+            sum(loss(model(x).square()) for model in chosen).backward()
+    assert side.body.weight.grad is not None
+    return side.body.weight.grad / (1 if side.wrapped else count)
+
+
+def weighted_accumulation(world: World, passes: str) -> str:
+    twin = accumulate(Side(world, wrapped=False), passes)
+    try:
+        torch.testing.assert_close(accumulate(Side(world, wrapped=True), passes), twin)
+    except UsageError as error:
+        return str(error)
+    return "exact"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weighted_accumulation_through_two_wrappers_is_exact_or_refused(pools: Pools, size: int) -> None:
+    for passes in ("ab ab AB", "b B", "a - b B"):
+        assert {*pools.run(size, weighted_accumulation, passes)} == {"exact"}
+    for passes in ("a b A B", "a B", "ua B", "ab B", "a b AB", "ab A b", "A b"):
+        assert all("0.weight'" in said for said in pools.run(size, weighted_accumulation, passes))
+
+
+def older_average_on_a_rank_without_data(world: World, drops: bool) -> None:
+    wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
+    actor, x = wrapped.wrap(wrapped.actor), bare.batch()
+    with actor.weight(2):
+        (2 * square(actor(x))).backward()
+    if drops:
+        actor.zero_grad()
+    if world.rank == 0:
+        with actor.weight(2):
+            (2 * square(actor(x))).backward()
+    else:
+        actor.sync_gradients()
+    square(bare.actor(x)).backward()
+    same_gradients(wrapped.actor, bare.actor)
+
+
+def test_an_older_average_on_a_rank_without_data_is_not_scaled_by_the_weights_of_others(pools: Pools) -> None:
+    pools.run(2, older_average_on_a_rank_without_data, True)
+    with pytest.raises(Exception, match=r"rank 1 averaged gradients from outside model.weight\(\)"):
+        pools.run(2, older_average_on_a_rank_without_data, False)
 
 
 def different_weights(world: World) -> list[str]:

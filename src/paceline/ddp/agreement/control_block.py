@@ -236,8 +236,9 @@ class ControlBlock:
         without = [rank for rank, mode in enumerate(modes) if mode in plain]
         if without and any(mode & WEIGHTED and not mode & BY_SLICE for mode in modes):
             raise DesyncError(
-                f"ranks differ: {named_ranks(without)} ran backward outside model.weight(), the other ranks inside; "
-                "use model.weight() for every micro-batch on every rank, or for none"
+                f"ranks differ: {named_ranks(without)} averaged gradients from outside model.weight(), the other ranks "
+                "from inside; use model.weight() for every micro-batch on every rank, or for none; a rank without data "
+                "calls optimizer.zero_grad() before model.sync_gradients()"
             )
         if bad := self._marked(1):
             where = [rank for rank, status in enumerate(statuses) if status.non_finite]

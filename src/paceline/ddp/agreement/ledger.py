@@ -25,8 +25,8 @@ class Ledger:
     """Number of counted forward passes since the last synchronized backward pass."""
     synchronizations: int
     """Number of synchronized backward passes since the wrapper was created."""
-    local_backwards: int
-    """Number of backward passes under ``no_sync`` since the last synchronized one."""
+    local_tasks: list[int]
+    """Ids of the graph tasks of the backward passes under ``no_sync`` since the last synchronized one."""
     task: int
     """Id of the graph task of the latest backward pass."""
     has_peers = False
@@ -40,7 +40,8 @@ class Ledger:
     dropped."""
 
     def __init__(self) -> None:
-        self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
+        self.forwards_since_sync = self.synchronizations = 0
+        self.local_tasks = []
         self.status = Status()
         self.notes: Sequence[tuple[float, float]] = ()
         """Weight and weighting of each rank in the latest synchronization."""
@@ -53,7 +54,7 @@ class Ledger:
         """Keeps gradients from before the current step."""
         self.current: Block | None = None
         """Block of the latest backward pass."""
-        self.task = self._local_task = -1
+        self.task = -1
         self._other_backwards = 0  # number of times that other backward passes ran in between
         self._mistaken_means = MistakenMeans()
 
@@ -90,7 +91,8 @@ class Ledger:
 
     def synchronized(self) -> None:
         """Count a synchronized step, which consumes the weights and the pending forward passes."""
-        self.forwards_since_sync = self.local_backwards = 0
+        self.forwards_since_sync = 0
+        self.local_tasks.clear()
         self.synchronizations += 1
         data_position.note_synchronization()
         self.status.weighting = 0
@@ -111,7 +113,7 @@ class Ledger:
 
     def forget_local(self) -> None:
         """Forget the backward passes since the last synchronization and their weights; gradients will not be used."""
-        self.local_backwards = 0
+        self.local_tasks.clear()
         self._count_only([], 0)
 
     def _count_only(self, blocks: Sequence[Block], weighting: int) -> None:
@@ -170,7 +172,7 @@ class Ledger:
 
     def count_unused_blocks(self, local_gradient: Callable[[], str | None]) -> None:
         """Count unused blocks if all gradients that ``sync_gradients()`` will average bypassed the wrapper."""
-        if not (self._counted or self.local_backwards or self.gradients_are_set_aside):
+        if not (self._counted or self.local_tasks or self.gradients_are_set_aside):
             unused = self.blocks.without_forward()
             if unused and local_gradient() is not None:
                 for block in unused:
@@ -222,10 +224,9 @@ class Ledger:
     def begin_local(self, block: Block | None, parameters: Sequence[nn.Parameter]) -> None:
         """Count a backward pass under ``no_sync``; called by the hook of every output that it reaches."""
         self.backward_began(block)
-        if self.task != self._local_task or self.task == -1:
-            self._local_task = self.task
+        if self.local_tasks[-1:] != [self.task]:
             self.forget_dropped(parameters, in_backward=True)
-            self.local_backwards += 1
+            self.local_tasks.append(self.task)
 
     def keep_gradients(
         self, names: Sequence[str], parameters: Sequence[Tensor], elsewhere: Collection[int] = (), *, is_last: bool
@@ -251,12 +252,12 @@ class Ledger:
         A backward pass that is just starting still counts.
         """
         if (
-            not self.local_backwards
+            not self.local_tasks
             or self.gradients_are_set_aside
             or any(parameter.grad is not None for parameter in parameters)
         ):
             return
-        self.local_backwards = 0
+        self.local_tasks.clear()
         if not in_backward:
             self._count_only([], 0)
         elif self.current is None:

@@ -85,7 +85,7 @@ class StepGuard:
         checked only if nothing was synchronized after `synchronizations_before`, because a program may replace the
         averages.
         """
-        if self._ledger.local_backwards:
+        if self._ledger.local_tasks:
             raise self._refusal(
                 f"{caller} found gradients that the wrapper has not averaged over the ranks, because the last backward "
                 "ran under no_sync() or in the middle of accumulate()",
@@ -115,7 +115,7 @@ class StepGuard:
             self._outermost = None
             self._stepped()
             self._ledger.status.optimizer_steps += 1
-            if self._ledger.local_backwards:  # the step did not call its closure
+            if self._ledger.local_tasks:  # the step did not call its closure
                 self.check_whole("optimizer.step(closure)")
 
     def known(self) -> set[int]:

@@ -112,7 +112,7 @@ class LocalEngine:
         parameters = self._trained.parameters
         if not self.sync_enabled:
             self._ledger.begin_local(block, parameters)
-            self._sharing.check_no_average()
+            self._sharing.begin_local()
             self._ledger.keep_gradients(self._trained.names, parameters, is_last=False)
             return
         if self._has_peers:
@@ -156,9 +156,9 @@ class LocalEngine:
             raise DesyncError(
                 "some micro-batches of this step ran inside model.weight() and some outside; use it for all or for none"
             )
+        self._ledger.add_up()
+        self._ledger.notes = [self._ledger.status.note]
         if weighting & WEIGHTED:
-            self._ledger.add_up()
-            self._ledger.notes = [self._ledger.status.note]
             pairs = enumerate(self._trained.parameters)
             averaged = (parameter for index, parameter in pairs if index not in self._share.averaged_elsewhere)
             weighted = [parameter for parameter in averaged if parameter.grad is not None]

@@ -15,12 +15,13 @@ Decision 0020 says why.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 
+from paceline.core.torch_internals.autograd import current_task
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import WEIGHTED
 from paceline.ddp.consistency.module_changes import Trained
@@ -107,6 +108,7 @@ class Sharing:
     def begin(self) -> Share:
         """Begin a synchronized backward pass: decide who averages each parameter, and set aside others' averages."""
         share = NOTHING_SHARED
+        self._forget_dropped()
         if self._partners:
             elsewhere: dict[int, Sharing] = {}
             for partner, common in list(self._partners.items()):
@@ -118,7 +120,7 @@ class Sharing:
             # Every decision here must be the same on all ranks, although the order of backward passes through common
             # parameters may differ. So an average is not set aside if it may contain local gradients on some ranks.
             sharings = [self, *self._partners]
-            is_accumulated = any(sharing._ledger.local_backwards for sharing in sharings)
+            is_accumulated = any(sharing._ledger.local_tasks for sharing in sharings)
             for index in () if is_accumulated else self.common - elsewhere.keys():
                 gradient = self._parameters[index].grad
                 if gradient is not None and self._was_shown(index, gradient, sharings):
@@ -152,7 +154,11 @@ class Sharing:
             parameter.grad = _sum(average, _sum(parameter.grad, set_aside))
 
     def end(self) -> None:
-        """End the backward pass, and remember which gradients are this wrapper's averages."""
+        """End the backward pass, and remember which gradients are this wrapper's averages.
+
+        Raises:
+            UsageError: if weights were in use and another wrapper still has gradients to average.
+        """
         self.is_active = False
         if not self._partners:
             return
@@ -164,6 +170,11 @@ class Sharing:
         self.left_to_others = frozenset()
         for partner in list(self._partners):
             partner.left_to_others |= partner._partners.get(self, frozenset())
+        has_weights = any(int(weighting) & WEIGHTED for _, weighting in self._ledger.notes)
+        for partner, common in list(self._partners.items()):
+            has_weights = has_weights or partner._ledger.is_weight_pending
+            if has_weights and partner._ledger.local_tasks and not partner.is_active:
+                raise self._mixed(common)
 
     def abort(self, share: Share) -> None:
         """Restore the averages that were set aside; called after an exception interrupts the backward pass."""
@@ -182,13 +193,20 @@ class Sharing:
         self._partners.clear()
         self._changed = _nothing
 
+    def _forget_dropped(self) -> None:
+        """Forget other wrappers' backward passes under ``no_sync`` whose gradients were dropped."""
+        for partner in list(self._partners):
+            if partner._ledger.task != current_task():  # otherwise the running backward pass goes through it
+                partner._ledger.forget_dropped(partner._parameters, in_backward=False)
+
     # -- refusals ---------------------------------------------------------------------------------------------------
 
-    def check_no_average(self) -> None:
+    def begin_local(self) -> None:
         """Refuse a weighted backward pass under ``no_sync`` if ``p.grad`` holds another wrapper's average.
 
         Dividing by the weights would scale that average again.
         """
+        self._forget_dropped()
         if not self._partners or not self._ledger.is_weight_pending:
             return
         for index in self.common:
@@ -220,6 +238,16 @@ class Sharing:
                 f"{shown[0]} and the other with {shown[1]}, so their gradients cannot be separated; give both the same "
                 "weight, or run a separate backward pass for each"
             )
+        if weight is not None and first._ledger.local_tasks != self._ledger.local_tasks:
+            raise self._mixed([index for index, partner in elsewhere.items() if partner is first])
+
+    def _mixed(self, common: Collection[int]) -> UsageError:
+        return UsageError(
+            "with model.weight(), two DistributedDataParallel wrappers that share "
+            f"{self._names[min(common)]!r} have accumulated different backward passes under no_sync(), so their "
+            "gradients cannot be separated; end one wrapper's accumulation with a synchronized backward pass and set "
+            "gradients to None before the other's begins, or wrap one module that contains both"
+        )
 
     def _weight(self) -> float | None:
         status = self._ledger.status
@@ -280,7 +308,7 @@ class SharedParameters(Extension):
 
     def begin_local(self) -> None:
         """Refuse a weighted backward pass that would add to another wrapper's average."""
-        self._sharing.check_no_average()
+        self._sharing.begin_local()
 
     def begin(self, backward: Backward) -> None:
         """Decide who averages each parameter, and set aside others' averages before gradients are inspected."""

@@ -174,7 +174,8 @@ class Exchange:
     def _read_late(self, backward: Backward) -> Pausing[None]:
         self._wait_for(backward, None)
         self.buffers.wait()
-        self.finisher.scale(self.buckets.buckets, [(0.0, UNWEIGHTED)] * self.channel.size)
+        self.ledger.notes = [(0.0, UNWEIGHTED)] * self.channel.size
+        self.finisher.scale(self.buckets.buckets, self.ledger.notes)
         averages = self.buckets.averages(backward.saved_gradients)
         # If no rank used a parameter, its gradient must be None, so a rank without the gradient reads the blocks now to
         # see whether any other rank has it. The other ranks need not take part, because every rank already receives the

@@ -17,6 +17,7 @@ from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import StatusDigest, width
 from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.weight_block import UNWEIGHTED
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.module_changes import Change, ModuleWatch, Named, OnChange, Trained, find_refusal
 from paceline.ddp.options.config import Options
@@ -28,11 +29,12 @@ from paceline.ddp.reducer.bucket_set import BucketSet
 from paceline.ddp.reducer.exchange import LateReading, patience
 from paceline.ddp.reducer.extension import Extension, Extensions
 from paceline.ddp.reducer.forwards import PendingForwards
-from paceline.ddp.reducer.gradients import check_equal_gradients
+from paceline.ddp.reducer.gradients import check_equal_gradients, present
 from paceline.ddp.reducer.step import Step
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.exposed_time import ExposedTime
 from paceline.ddp.transport.finisher import AllReduce, Finisher, TreeSums
+from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import CommunicationError, UsageError
 
 
@@ -230,7 +232,11 @@ class Reducer(Step):
         self.follow_module()
         self.ledger.forget_dropped(self.trained.parameters, in_backward=False)
         self.ledger.count_unused_blocks(self.local_gradient)
-        self.begin()
+        backward = self.begin()
+        if not (self.ledger.status.weighting or backward.grads_were_none) and any(
+            bool(stored_elements(gradient).any()) for gradient in present(self.trained.parameters).values()
+        ):
+            self.ledger.status.weighting = UNWEIGHTED  # no weights would divide these gradients
         self.complete()
 
     def launch_all(self) -> None:

@@ -112,7 +112,7 @@ class Step(Exchange, Member):
             follow_modules(self)
         ledger = self.ledger
         ledger.backward_began(ledger.blocks.waiting() if forward is None else forward.block)
-        if ledger.local_backwards:
+        if ledger.local_tasks:
             ledger.forget_dropped(self.trained.parameters, in_backward=True)
         backward = self.begin()
         backward.end_arrival_span = recorder.open(BACKWARD)  # type: ignore[method-assign, assignment]

@@ -122,7 +122,7 @@ class Shadow(Leaving):
         """Launch gradients that were accumulated under ``no_sync`` but not averaged yet, or zeros if there are none."""
         parameters = self._reducer.trained.parameters
         self._ledger.forget_dropped(parameters, in_backward=False)
-        if not self._ledger.local_backwards:
+        if not self._ledger.local_tasks:
             for parameter in parameters:
                 parameter.grad = None  # the averages of the previous step
             self._ledger.contributes_nothing(counted=self._is_counted)

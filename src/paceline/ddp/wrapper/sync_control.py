@@ -302,7 +302,7 @@ class SyncControl(Joinable):
 
     def holds_local_gradients(self) -> bool:
         """Return whether gradients of micro-batches that ran under :meth:`no_sync` have yet to be synchronized."""
-        if not self._replica.ledger.local_backwards:
+        if not self._replica.ledger.local_tasks:
             return False
         gradients = [parameter.grad for parameter in self._replica.all_parameters()]
         # They may have been dropped or zeroed in the meantime.
