@@ -164,6 +164,27 @@ def one_backward_of_two_blocks(side: Side, batch: Tensor, number: int) -> None:
     side.step()
 
 
+def zeroed_in_place_while_accumulating(side: Side, batch: Tensor, number: int) -> None:
+    with side.local():
+        side.backward(batch + 1)
+    side.optimizer.zero_grad(set_to_none=False)
+    side.backward(batch)
+    side.step()
+
+
+def scaled_while_accumulating(side: Side, batch: Tensor, number: int) -> None:
+    """Changes every gradient, one of them to zero, which drops none."""
+    x, share = side.part(batch), 1 if side.wrapped else 0.5
+    for sync in side.local(), nullcontext():
+        with sync, side.weight(len(x)):
+            (share * side.loss(x)).backward()
+        if number % 2:
+            for place, each in enumerate(side.net.parameters()):
+                each.grad.mul_(place != 0)  # type: ignore[union-attr]
+        number = 0
+    side.step()
+
+
 # -- kept gradients ----------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +274,8 @@ UNUSED: dict[str, Callable[[Side, Tensor, int], None]] = {
     "skipped micro-batch": skipped_micro_batch,
     "left before their backwards": blocks_left_before_their_backwards,
     "one backward of two blocks": one_backward_of_two_blocks,
+    "zeroed in place while accumulating": zeroed_in_place_while_accumulating,
+    "scaled while accumulating": scaled_while_accumulating,
 }
 KEPT: dict[str, Callable[[Side, Tensor, int], None]] = {
     "two losses whose forwards come first": two_losses_whose_forwards_come_first,
@@ -295,6 +318,22 @@ def kept_and_two_blocks(world: World) -> str:
 def test_one_backward_of_two_blocks_over_a_kept_gradient_is_refused(ranks: Ranks) -> None:
     for message in ranks.run(kept_and_two_blocks):
         assert "p.grad already held gradients" in message
+
+
+def drops_one_of_the_gradients(world: World) -> str:
+    side = Side(world, wrapped=True)
+    with side.local():
+        side.backward(torch.ones(7, 3, dtype=torch.float64))
+    side.net[0].weight.grad = None  # type: ignore[index]
+    with pytest.raises(UsageError) as caught:
+        side.backward(torch.ones(7, 3, dtype=torch.float64))
+    return str(caught.value)
+
+
+def test_gradients_of_a_micro_batch_of_which_some_are_dropped_are_refused(ranks: Ranks) -> None:
+    for message in ranks.run(drops_one_of_the_gradients):
+        assert "the gradient of '0.weight' was set to None or zero" in message
+        assert "the gradient of '0.bias' was not" in message
 
 
 def weight_decay_after_the_forward(world: World) -> str:

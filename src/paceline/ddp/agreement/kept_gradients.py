@@ -149,6 +149,48 @@ class KeptGradients:
             )
 
 
+class LocalGradients:
+    """Detects that the program has dropped the gradients of weighted micro-batches under ``no_sync``."""
+
+    def __init__(self) -> None:
+        self._recorded: list[tuple[str, Tensor, weakref.ref[Tensor], int]] = []
+
+    def forget(self) -> None:
+        """Forget the gradients, because they are averaged or dropped."""
+        self._recorded = []
+
+    def record(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        """Record the gradients in ``p.grad``; called at the end of each of these backward passes."""
+        self._recorded = [
+            (name, parameter, weakref.ref(parameter.grad), parameter.grad._version)
+            for name, parameter in zip(names, parameters, strict=True)
+            if parameter.grad is not None
+        ]
+
+    def are_dropped(self) -> bool:
+        """Return whether all recorded gradients are None or zero now.
+
+        Raises:
+            UsageError: if some are and others are not.
+        """
+        untouched, dropped = [], []
+        for name, parameter, recorded, version in self._recorded:
+            gradient = parameter.grad
+            if gradient is not None and gradient is recorded() and gradient._version == version:
+                untouched.append(name)
+            elif gradient is None or not _is_any(gradient):
+                dropped.append(name)
+        # Clipping, for example, changes all gradients, some of which may have been zero.
+        if dropped and untouched:
+            raise UsageError(
+                f"the gradient of {dropped[0]!r} was set to None or zero after a micro-batch inside model.weight() and "
+                f"no_sync(), but the gradient of {untouched[0]!r} was not, so the wrapper cannot tell whether this "
+                "micro-batch still counts; drop it with model.zero_grad() on the wrapper, and freeze the parameters "
+                "that no optimizer trains"
+            )
+        return bool(dropped) and len(dropped) == len(self._recorded)
+
+
 def _may_count(gradient: Tensor) -> bool:
     """Return whether the gradient may be nonzero; does not wait for the device."""
     return is_queued(gradient.device) or _is_any(gradient)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 
 from paceline.core.state import data_position
 from paceline.core.telemetry.spans import recorder
-from paceline.core.torch_internals.autograd import current_task
+from paceline.core.torch_internals.autograd import current_task, queue_callback
 from paceline.ddp.agreement.control_block import Status
-from paceline.ddp.agreement.kept_gradients import KeptGradients
+from paceline.ddp.agreement.kept_gradients import KeptGradients, LocalGradients
 from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
 from paceline.ddp.agreement.weight_block import BY_SLICE, UNCOUNTED, UNWEIGHTED, WEIGHTED, Block, Blocks
 
@@ -52,6 +53,7 @@ class Ledger:
         self._counted: list[Block] = []  # blocks of the backward passes since the last synchronization
         self.kept = KeptGradients()
         """Keeps gradients from before the current step."""
+        self._local_gradients = LocalGradients()
         self.current: Block | None = None
         """Block of the latest backward pass."""
         self.task = -1
@@ -93,6 +95,7 @@ class Ledger:
         """Count a synchronized step, which consumes the weights and the pending forward passes."""
         self.forwards_since_sync = 0
         self.local_tasks.clear()
+        self._local_gradients.forget()
         self.synchronizations += 1
         data_position.note_synchronization()
         self.status.weighting = 0
@@ -120,6 +123,7 @@ class Ledger:
         """Discard all weights since the last synchronization except the weights of `blocks`."""
         self._counted = [*blocks]
         self.kept.forget()
+        self._local_gradients.forget()
         self.status.weight, self.status.weighting = 0.0, weighting
 
     def add_up(self) -> None:
@@ -238,6 +242,8 @@ class Ledger:
         """
         if self.status.weighting & WEIGHTED:
             self.kept.multiply(names, parameters, self._total_weight, elsewhere, is_last=is_last)
+            if not (is_last or self.gradients_are_set_aside):
+                queue_callback(partial(self._local_gradients.record, names, parameters))
 
     def _count(self, block: Block) -> None:
         block.is_claimed = True
@@ -254,7 +260,7 @@ class Ledger:
         if (
             not self.local_tasks
             or self.gradients_are_set_aside
-            or any(parameter.grad is not None for parameter in parameters)
+            or (any(parameter.grad is not None for parameter in parameters) and not self._local_gradients.are_dropped())
         ):
             return
         self.local_tasks.clear()
