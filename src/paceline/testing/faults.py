@@ -48,7 +48,6 @@ class Faults:
     """Nesting depth of the running forward; only the outermost forward counts as a moment."""
     _stepping: int | None = None
     """Id of the optimizer whose step is running; the outermost one if steps are nested (ZeroRedundancyOptimizer)."""
-    _hooked: bool = False
 
     def kill(self, rank: int, at: str = "now", step: int = 1) -> None:
         """Kill `rank` (SIGKILL) when it reaches a moment for the `step`-th time.
@@ -70,9 +69,6 @@ class Faults:
 
     def _hook(self) -> None:
         """Register the hooks that count the moments."""
-        if self._hooked:
-            return
-        self._hooked = True
         register_module_forward_pre_hook(self._before_forward)
         # called even if the forward pass raised
         register_module_forward_hook(self._after_forward, always_call=True)
@@ -88,11 +84,12 @@ class Faults:
             raise UsageError(f"step={step!r} is invalid; give a whole number above 0")
         if rank != self.rank:
             return
+        if not self.orders:
+            self._hook()
         self.orders.append(Order(number, moment, step + self._times[moment]))  # the step is counted from this call on
         if moment == "now":
             self._times[moment] += step - 1
             self._strike(moment)
-        self._hook()
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         self._depth += 1

@@ -466,8 +466,8 @@ WRONG = {
     "ranks(2.0)": "not one or more whole numbers",
     "ranks(2, 2)": "got (2, 2); give each number only once",
     "ranks(2, time=3)": "the ranks marker has no argument time",
-    "ranks(2, timeout=0)": "timeout=0; give seconds above 0",
-    "ranks(2, backend='mpi')": "backend='mpi'; give one of 'paceline', 'gloo', 'nccl'",
+    "ranks(2, timeout=0)": "the ranks marker's timeout must be a finite number greater than 0, not 0",
+    "ranks(2, backend='mpi')": "the ranks marker's backend must be paceline, gloo or nccl, not 'mpi'",
 }
 
 

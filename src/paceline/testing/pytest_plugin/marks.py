@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.option_rules import choice, positive
 from paceline.errors import UsageError
 
 TIMEOUT_S = 60.0
@@ -35,14 +36,7 @@ class RanksMark:
         if len(set(counts)) < len(counts):
             raise UsageError(f"the ranks marker got {counts}; give each number only once")
         mark = cls(counts, **options)
-        mark._check()
+        positive("the ranks marker's timeout", mark.timeout)
+        if mark.backend is not None:
+            choice("the ranks marker's backend", mark.backend, BACKENDS)
         return mark
-
-    def _check(self) -> None:
-        number = isinstance(self.timeout, int | float) and not isinstance(self.timeout, bool)
-        if not number or not 0 < self.timeout < 1e7:
-            raise UsageError(f"the ranks marker got timeout={self.timeout!r}; give seconds above 0")
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise UsageError(
-                f"the ranks marker got backend={self.backend!r}; give one of {', '.join(map(repr, BACKENDS))}"
-            )

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from _pytest.outcomes import XFailed
 
 import paceline.core.processes.world
-from paceline.core.processes.private_store import STORE
 from paceline.core.torch_internals.distributed.c10d import cell_of
 from paceline.errors import CommunicationError
 from paceline.testing.faults import Faults
@@ -71,7 +70,6 @@ def _run(
     error: BaseException | None = None
     try:
         os.environ.update(environment(connected.rank, connected.size, connected.port))
-        os.environ[STORE] = connected.private
         # If the test's timeout is long, use a shorter one, so that a hang ends with the collective's message.
         patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
         world = paceline.core.processes.world.init(mark.backend, patience)

@@ -36,8 +36,6 @@ class Connected:
     size: int
     port: int
     """Port of the store, on loopback."""
-    private: str
-    """Value of ``PACELINE_STORE``, the private store of ranks on one host."""
     pipe: Connection
     note: Note
     folder: Path

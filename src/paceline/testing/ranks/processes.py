@@ -15,13 +15,11 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -31,8 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.core.processes.private_store import make_file
-from paceline.core.processes.private_store import path_of as path_of_file
 from paceline.errors import UsageError
 from paceline.launch.loopback import loopback_listener, loopback_store
 from paceline.launch.rank.stack_dump import number as stack_signal
@@ -102,12 +98,12 @@ class RankRun:
         check_fork()
         with (
             tempfile.TemporaryDirectory(prefix="paceline-test-", ignore_cleanup_errors=True) as folder,
-            _stores() as (listener, private),
+            loopback_listener() as listener,  # before the forks, so that all ranks know the port
         ):
             self._start = time.monotonic()
             try:
                 for rank in range(self.size):
-                    self._fork(rank, body, Path(folder), listener, private)
+                    self._fork(rank, body, Path(folder), listener)
                 store = loopback_store(listener=listener)  # started only after the forks, because it starts threads
                 self._converse()
                 self._ask_for_stacks(Path(folder))
@@ -120,7 +116,7 @@ class RankRun:
             harvest(Path(folder))
         return [process.ending for process in self.processes]
 
-    def _fork(self, rank: int, body: Callable[[Connected], Outcome], folder: Path, listener: Any, private: str) -> None:
+    def _fork(self, rank: int, body: Callable[[Connected], Outcome], folder: Path, listener: Any) -> None:
         parent_end, rank_end = Pipe()
         note, drawn = Note(), random.getstate()
         with warnings.catch_warnings():
@@ -131,7 +127,7 @@ class RankRun:
             # This rank's copies would keep the pipes of other ranks open.
             for inherited in (listener, parent_end, *(process.pipe for process in self.processes)):
                 inherited.close()
-            connected = Connected(rank, self.size, port, private, rank_end, note, folder, drawn)
+            connected = Connected(rank, self.size, port, rank_end, note, folder, drawn)
             be_rank(body, connected)  # which never returns
         rank_end.close()
         with suppress(OSError):
@@ -241,22 +237,6 @@ class RankRun:
         for process in running:
             process.ending.doing = position(process.note.read(), process.ending.stack, process.begun is not None)
             process.ending.when = time.monotonic() - self._start
-
-
-@contextmanager
-def _stores() -> Iterator[tuple[socket.socket, str]]:
-    """Open the port for the ranks' store, and yield it with the value of ``PACELINE_STORE``."""
-    # Done before the forks, so that all ranks know the port.
-    with loopback_listener() as listener:
-        port = listener.getsockname()[1]
-        if sys.platform != "linux":
-            yield listener, ""
-            return
-        memory = make_file(str(port))
-        try:
-            yield listener, f"{port} {path_of_file(memory)}"
-        finally:
-            os.close(memory)
 
 
 def kill(process: RankProcess) -> None:
