@@ -16,17 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from paceline.comm.forking import keep_in_children
 from paceline.core.processes import OWN_BACKEND
 from paceline.core.processes.nccl_communicators import destroy_released, keep
 from paceline.core.processes.store_epochs import connecting, meet
-from paceline.core.torch_internals.distributed.c10d import (
-    forget_group,
-    get_default_timeout,
-    get_known_groups,
-    open_group,
-)
+from paceline.core.torch_internals.distributed.c10d import forget_group, get_known_groups, open_group
 from paceline.core.torch_internals.distributed.nccl import attach_nccl
 
 NCCL = ("nccl", "cuda:nccl")
@@ -46,7 +42,7 @@ def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | 
         timeout: the timeout for opening the group and for its collectives; None for torch's default.
     """
     ranks, store = dist.get_process_group_ranks(group), get_known_groups()[group][1]
-    timeout = timeout or get_default_timeout(backend)
+    timeout = timeout or (default_pg_nccl_timeout if backend == "nccl" else None) or default_pg_timeout
     number = meet(store, group.rank(), group.size(), timeout, ranks)
     name = f"{group.group_name}/own/{number}"
     place = PrefixStore(f"{name}/", store)

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from paceline.core.processes.process_status import is_running
 from paceline.core.telemetry import job_directory
 from paceline.core.telemetry.black_box import (
     FOLDER,
     PHASES,
     SIZE,
-    is_running,
     path_of,
     read_box,
 )

@@ -395,11 +395,6 @@ def _() -> None:
     assert c10d.cell_of("monitored_barrier") is None
 
 
-@contract("torch.distributed.distributed_c10d._get_default_timeout")
-def _() -> None:
-    assert c10d.get_default_timeout("gloo") == dist.constants.default_pg_timeout
-
-
 @contract(
     "torch.distributed.distributed_c10d._new_process_group_helper",
     "torch.distributed.distributed_c10d._world.pg_map",

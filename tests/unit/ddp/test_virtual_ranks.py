@@ -144,7 +144,7 @@ LOOP = "loop over paceline.accumulate(model, loader)"
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "not divided": (lambda: wrap(count=1), "2 ranks do not divide virtual_ranks=1; start 1"),
     "no power of two": (lambda: wrap(count=6), "virtual_ranks must be a power of two"),
-    "no number": (lambda: wrap(count=True), "virtual_ranks must be a power of two"),
+    "no number": (lambda: wrap(count=True), "virtual_ranks must be a whole number, not True"),
     "fp16": (lambda: wrap(nn.Linear(4, 4).half()), "'weight' is float16"),
     "sync batch norm": (lambda: wrap(nn.SyncBatchNorm(4)), "normalizes over all ranks at once"),
     "cumulative": (lambda: wrap(nn.BatchNorm1d(4, momentum=None)), "momentum=None"),

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed import Store
 
-from paceline.core.torch_internals.distributed.nccl import grouped_aborts, nccl_of
+from paceline.core.torch_internals.distributed.nccl import abort_known_groups, grouped_aborts, nccl_of
 
 
 @dataclass(eq=False)
@@ -95,14 +94,13 @@ def destroy_all() -> None:
         group.shutdown() if is_clean else group.abort()
 
 
-@contextmanager
-def aborting() -> Iterator[None]:
-    """Abort the remaining groups, and all groups that the block aborts, without waiting for other ranks."""
+def abort_all() -> None:
+    """Abort the remaining groups and all groups that torch knows, without waiting for other ranks."""
     groups = [group for group, _ in _all()]
     with grouped_aborts(next(filter(None, map(nccl_of, groups)), None)):
         for group in groups:
             group.abort()
-        yield
+        abort_known_groups()
 
 
 def _all() -> list[tuple[Any, bool]]:

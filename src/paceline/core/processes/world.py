@@ -25,14 +25,14 @@ from torch.distributed.constants import default_pg_timeout
 from paceline.core.processes import OWN_BACKEND
 from paceline.core.processes.gpus import check_own_gpu, choose_gpu, gpu_name
 from paceline.core.processes.missing_ranks import called_by_all, collective, failed_to_connect
-from paceline.core.processes.nccl_communicators import aborting, destroy_all
+from paceline.core.processes.nccl_communicators import abort_all, destroy_all
 from paceline.core.processes.private_store import is_one_host, world_stores
 from paceline.core.processes.schedulers import adopt, is_alone
 from paceline.core.processes.store_epochs import connecting, meet
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.failure_callbacks import show_mistakes_in_one_line
 from paceline.core.torch_internals.distributed.c10d import get_known_groups
-from paceline.core.torch_internals.distributed.nccl import abort_known_groups, nccl_of
+from paceline.core.torch_internals.distributed.nccl import nccl_of
 from paceline.errors import PacelineError, WorldError
 
 logger = logging.getLogger(__name__)
@@ -126,8 +126,7 @@ class World:
             return
         try:
             if any(nccl_of(group) is not None for group in get_known_groups()):
-                with aborting():
-                    abort_known_groups()
+                abort_all()
             else:
                 self.close()
         except Exception:  # only logged, because the original error is more informative

@@ -8,12 +8,12 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import index
 from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
 
+from paceline.core.option_rules import whole_number
 from paceline.errors import UsageError
 
 
@@ -56,9 +56,7 @@ class set_seed:
     """
 
     def __init__(self, seed: SupportsIndex) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, SupportsIndex) or index(seed) < 0:
-            raise UsageError(f"seed must be a whole number >= 0, not {seed!r}")
-        self._seed = index(seed)
+        self._seed = whole_number("seed", seed, minimum=0)
         # Keep the streams of the surrounding block, in case this object is used as a context manager.
         self._around = rng_state() if _blocks else None
         if _blocks:

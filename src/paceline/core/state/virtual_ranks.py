@@ -6,22 +6,22 @@ Rank r of N computes V/N slices, starting with slice r·V/N, one after the other
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import index
-from typing import Any, SupportsIndex
+from typing import Any
 
+from paceline.core.option_rules import whole_number
 from paceline.core.state.rng import derive_seed, seed_all
 from paceline.errors import UsageError
 
 
 def check_virtual_ranks(name: str, count: Any) -> int:
     """Return the number of virtual ranks after checking that it is a power of two."""
-    is_whole = isinstance(count, SupportsIndex) and not isinstance(count, bool)
-    if not is_whole or index(count) < 1 or index(count) & (index(count) - 1):
+    number = whole_number(name, count)
+    if number & (number - 1):
         raise UsageError(
             f"{name} must be a power of two, so that every number of ranks that divides it sums in the same tree, not "
-            f"{count!r}; pass 2, 4, 8, …"
+            f"{number}; pass 2, 4, 8, …"
         )
-    return index(count)
+    return number
 
 
 def virtual_ranks_of(object: Any) -> int:

@@ -101,36 +101,6 @@ def path_of(folder: Path, local_rank: int) -> Path:
     return folder / f"rank-{local_rank}"
 
 
-def process_state(pid: int) -> str:
-    """Return the letter of the process's state, such as T for stopped; empty if it is not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-
-
-def is_running(pid: int) -> bool:
-    """Return whether the process exists and has not ended; a zombie has ended."""
-    state = process_state(pid)
-    if state or Path("/proc/self/stat").exists():
-        return bool(state) and state not in "ZX"
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return True
-
-
-def handles(pid: int, number: int) -> bool:
-    """Return whether the process handles the signal `number`; False if unknown."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
-
-
 def read_box(path: Path) -> Snapshot | None:
     """Return the rank's record now; None if no rank has opened it yet."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

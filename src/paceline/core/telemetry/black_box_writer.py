@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from paceline.core.processes.process_status import is_running
 from paceline.core.telemetry.black_box import (
     FOLDER,
     HEAD,
@@ -31,7 +32,6 @@ from paceline.core.telemetry.black_box import (
     UNKNOWN,
     VERSION,
     WEIGHT,
-    is_running,
     path_of,
     read_box,
 )
@@ -82,17 +82,7 @@ class BlackBox:
         self.owner = self._owner = 0
         """Wrapper whose parameters an optimizer is updating, and the first such wrapper; 0 for none."""
         self._waited = self._mean = self._mean_waited = self._variance = 0.0
-        self._phases: dict[str, _Phase] = {
-            PHASES[number]: kind(self, number)
-            for kind, numbers in (
-                (_Phase, (DATA_WAIT, BACKWARD, CHECKPOINT)),
-                (_Forward, (FORWARD,)),
-                (_Optimizer, (OPTIMIZER,)),
-                (_Meeting, (WAIT, COLLECTIVE)),
-                (_BucketWait, (BUCKET_WAIT,)),
-            )
-            for number in numbers
-        }
+        self._phases = {PHASES[number]: _KINDS.get(number, _Phase)(self, number) for number in range(1, len(PHASES))}
         """Context managers of the phases, reused several times in each step."""
         self.bucket = -1
         """Bucket that the next wait is for."""
@@ -260,6 +250,8 @@ class _BucketWait(_Phase):
         self._box.phase = WAIT  # not written, because the next bucket or the end of the wait follows immediately
 
 
+_KINDS = {FORWARD: _Forward, OPTIMIZER: _Optimizer, WAIT: _Meeting, COLLECTIVE: _Meeting, BUCKET_WAIT: _BucketWait}
+"""Classes of the phases that are more than a :class:`_Phase`."""
 for _kind in (BlackBox, _Phase, _Forward, _Optimizer, _Meeting, _BucketWait):
     class_never_compiled(_kind)
 

@@ -19,7 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.core.telemetry.black_box import WAITING, Snapshot, process_state, snapshot_of
+from paceline.core.processes.process_status import context_switches, process_state
+from paceline.core.telemetry.black_box import WAITING, Snapshot, snapshot_of
 from paceline.launch.failures.rank_state import doings, state_of
 from paceline.launch.failures.root_cause import End, missed, quoted
 from paceline.launch.watching import stack_requests
@@ -63,7 +64,7 @@ class Sight:
         self.still = self.still + passed if box == self.box else 0.0
         self.box, self.process = box, process_state(pid)
         self.stopped = self.stopped + passed if self.process == "T" else 0.0
-        runs = stack_requests.runs_of(pid)
+        runs = context_switches(pid)
         self.asleep = self.asleep + passed if runs <= self.allowed_runs else 0.0
         self.allowed_runs = max(runs, self.allowed_runs)
 

@@ -14,7 +14,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from paceline import errors
-from paceline.core.telemetry import black_box
+from paceline.core.processes.process_status import handles
 from paceline.launch.rank.stack_dump import number, path_of, polite_number
 
 POLITE_S, ANSWER_S = 0.5, 1.0
@@ -52,7 +52,7 @@ def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = Fa
         for rank, pid in processes.items():
             path = path_of(folder, rank)
             try:
-                if rank not in stacks and black_box.handles(pid, signal_number):
+                if rank not in stacks and handles(pid, signal_number):
                     # From now on, any text in the file is part of the answer.
                     os.truncate(path, 0)
                     _signal_main_thread(pid, signal_number)
@@ -148,15 +148,6 @@ def waits_for_save(stacks: str) -> bool:
     """Return whether the main thread waits for a background save, in close() or during interpreter shutdown."""
     frames = list(dropwhile(_STANDARD.search, main_thread(stacks)))
     return bool(_SAVING.search(stacks)) and (not frames or bool(_SAVING.search(frames[0])))
-
-
-def runs_of(pid: int) -> int:
-    """Return the number of context switches of a process's main thread; -1 if unknown."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return -1
-    return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches:" in line)
 
 
 def _is_script_waiting(frame: str) -> bool:

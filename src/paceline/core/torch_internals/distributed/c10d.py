@@ -20,12 +20,6 @@ get_default_store: Callable[[], Store] = _c10d._get_default_store
 broadcast_coalesced: Callable[[Any, list[Tensor], int, int], None] = _broadcast_coalesced
 
 
-def get_default_timeout(backend: str) -> timedelta:
-    """Return the default timeout of process groups with `backend`."""
-    timeout: timedelta = _c10d._get_default_timeout(dist.Backend(backend))
-    return timeout
-
-
 def cell_of(name: str) -> CellType | None:
     """Return the cell that holds the inner function of a decorated function of ``torch.distributed``; None without one.
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from paceline.core.processes.missing_ranks import named_ranks
-from paceline.core.processes.processor_time import processor_seconds
+from paceline.core.processes.process_status import processor_seconds
 from paceline.launch.watching import stack_requests
 from paceline.launch.watching.signals import Caught
 from paceline.tools.notebook.kernel.hang_detection import Wait, wait_in
