@@ -42,13 +42,16 @@ def test_a_missing_package_is_installed_as_paceline_was(
 
 
 SCRIPT = """
-import sys, torch, paceline
+import os, sys, torch, paceline
 if "hook" in sys.argv:
     sys.excepthook = lambda *_: print("mine")
 world = paceline.init()
 if "saving" in sys.argv:
-    from paceline.core.telemetry.failure_callbacks import at_failure
-    at_failure(lambda error: print("saved"))
+    from paceline.core.telemetry import failure_callbacks
+    failure_callbacks.at_failure(lambda error: print("saved", flush=True))
+    if not os.fork():  # a forked child has nothing to save
+        failure_callbacks._say_last_words(KeyError())
+        os._exit(0)
 if "other" in sys.argv:
     raise ValueError("x")
 paceline.DistributedDataParallel(torch.nn.Flatten())
@@ -75,7 +78,7 @@ def test_a_mistake_in_a_script_of_its_own_is_one_line(
     assert (done.returncode, done.stdout) == (code, out), done.stderr
     assert done.stderr.startswith(first)
     if code == 2:
-        assert done.stderr.endswith("train.py, line 11)\n")
+        assert done.stderr.endswith("train.py, line 14)\n")
         assert done.stderr.count("\n") == 1
 
 
