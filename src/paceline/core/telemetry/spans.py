@@ -160,15 +160,19 @@ class Recorder:
     def surround(self, label: str, group: str | None = None) -> AbstractContextManager[None]:
         """Record the block under `label`, without nested blocks of the same label."""
         if self.on and label not in self.skipped and not is_profiling():
-            return _Surrounding(self, label, None, group, None if self.box is None else self.box.span(label))
+            phase = None if self.box is None else self.box.span(label)
+            return _Timed(self, label, None, group, phase, is_alone=True)
         return self.span(label, group=group)
 
 
 @class_never_compiled
 class _Timed:
-    """Records one span. This is a class because a step has dozens of spans, and a generator would be slower."""
+    """Records one span. This is a class because a step has dozens of spans, and a generator would be slower.
 
-    __slots__ = ("_bucket", "_event", "_group", "_label", "_phase", "_recorder", "_start")
+    If `is_alone`, nested spans of the same label are not recorded.
+    """
+
+    __slots__ = ("_bucket", "_event", "_group", "_is_alone", "_label", "_phase", "_recorder", "_start")
 
     def __init__(
         self,
@@ -177,11 +181,15 @@ class _Timed:
         bucket: int | None,
         group: str | None,
         phase: AbstractContextManager[None] | None,
+        is_alone: bool = False,
     ) -> None:
         self._recorder, self._label, self._bucket, self._group = recorder, label, bucket, group
         self._phase = phase  # phase of the black box
+        self._is_alone = is_alone
 
     def __enter__(self) -> None:
+        if self._is_alone:
+            self._recorder.skipped.add(self._label)
         if self._phase is not None:
             self._phase.__enter__()
         make_event = self._recorder.make_event
@@ -190,26 +198,13 @@ class _Timed:
 
     def __exit__(self, *error: Any) -> None:
         end, recorder = time.perf_counter(), self._recorder
+        if self._is_alone:
+            recorder.skipped.discard(self._label)
         if recorder.on:
             events = (self._event, recorder.make_event()) if recorder.make_event is not None else None
             recorder.spans.append(_span((self._label, self._start, end, self._bucket, self._group, events)))
         if self._phase is not None:
             self._phase.__exit__(*error)
-
-
-@class_never_compiled
-class _Surrounding(_Timed):
-    """Records one span, without nested spans of the same label."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        self._recorder.skipped.add(self._label)
-        super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._recorder.skipped.discard(self._label)
-        super().__exit__(*error)
 
 
 @contextmanager
