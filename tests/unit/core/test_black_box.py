@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.processes.process_status import is_running
+from paceline.core.process_status import is_running
 from paceline.core.telemetry import job_directory
 from paceline.core.telemetry.black_box import (
     FOLDER,

@@ -14,9 +14,9 @@ from types import FrameType
 from typing import NoReturn
 
 from paceline.checkpoint.steps.step_boundary import Boundary
+from paceline.core.process_status import handles
 from paceline.core.processes import consensus
 from paceline.core.processes.missing_ranks import named_ranks
-from paceline.core.processes.process_status import handles
 from paceline.core.telemetry.step_progress import ECHO_S, STOP_SIGNALS, StepRecord, Stopping
 from paceline.errors import CommunicationError, Preempted
 

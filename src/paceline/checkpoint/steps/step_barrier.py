@@ -16,8 +16,8 @@ import torch
 
 from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.steps.rank_states import OwnStatesFile
+from paceline.core.process_status import is_running
 from paceline.core.processes.missing_ranks import REMEDY, named_ranks
-from paceline.core.processes.process_status import is_running
 from paceline.core.telemetry.spans import COLLECTIVE, recorder
 from paceline.core.telemetry.step_progress import StepRecord, record_path
 from paceline.errors import CommunicationError

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from paceline.core.processes.process_status import is_running
+from paceline.core.process_status import is_running
 from paceline.core.telemetry.black_box import (
     FOLDER,
     HEAD,

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.core.processes.process_status import context_switches, process_state
+from paceline.core.process_status import context_switches, process_state
 from paceline.core.telemetry.black_box import WAITING, Snapshot, snapshot_of
 from paceline.launch.failures.rank_state import doings, state_of
 from paceline.launch.failures.root_cause import End, missed, quoted

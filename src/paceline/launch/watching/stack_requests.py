@@ -14,7 +14,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from paceline import errors
-from paceline.core.processes.process_status import handles
+from paceline.core.process_status import handles
 from paceline.launch.rank.stack_dump import number, path_of, polite_number
 
 POLITE_S, ANSWER_S = 0.5, 1.0

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.core.processes.process_status import processor_seconds
+from paceline.core.process_status import processor_seconds
 from paceline.profiler.records.rank_file import RankRecord
 
 PROC = Path("/proc")

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from paceline.core.output.wording import duration
-from paceline.core.processes.process_status import is_running
+from paceline.core.process_status import is_running
 from paceline.core.telemetry.black_box import WAITING, WEIGHT, Snapshot, path_of, read_box
 from paceline.core.telemetry.job_directory import JobNote
 

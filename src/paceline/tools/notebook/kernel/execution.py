@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
+from paceline.core.process_status import processor_seconds
 from paceline.core.processes.missing_ranks import named_ranks
-from paceline.core.processes.process_status import processor_seconds
 from paceline.launch.watching import stack_requests
 from paceline.launch.watching.signals import Caught
 from paceline.tools.notebook.kernel.hang_detection import Wait, wait_in
