@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.recovery.interrupts import Interrupts
 from paceline.core.state.unwrapping import unwrap
+from paceline.core.telemetry.users_code import warn
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.train.callbacks.registry import Callbacks
@@ -68,6 +69,8 @@ class Loop:
         """The position in the epoch after the last optimizer step."""
         self._counted = 0
         """Number of samples of the epoch that the result already includes."""
+        self._skipped = 0
+        """Number of steps that a GradScaler skipped, since this process started."""
         self._clock = 0.0
         """Start of the training time that is not yet in the result."""
 
@@ -87,6 +90,12 @@ class Loop:
         if self.saves is not None:
             weights = ["model", *self.callbacks.with_weights()]
             self.saves.finish(weights if self.config.load_best_at_end else [])
+        taken = self.result.steps - (self.result.resumed_from_step or 0)
+        if on and self._skipped > taken:
+            warn(
+                f"{self._skipped} of {self._skipped + taken} steps were skipped, because the gradient of the scaled "
+                'loss had NaN or Inf; each skipped step halves the scale, so train longer, or with precision="bf16"'
+            )
         self.callbacks.meet("on_end")
 
     def _train(self, log: Loggers, display: ProgressDisplay) -> None:
@@ -152,6 +161,7 @@ class Loop:
         self.result.weight += self.model.total_weight
         self._count_time()
         if not is_step:
+            self._skipped += 1
             return False
         self.result.steps += 1
         self.result.learning_rates = rates
@@ -237,7 +247,7 @@ class Loop:
         steps, every = self.result.steps, self.config.evaluate_every
         if self.evaluation is None or self.state.evaluated_at == steps:
             return False
-        return self._is_last_step or (self._epoch_is_over if every is None else steps % every == 0)
+        return self._is_last_step or (self._epoch_is_over if every is None else steps > 0 and steps % every == 0)
 
     # -- lines, evaluations, saves --------------------------------------------------------------------------------
 

@@ -13,8 +13,19 @@ from torch import Tensor, nn
 from paceline.core.processes.world import World
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
-from paceline.train import TrainConfig, Trainer
-from trainings import LR, Points, Run, net, refusal, relative_difference, scalers_made, squared, weights_of
+from paceline.train import Evaluation, TrainConfig, Trainer
+from trainings import (
+    LR,
+    Points,
+    Run,
+    net,
+    refusal,
+    relative_difference,
+    scalers_made,
+    squared,
+    squared_error,
+    weights_of,
+)
 from twins import Pools
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,6 +137,34 @@ def test_a_mean_loss_is_reported_at_the_users_line_in_every_precision(pools: Poo
     plain = pools.run(2, warned, "fp32")
     assert [file for [(file, _)] in plain] == [__file__] * 2
     assert [pools.run(2, warned, precision) for precision in DTYPES] == [plain] * 2
+
+
+def skipping(world: World, skipped: int) -> tuple[int, bool, list[str]]:
+    """Train for 4 steps, of which the first are skipped; return the steps, whether evaluated, and the warnings."""
+    model, data = DistributedDataParallel(net(RUN)), Points(16, RUN.dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    factors = iter([float("inf")] * skipped + [1.0] * (4 - skipped))
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        return small(model(batch[0]), batch[1]) * next(factors), len(batch[0])
+
+    evaluation = Evaluation(DataLoader(data, 16), squared_error, ("error",))
+    trainer = Trainer(model, optimizer, loss, DataLoader(data, 8), TrainConfig(2, precision="fp16"), evaluation)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = trainer.fit()
+    texts = [str(warning.message) for warning in caught]
+    return result.steps, "error" in result.metrics, [text for text in texts if "skipped" in text]
+
+
+def test_a_training_that_mostly_skips_steps_is_evaluated_and_rank_0_warns(pools: Pools) -> None:
+    # It ended as a success without a word and without metrics.
+    outcomes = pools.run(2, skipping, 4)
+    assert [outcome[:2] for outcome in outcomes] == [(0, True)] * 2
+    [text], nothing = (texts for *_, texts in outcomes)
+    assert text.startswith("4 of 4 steps were skipped, because ")
+    assert nothing == []
+    assert pools.run(2, skipping, 2) == [(2, True, [])] * 2
 
 
 def overflows_forever(world: World) -> str:

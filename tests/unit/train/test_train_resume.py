@@ -6,10 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from paceline.train import EarlyStopping
+from paceline.train.resume.saves import Saves
+from paceline.train.run.run_state import RunState
 from trainings import Outcome, Run, Settings, in_silence, train
 from twins import Pools
 
@@ -70,3 +74,23 @@ def test_another_run_is_refused_before_anything_is_trained(pools: Pools, tmp_pat
             assert message in outcome.error
             assert outcome.seen == []
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "is_same"), [("loss", "min", True), ("loss", "max", False), ("acc", "min", False)]
+)
+def test_the_best_value_of_another_metric_or_mode_does_not_count(metric: str, mode: Any, is_same: bool) -> None:
+    # An accuracy was compared with the best loss: it was never saved as the best, or the training ended early.
+    stopping, state = EarlyStopping("loss"), RunState(may_go_on=False)
+    for value in (1.0, 2.0):
+        stopping.on_evaluation(Mock(metrics={"eval/loss": value}))
+    state.evaluated({"loss": 1.0})
+    assert Saves(Mock(keep_best=("loss", "min")), Mock(), state).is_best()
+
+    again, resumed = EarlyStopping(metric, mode), RunState(may_go_on=False)
+    again.load_state_dict(stopping.state_dict())
+    assert (again.best, again.wait) == ((1.0, 1) if is_same else (None, 0))
+    resumed.load_state_dict(state.state_dict())
+    resumed.evaluated({metric: 1.0})
+    saves = Saves(Mock(keep_best=(metric, mode)), Mock(), resumed)
+    assert [saves.is_best(), saves.is_best()] == [not is_same, False]

@@ -43,9 +43,10 @@ class EarlyStopping:
             run.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the number of evaluations since then."""
-        return {"best": self.best, "wait": self.wait}
+        """Return the best value, the number of evaluations since then, and the metric and mode they belong to."""
+        return {"best": self.best, "wait": self.wait, "monitor": self.monitor, "mode": self.mode}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict`."""
-        self.best, self.wait = saved["best"], int(saved["wait"])
+        """Load a :meth:`state_dict`; one of another `monitor` or `mode` is ignored."""
+        if (saved["monitor"], saved["mode"]) == (self.monitor, self.mode):
+            self.best, self.wait = saved["best"], int(saved["wait"])

@@ -48,10 +48,10 @@ class Saves:
 
     def is_best(self) -> bool:
         """Return whether the current step's evaluation is the best so far; if so, record it."""
-        value = self._result.metrics[self._metric]
-        if not is_better(value, self._state.best, self._mode):
+        value, rule = self._result.metrics[self._metric], f"{self._mode} {self._metric}"
+        if not is_better(value, self._state.best.get(rule), self._mode):
             return False
-        self._state.best = value
+        self._state.best = {rule: value}
         return True
 
     def save(self, *, is_last: bool) -> None:

@@ -19,10 +19,10 @@ class RunState:
         """The latest value of each metric, by its name in lines of metrics."""
         self.logged: dict[str, float] = {}
         """Values that callbacks have logged since the last line."""
-        self.evaluated_at = 0
-        """The step of the last evaluation."""
-        self.best: float | None = None
-        """The best value of the ``keep_best`` metric; never NaN."""
+        self.evaluated_at = -1
+        """The step of the last evaluation; -1 before the first."""
+        self.best: dict[str, float] = {}
+        """The best value, never NaN, by the rule of ``keep_best``, such as ``"min loss"``; a changed rule has none."""
         self.is_stopped = False
         """Whether all ranks have agreed to end the training early."""
 
@@ -43,7 +43,7 @@ class RunState:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.metrics, self.logged = dict(saved["metrics"]), dict(saved["logged"])
-        self.evaluated_at, self.best = int(saved["evaluated_at"]), saved["best"]
+        self.evaluated_at, self.best = int(saved["evaluated_at"]), dict(saved["best"])
         self.result.metrics = dict(saved["result"])
         self.is_stopped = bool(saved["is_stopped"]) and not self._may_go_on
 
