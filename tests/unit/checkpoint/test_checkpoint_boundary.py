@@ -20,18 +20,20 @@ from test_checkpoint_roundtrip import Holder
 from torch import nn
 
 from paceline.checkpoint import captures
-from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.steps.rank_states import OwnStatesFile, read_own_states
-from paceline.checkpoint.steps.slot_file import SlotFile
+from paceline.checkpoint.steps.rank_states import (
+    OwnStatesFiles,
+    buffers_in,
+    generators_in,
+    objects_in,
+    read_own_states,
+)
 from paceline.checkpoint.steps.step_barrier import StepBarrier, states_path
 from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.checkpoint.steps.step_snapshot import SmallBuffers, from_snapshot, snapshot
 from paceline.core.state.rng import rng_state, set_rng_state
 from paceline.core.telemetry.step_progress import StepRecord, record_path
 from paceline.errors import CheckpointError, CommunicationError
-
-NOTHING = Capture({}, {}, {})
 
 
 def together(size: int, function: Callable[[int], None]) -> None:
@@ -50,13 +52,12 @@ def entry(name: str, object: Any, per_rank: bool = False) -> Registered:
 def test_generators_come_back_as_they_were(tmp_path: Path) -> None:
     random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
     numpy.random.randn()  # leaves the second number of a pair
-    OwnStatesFile(tmp_path / "states").write(7, NOTHING, [])
+    OwnStatesFiles(tmp_path / "states").write(7, [], [])
     drawn = random.random(), numpy.random.randn(3).tolist(), torch.randn(3).tolist()
     found = read_own_states(tmp_path / "states", 7)
-    assert found is not None
-    set_rng_state(dict(found.generators))
+    set_rng_state(generators_in(found))
     assert drawn == (random.random(), numpy.random.randn(3).tolist(), torch.randn(3).tolist())
-    assert found.generators.keys() == rng_state().keys()
+    assert generators_in(found).keys() == rng_state().keys()
 
 
 def test_objects_and_buffers_of_any_size_come_back(tmp_path: Path) -> None:
@@ -64,38 +65,47 @@ def test_objects_and_buffers_of_any_size_come_back(tmp_path: Path) -> None:
     states = {"residual": large, "none": empty, "flags": torch.tensor([True, False]), "phase": torch.tensor([1 + 2j])}
     own = captures.own([entry("hook", Holder(states), per_rank=True)])
     buffers = [torch.tensor(5), torch.randn(3, 4).bfloat16()]
-    file = OwnStatesFile(tmp_path / "states")
-    file.write(1, NOTHING, [])
-    file.write(2, own, buffers)  # larger than the file was
+    files = OwnStatesFiles(tmp_path / "states")
+    files.write(1, [], [])
+    files.write(2, [own], buffers)  # larger than the file was
     found = read_own_states(tmp_path / "states", 2)
-    assert found is not None
-    assert all(torch.equal(one, other) for one, other in zip(found.buffers, buffers, strict=True))
-    assert found.objects.nodes == own.nodes
-    assert torch.equal(found.objects.tensors["hook.residual"], large)
-    assert found.objects.tensors["hook.none"].shape == (0, 3)
+    assert all(torch.equal(one, other) for one, other in zip(buffers_in(found), buffers, strict=True))
+    objects = objects_in(found)
+    assert objects.nodes == own.nodes
+    assert torch.equal(objects.tensors["hook.residual"], large)
+    assert objects.tensors["hook.none"].shape == (0, 3)
 
 
 def test_the_step_before_is_there_whenever_the_rank_ends(tmp_path: Path) -> None:
-    file = OwnStatesFile(tmp_path / "states")
+    files = OwnStatesFiles(tmp_path / "states")
     for step in (4, 5, 5, 6, 6):  # each is prepared, then completed
-        file.write(step, NOTHING, [torch.tensor(step)])
-    assert read_own_states(tmp_path / "states", 4) is None
+        files.write(step, [], [torch.tensor(step)])
+    assert read_own_states(tmp_path / "states", 4) == {}
     for step in (5, 6):
-        found = read_own_states(tmp_path / "states", step)
-        assert found is not None
-        assert int(found.buffers[0]) == step
+        assert buffers_in(read_own_states(tmp_path / "states", step)) == [step]
 
 
-def test_a_write_that_was_cut_off_is_not_found(tmp_path: Path) -> None:
-    file = OwnStatesFile(tmp_path / "states")
-    file.write(5, NOTHING, [torch.tensor(50)])
-    file.write(6, NOTHING, [torch.tensor(60)])
-    content = bytearray((tmp_path / "states").read_bytes())
-    slot = content.index(struct.pack("<qq", 2, 6))  # number of the write, and step
-    struct.pack_into("<q", content, slot, 0)  # what a write begins with
-    (tmp_path / "states").write_bytes(content)
-    assert read_own_states(tmp_path / "states", 6) is None
-    assert read_own_states(tmp_path / "states", 5) is not None
+def test_a_write_that_was_cut_off_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = OwnStatesFiles(tmp_path / "states")
+    for step in (1, 2, 3, 4):
+        files.write(step, [], [])
+    monkeypatch.setattr(struct, "pack_into", lambda *_: None)  # the rank is killed before its last write
+    files.write(5, [], [])  # over step 1
+    assert [step for step in range(1, 6) if read_own_states(tmp_path / "states", step)] == [2, 3, 4]
+
+
+def test_memory_that_does_not_suffice_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = iter(range(2))
+
+    def allocate(descriptor: int, _: int, size: int) -> None:
+        if next(room, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(descriptor, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    with pytest.raises(OSError, match="No space left"):
+        OwnStatesFiles(tmp_path / "states")
+    assert not list(tmp_path.iterdir())
 
 
 # -- frozen ------------------------------------------------------------------------------------------------------------
@@ -131,9 +141,9 @@ def test_no_rank_passes_before_all_have_come_and_all_hear_the_same_wishes(tmp_pa
 
     def come(rank: int) -> None:
         for step in range(1, 30):
-            heard[rank].append(barriers[rank].prepare(step, NOTHING, [], wish=4 * (rank == 1 and step == 20)))
+            heard[rank].append(barriers[rank].prepare(step, [], [], wish=4 * (rank == 1 and step == 20)))
             assert min(StepRecord(record_path(tmp_path, other)).prepared for other in range(3)) >= step
-            barriers[rank].complete(step, NOTHING, [])
+            barriers[rank].complete(step, [], [])
 
     together(3, come)
     assert heard[0] == heard[1] == heard[2] == [4 * (step == 20) for step in range(1, 30)]
@@ -142,7 +152,7 @@ def test_no_rank_passes_before_all_have_come_and_all_hear_the_same_wishes(tmp_pa
 def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
     barrier = StepBarrier(tmp_path, 0, 2, 0.2)
     with pytest.raises(CommunicationError, match=r"rank 0: rank 1 did not reach optimizer step 3 within 0\.2 s"):
-        barrier.prepare(3, NOTHING, [])
+        barrier.prepare(3, [], [])
 
 
 def test_a_rank_that_has_ended_is_named_at_once(tmp_path: Path) -> None:
@@ -150,7 +160,7 @@ def test_a_rank_that_has_ended_is_named_at_once(tmp_path: Path) -> None:
     ended.start()
     ended.join()
     with pytest.raises(CommunicationError, match="rank 0: rank 1 ended before optimizer step 1") as caught:
-        StepBarrier(tmp_path, 0, 2, 60).prepare(1, NOTHING, [])
+        StepBarrier(tmp_path, 0, 2, 60).prepare(1, [], [])
     assert caught.value.blamed == (1,)
 
 
@@ -182,7 +192,7 @@ def test_states_that_outgrow_the_memory_by_the_end_of_a_step_do_not_end_the_trai
     record = boundary.barrier.record
     boundary.mark()
     step(optimizer, weight)
-    monkeypatch.setattr(SlotFile, "write", full)
+    monkeypatch.setattr(OwnStatesFiles, "write", full)
     assert boundary.mark()
     assert (boundary.step, boundary.can_be_saved, boundary.barrier) == (1, False, None)
     assert "rank 0: a failure will cost the steps since the last save on disk" in caplog.text
@@ -225,7 +235,6 @@ def test_own_states_are_stored_for_the_step_that_the_optimizer_takes_and_again_a
     torch.rand(1)
     boundary.mark()
     completed = read_own_states(states_path(tmp_path, 0), 1)
-    assert prepared is not None
-    assert completed is not None
-    assert not torch.equal(prepared.generators["torch"], completed.generators["torch"])
+    assert prepared["random generator", "torch"] != completed["random generator", "torch"]
+    assert read_own_states(states_path(tmp_path, 0), 1, prepared=True) == prepared
     assert StepRecord(record_path(tmp_path, 0)).completed == 1

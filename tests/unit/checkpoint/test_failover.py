@@ -20,14 +20,12 @@ from torch import nn
 
 from forked import call
 from paceline.checkpoint import load_weights
-from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.recovery.emergency_save import Contents
 from paceline.checkpoint.recovery.preemption import StopRequests
 from paceline.checkpoint.recovery.recovery import Recovery
 from paceline.checkpoint.step_names import step_name
-from paceline.checkpoint.steps.missing_rank_state import carry_over
-from paceline.checkpoint.steps.rank_states import OwnStates
+from paceline.checkpoint.steps.rank_states import OwnStates, carry_over
 from paceline.checkpoint.steps.step_barrier import StepBarrier
 from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.core.processes.world import World
@@ -150,9 +148,8 @@ def test_two_optimizers_lose_a_step_only_between_them_and_never_a_bit(
 # -- ranks that are gone -------------------------------------------------------------------------------------------
 
 
-def states(seed: int, buffer: float, count: int) -> OwnStates:
-    generator = torch.Generator().manual_seed(seed).get_state()
-    return OwnStates({"torch": generator}, Capture({"hook": {"count": count}}, {}, {}), [torch.tensor(buffer)])
+def states(seed: int, buffer: int, count: int) -> OwnStates:
+    return {("random generator", "torch"): seed, ("buffer", 0): buffer, ("object", "hook"): count}
 
 
 @pytest.mark.parametrize(
@@ -163,10 +160,8 @@ def states(seed: int, buffer: float, count: int) -> OwnStates:
     ],
 )
 def test_the_states_of_a_lost_rank_are_carried_over(lost: int, before: int, after: int, kept: int) -> None:
-    found = carry_over(0, *(states(seed, seed, seed) for seed in (lost, before, after)))
-    assert found.buffers[0] == kept
-    assert found.objects.nodes == {"hook": {"count": kept}}
-    assert torch.equal(found.generators["torch"], states(kept, 0.0, 0).generators["torch"])
+    assert carry_over(0, *(states(each, each, each) for each in (lost, before, after))) == states(kept, kept, kept)
+    assert carry_over(1, states(0, 7, 0), states(0, 1, 0), states(0, 2, 0)) == states(0, 7, 0), "not saved"
 
 
 @pytest.mark.parametrize(("after", "name"), [((2, 1, 1), "'torch'"), ((1, 2, 1), "buffer 0"), ((1, 1, 2), "'hook'")])

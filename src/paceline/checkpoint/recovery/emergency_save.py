@@ -25,8 +25,8 @@ from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.saving.run_folder import RunFolder
 from paceline.checkpoint.saving.save import Part, Save
 from paceline.checkpoint.saving.writer import write
-from paceline.checkpoint.steps.missing_rank_state import carry_over
-from paceline.checkpoint.steps.rank_states import OwnStates, read_own_states
+from paceline.checkpoint.steps import rank_states
+from paceline.checkpoint.steps.rank_states import OwnStates
 from paceline.checkpoint.steps.step_barrier import StepBarrier, states_path
 from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.checkpoint.steps.step_snapshot import holder_of
@@ -90,7 +90,7 @@ class Rescue:
             barrier.wait_for_step(step, COMPLETES_S)
             try:
                 ranks = _all_own_states(barrier, step)
-                self._boundary.load_buffers(ranks[0].buffers)  # checkpoints have rank 0's buffers
+                self._boundary.load_buffers(rank_states.buffers_in(ranks[0]))  # checkpoints have rank 0's buffers
                 shared = [captures.shared(entry) for entry in self._boundary.states()]
                 self._save(step, shared, ranks, memory)
             except (OSError, ValueError, MemoryError) as problem:
@@ -127,11 +127,12 @@ def _is_from_wrong_rank(error: BaseException) -> bool:
 
 def _joined(states: OwnStates) -> Capture:
     """Return the capture to save for one rank."""
-    generators = captures.own([Registered(GENERATORS, holder_of(states.generators), per_rank=True)])
+    holder = holder_of(rank_states.generators_in(states))
+    objects, generators = rank_states.objects_in(states), captures.own([Registered(GENERATORS, holder, per_rank=True)])
     return Capture(
-        {**states.objects.nodes, **generators.nodes},
-        {**states.objects.tensors, **generators.tensors},
-        {**states.objects.aliases, **generators.aliases},
+        {**objects.nodes, **generators.nodes},
+        {**objects.tensors, **generators.tensors},
+        {**objects.aliases, **generators.aliases},
     )
 
 
@@ -141,13 +142,13 @@ def _all_own_states(barrier: StepBarrier, step: int) -> list[OwnStates]:
     prepared = _own_states(barrier, barrier.rank, step, prepared=True)
     for rank in range(barrier.size):
         if barrier.completed(rank) < step:
-            states[rank] = carry_over(rank, states[rank], prepared, states[barrier.rank])
+            states[rank] = rank_states.carry_over(rank, states[rank], prepared, states[barrier.rank])
     return states
 
 
 def _own_states(barrier: StepBarrier, rank: int, step: int, *, prepared: bool = False) -> OwnStates:
-    states = read_own_states(states_path(barrier.folder, rank), step, prepared=prepared)
-    if states is None:
+    states = rank_states.read_own_states(states_path(barrier.folder, rank), step, prepared=prepared)
+    if not states:
         raise CheckpointError(f"rank {rank} has not stored its own states for step {step}")
     return states
 

@@ -1,7 +1,8 @@
 """A rank's own states, kept in memory that outlives the rank: random generators, buffers, registered objects.
 
-The rank fills four slots of a file in turn; see :mod:`paceline.checkpoint.steps.slot_file`. If the rank is killed, the
-file still has its states at the end of the previous step and at the barrier of the current step.
+The rank fills four files in turn. If it is killed, they still have its states at the end of the previous step and at
+the barrier of the current step. A file begins with the number of its write, which is set to 0 first and written last,
+so that a file is either complete or not used.
 
 Plain values are stored with ``marshal``, which is fast and runs no code when it is read.
 """
@@ -10,53 +11,77 @@ from __future__ import annotations
 
 import ctypes
 import marshal
+import mmap
+import os
 import random
+import struct
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.checkpoint.captures import Capture
-from paceline.checkpoint.steps.slot_file import SlotFile, as_stored, layout_of, slots_in, tensors_in
+from paceline.checkpoint.format.safetensors_file import Spec, bytes_of, stored
 from paceline.core.state.rng import rng_state_of
 
+OwnStates = dict[tuple[str, Any], Any]
+"""The states of one rank at one step. The keys are ``("random generator", name)``, ``("object", name)`` and
+``("buffer", number)``. The values can be compared with ``==``: a tensor is its spec and its bytes."""
+_FILES = 4
+_HEAD = struct.Struct("<qqq")  # number of the write, step, size of the plain values
+_RESERVED = 64 * 2**10
+"""Bytes that a file has from the beginning, so that a lack of memory is noticed at once."""
+_GENERATORS = ("torch", "python", "numpy", "cuda")
 _MT19937 = 624 * 4 + 4
 """Size in bytes of the state of NumPy's Mersenne Twister: its words, and the position in them."""
 
 
-@dataclass(frozen=True)
-class OwnStates:
-    """The states of one rank at one step."""
-
-    generators: Mapping[str, Any]
-    """Random generators, in the form of :func:`paceline.core.state.rng.rng_state`."""
-    objects: Capture
-    """States of the objects registered with ``per_rank``."""
-    buffers: Sequence[torch.Tensor]
-    """Buffers of registered modules, in a fixed order."""
-
-
-class OwnStatesFile:
-    """The file of one rank's states."""
+class OwnStatesFiles:
+    """The files of one rank's states; their names begin with `path`. Existing files are replaced."""
 
     def __init__(self, path: Path) -> None:
-        self._file = SlotFile(path)
+        self._number = 0
+        """Number of the last write."""
+        self._files, self._memory = _of(path), list[mmap.mmap]()
         self._numpy: tuple[bytes, Any] | None = None
         """The latest state of NumPy's generator: its memory, and its stored form."""
         self._plain: tuple[tuple[Any, ...], bytes] = (), b""
         """The latest plain values and their bytes, reused because an optimizer step often leaves them unchanged."""
+        try:
+            for file in self._files:
+                file.unlink(missing_ok=True)
+                self._memory.append(_mapped(file, _RESERVED))
+        except OSError:
+            for file in self._files:
+                file.unlink(missing_ok=True)  # others need the memory
+            raise
 
-    def write(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
+    def write(self, step: int, objects: Sequence[Capture], buffers: Sequence[torch.Tensor]) -> None:
         """Store this rank's generators, `objects` and `buffers` as its states at `step`."""
-        tensors = [as_stored(tensor) for tensor in (*objects.tensors.values(), *buffers)]
-        names = list(objects.tensors)
-        values = (self._generators(), dict(objects.nodes), dict(objects.aliases), names, layout_of(tensors))
+        tensors = [_as_stored(tensor) for capture in objects for tensor in capture.tensors.values()]
+        tensors += map(_as_stored, buffers)
+        nodes = [(dict(capture.nodes), dict(capture.aliases), list(capture.tensors)) for capture in objects]
+        layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+        values = self._generators(), nodes, layout
         if values != self._plain[0]:
             self._plain = values, marshal.dumps(values)
-        self._file.write(step, self._plain[1], tensors)
+        plain = self._plain[1]
+        self._number += 1
+        index = self._number % _FILES
+        total = _HEAD.size + len(plain) + sum(tensor.nbytes for tensor in tensors)
+        if total > len(self._memory[index]):
+            self._memory[index] = _mapped(self._files[index], total + _RESERVED)
+        memory, end = self._memory[index], _HEAD.size + len(plain)
+        memory[:8] = bytes(8)  # the states are invalid until the last line
+        memory[_HEAD.size : end] = plain
+        for tensor in tensors:
+            for piece in bytes_of(tensor):
+                memory[end : end + len(piece)] = piece
+                end += len(piece)
+        struct.pack_into("<qq", memory, 8, step, len(plain))
+        struct.pack_into("<q", memory, 0, self._number)
 
     def _generators(self) -> tuple[Any, ...]:
         """Return the content of :func:`paceline.core.state.rng.rng_state` in a form that is fast to store."""
@@ -84,28 +109,107 @@ class OwnStatesFile:
         return state
 
 
-def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStates | None:
-    """Return the latest states for `step` in a rank's file, or the first with `prepared`; None if there are none."""
-    content = bytearray(path.read_bytes())
-    fitting = [slot for slot in slots_in(content) if slot.step == step]
-    if not fitting:
-        return None
-    slot = (min if prepared else max)(fitting, key=lambda slot: slot.number)
-    generators, nodes, aliases, names, layout = marshal.loads(slot.plain)
-    tensors = tensors_in(content, slot.at, layout)
-    objects = Capture(nodes, dict(zip(names, tensors, strict=False)), aliases)
-    return OwnStates(_unpacked(generators), objects, tensors[len(names) :])
+def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStates:
+    """Return the latest states for `step` in a rank's files, or the first with `prepared`; empty if there are none."""
+    contents = [file.read_bytes() for file in _of(path)]
+    heads = [_HEAD.unpack_from(content) for content in contents]
+    writes = [(number, index) for index, (number, at, _) in enumerate(heads) if number and at == step]
+    if not writes:
+        return {}
+    _, index = (min if prepared else max)(writes)
+    end = _HEAD.size + heads[index][2]
+    generators, objects, layout = marshal.loads(contents[index][_HEAD.size : end])
+    tensors = _tensors(layout, contents[index][end:])
+    states: OwnStates = {("random generator", name): state for name, state in zip(_GENERATORS, generators, strict=True)}
+    for nodes, aliases, names in objects:
+        states["object", next(iter(nodes))] = nodes, aliases, {name: next(tensors) for name in names}
+    return states | {("buffer", number): tensor for number, tensor in enumerate(tensors)}
 
 
-def _unpacked(generators: tuple[Any, ...]) -> dict[str, Any]:
-    in_torch, in_python, in_numpy, in_cuda = generators
+def carry_over(rank: int, lost: OwnStates, before: OwnStates, after: OwnStates) -> OwnStates:
+    """Return the states of the lost `rank` at the end of a step; raise a ValueError if one is unknown.
+
+    A state that a survivor did not change between the barrier and the end of the step is taken to be unchanged on the
+    lost rank. A state that was equal on both ranks at the barrier, such as an update counter, is taken to be equal at
+    the end. Other states cannot be known: for example, random generators after the second forward of a GAN.
+
+    Args:
+        rank: the lost rank. Buffers are reconstructed only for rank 0, because no others are saved.
+        lost: its states at the barrier.
+        before: a survivor's states at the barrier.
+        after: the survivor's states at the end of the step.
+    """
+    states = dict(lost)
+    for (kind, name), at_end in after.items():
+        key = kind, name
+        if before.get(key) == at_end or (kind == "buffer" and rank != 0):
+            continue
+        if lost.get(key) != before.get(key):
+            raise ValueError(
+                f"{kind} {name!r} of rank {rank} changed between the optimizer and the end of the step, and its new "
+                "state is lost"
+            )
+        states[key] = at_end
+    return states
+
+
+def objects_in(states: OwnStates) -> Capture:
+    """Return the states of the registered objects."""
+    nodes, tensors, aliases = dict[str, Any](), dict[str, torch.Tensor](), dict[str, str]()
+    for (kind, _), state in states.items():
+        if kind == "object":
+            nodes |= state[0]
+            aliases |= state[1]
+            tensors |= {name: _loaded(*content) for name, content in state[2].items()}
+    return Capture(nodes, tensors, aliases)
+
+
+def buffers_in(states: OwnStates) -> list[torch.Tensor]:
+    """Return the buffers, in the order in which they were stored."""
+    return [_loaded(*state) for (kind, _), state in states.items() if kind == "buffer"]
+
+
+def generators_in(states: OwnStates) -> dict[str, Any]:
+    """Return the random generators, in the form of :func:`paceline.core.state.rng.rng_state`."""
+    in_torch, in_python, in_numpy, in_cuda = (states["random generator", name] for name in _GENERATORS)
     if in_numpy is not None:
         import numpy  # was loaded when the state was taken
 
         kind, keys, *rest = in_numpy
         in_numpy = (kind, numpy.frombuffer(keys, dtype="uint32"), *rest)
-    return rng_state_of(_bytes_of(in_torch), in_python, in_numpy, None if in_cuda is None else _bytes_of(in_cuda))
+    return rng_state_of(_bytes(in_torch), in_python, in_numpy, None if in_cuda is None else _bytes(in_cuda))
 
 
-def _bytes_of(content: bytes) -> torch.Tensor:
+def _of(path: Path) -> list[Path]:
+    return [path.with_name(f"{path.name}-{number}") for number in range(_FILES)]
+
+
+def _mapped(file: Path, size: int) -> mmap.mmap:
+    """Create or enlarge `file`, and return its memory."""
+    with open(file, "a+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as opened:
+        os.posix_fallocate(opened.fileno(), 0, size)  # otherwise, a write into full memory causes a SIGBUS
+        return mmap.mmap(opened.fileno(), size)
+
+
+def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the result of :func:`stored`, fast for tensors that are already in this form."""
+    is_stored = (
+        tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_complex() and not tensor.is_neg()
+    )
+    return tensor if is_stored else stored(tensor)
+
+
+def _tensors(layout: Sequence[tuple[tuple[int, ...], str]], content: bytes) -> Iterator[tuple[Spec, bytes]]:
+    begin = 0
+    for shape, dtype in layout:
+        spec = Spec(shape, dtype.removeprefix("torch."))
+        yield spec, content[begin : begin + spec.nbytes]
+        begin += spec.nbytes
+
+
+def _loaded(spec: Spec, content: bytes) -> torch.Tensor:
+    return _bytes(content).view(getattr(torch, spec.dtype)).reshape(spec.shape) if content else spec.empty()
+
+
+def _bytes(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from paceline.checkpoint.captures import Capture
-from paceline.checkpoint.steps.rank_states import OwnStatesFile
+from paceline.checkpoint.steps.rank_states import OwnStatesFiles
 from paceline.core.process_status import is_running
 from paceline.core.processes.missing_ranks import REMEDY, named_ranks
 from paceline.core.telemetry.spans import COLLECTIVE, recorder
@@ -42,19 +42,19 @@ class StepBarrier:
 
     def __init__(self, folder: Path, rank: int, size: int, timeout: float, record: StepRecord | None = None) -> None:
         self.folder, self.size, self.rank, self._timeout = folder, size, rank, timeout
-        self._states = OwnStatesFile(states_path(folder, rank))
+        self._states = OwnStatesFiles(states_path(folder, rank))
         self.record = record or StepRecord(record_path(folder, rank), make=True)
         self._completed_at: float | None = None
         """Time of the last step."""
         self._others: dict[int, StepRecord] = {}
         """Step records of the other ranks, opened when they are first needed."""
 
-    def prepare(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor], wish: int = 0) -> int:
+    def prepare(self, step: int, objects: Sequence[Capture], buffers: Sequence[torch.Tensor], wish: int = 0) -> int:
         """Store this rank's own states at `step`, and wait until every rank has done so.
 
         Args:
             step: the step that all ranks are about to take.
-            objects: states of the objects registered with ``per_rank``.
+            objects: the state of each object registered with ``per_rank``.
             buffers: buffers of registered modules.
             wish: this rank's requests to stop, as bits.
 
@@ -76,7 +76,7 @@ class StepBarrier:
         """Whether another rank has stopped using the barrier."""
         return any(other.is_alone for other in self._others.values())
 
-    def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
+    def complete(self, step: int, objects: Sequence[Capture], buffers: Sequence[torch.Tensor]) -> None:
         """Store this rank's own states at the end of `step`."""
         # Update the record last, because it announces to the other ranks that the states are stored.
         self._states.write(step, objects, buffers)
@@ -169,5 +169,5 @@ class StepBarrier:
 
 
 def states_path(folder: Path, rank: int) -> Path:
-    """Return the path of the file with the states of `rank`."""
+    """Return the beginning of the paths of the files with the states of `rank`."""
     return folder / f"rank-{rank}.states"

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import captures
+from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.steps.step_barrier import StepBarrier
 from paceline.checkpoint.steps.step_snapshot import SmallBuffers, Snapshotter, object_from_snapshot, parameters_of
@@ -45,6 +46,10 @@ class Watched:
         self.buffers = SmallBuffers(entries)
         self.holds_shards = any(entry.holds_shard for entry in entries)
         self.is_on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
+
+    def own_states(self) -> tuple[list[Capture], list[torch.Tensor]]:
+        """Return this rank's own states: of each object, and the small buffers."""
+        return [captures.own([entry]) for entry in self.own], self.buffers.current()
 
     def versions(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]
@@ -137,7 +142,7 @@ class Boundary:
         if self.barrier is not None:
             self._snapshot(watched)
             try:
-                self.barrier.complete(self.step, captures.own(watched.own), watched.buffers.current())
+                self.barrier.complete(self.step, *watched.own_states())
             except OSError as error:
                 # The states have grown since they were prepared. The record does not report the step as completed, so
                 # that a rescue does not mistake the prepared states for the states at the end of the step.
@@ -221,7 +226,7 @@ class Boundary:
         """Wait for the other ranks before `step`. If memory is full, leave the barrier."""
         assert self.barrier is not None
         try:
-            self.wishes = self.barrier.prepare(step, captures.own(watched.own), watched.buffers.current(), self.wish)
+            self.wishes = self.barrier.prepare(step, *watched.own_states(), self.wish)
         except OSError as error:
             self._leave_full_memory(error)
             return
