@@ -23,25 +23,25 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        """Closes the descriptor once; other processes that share it keep the lock."""
+        self._close.atexit = False  # the rescue at exit needs the lock
+        os.register_at_fork(after_in_child=self._close)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._forget()
             raise UsageError(
                 f"another run is using the checkpoint folder {folder} on rank 0's host; end that run, close() its "
                 "Checkpointer if it is in this process, or choose another folder"
             ) from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
-                self._forget()
                 raise
             warn(
                 f"the file system of the checkpoint folder {folder} does not support locks "
                 f"({error.strerror}); make sure that no other run uses it",
                 CheckpointWarning,
             )
-        this = weakref.ref(self)  # weak, because a registered function cannot be removed
-        os.register_at_fork(after_in_child=lambda: _forget_in_child(this))
 
     def is_on(self, folder: Path) -> bool:
         """Return whether the folder at this path is still the locked folder, and has not been replaced."""
@@ -50,23 +50,7 @@ class FolderLock:
 
     def release(self) -> None:
         """Release the lock, if it is held."""
-        if self._descriptor >= 0:
+        if self._close.alive:
             # Closing is not enough while a forked child still has the descriptor.
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            self._forget()
-
-    def _forget(self) -> None:
-        """Close the descriptor; other processes that share it keep the lock."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        # At interpreter exit, modules may already be cleared; the kernel closes the descriptor.
-        if getattr(self, "_descriptor", -1) >= 0 and os is not None:
-            self._forget()
-
-
-def _forget_in_child(lock: weakref.ref[FolderLock]) -> None:
-    if (held := lock()) is not None:
-        held._forget()
+            self._close()
