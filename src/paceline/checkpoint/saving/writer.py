@@ -18,7 +18,7 @@ from paceline.checkpoint.format.manifest import RANK_ROLE, File, Manifest
 from paceline.checkpoint.format.metadata import Keep
 from paceline.checkpoint.saving.save import Part, Save
 from paceline.checkpoint.saving.staging import Staging
-from paceline.checkpoint.storage import free_space, step_folders
+from paceline.checkpoint.storage import step_folders
 from paceline.checkpoint.storage.step_folders import Storage, reason
 from paceline.core import strict_json
 from paceline.core.telemetry.failpoints import strike
@@ -152,10 +152,7 @@ class Writer:
             raise self._unsaved(order, error) from error
 
     def _unsaved(self, order: Save, error: BaseException) -> CheckpointError:
-        if isinstance(error, OSError):
-            why = free_space.explained(error, reason(error), self._store.folder, order.size)
-        else:
-            why = str(error) or type(error).__name__
+        why = reason(error) if isinstance(error, OSError) else str(error) or type(error).__name__
         return CheckpointError(
             f"rank 0 could not save step {order.step} to {self._store.path(order.step)}: {why}; earlier checkpoints "
             "are intact; remove the cause and save again"

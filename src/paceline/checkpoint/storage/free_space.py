@@ -12,17 +12,10 @@ import torch
 from paceline.checkpoint.format.safetensors_file import spec_of
 from paceline.core.output.wording import nbytes
 
-ALIGNED = 64
-"""Alignment of tensors in bytes, as in torch's CPU allocator."""
 PER_TENSOR = 512
 """Bytes for a tensor's entries in the header, the manifest and ``state.json``."""
 MARGIN = 64 * 2**10
 """Bytes for plain values, and for rounding to whole blocks."""
-
-
-def aligned(size: int) -> int:
-    """Return `size` rounded up to the next possible offset of a tensor."""
-    return -(-size // ALIGNED) * ALIGNED
 
 
 def needed(tensors: Collection[torch.Tensor]) -> int:
@@ -34,13 +27,8 @@ def check_room(folder: Path, size: int) -> None:
     """Check that the file system of `folder` has space for `size` bytes, if it reports its free space."""
     free = _free(folder)
     if free is not None and free < size + MARGIN:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {_both(size, free)}")
-
-
-def explained(error: OSError, reason: str, folder: Path, size: int) -> str:
-    """Return the `reason` of a failed write of `size` bytes to `folder`, with the needed and the free space."""
-    free = _free(folder) if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
-    return reason if free is None or "are needed" in reason else f"{reason}: {_both(size, free)}"
+        figures = f"{nbytes(size + MARGIN)} are needed, but only {nbytes(free)} are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {figures}")
 
 
 def nothing_is_kept(error: OSError, folder: Path) -> str:
@@ -62,7 +50,3 @@ def _free(folder: Path) -> int | None:
         return None  # on some network file systems
     blocks = about.f_bfree if os.geteuid() == 0 else about.f_bavail  # some blocks are reserved for root
     return blocks * about.f_frsize
-
-
-def _both(size: int, free: int) -> str:
-    return f"{nbytes(size + MARGIN)} are needed, but only {nbytes(free)} are free"
