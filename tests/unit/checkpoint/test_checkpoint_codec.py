@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -63,7 +63,7 @@ def tensors() -> st.SearchStrategy[torch.Tensor]:
     return st.builds(make, shapes, st.sampled_from(dtypes), st.integers(0, 99), st.booleans())
 
 
-text = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+text = st.text(st.characters(exclude_categories=[]), max_size=5)
 leaves = st.one_of(
     st.none(),
     st.booleans(),
@@ -96,6 +96,7 @@ def test_a_nested_value_comes_back_the_same(value: Any) -> None:
 
 @draws(40)
 @given(found=st.dictionaries(text, tensors(), max_size=4))
+@example(found={"a\udcff": torch.ones(1)})  # a file name that is not UTF-8
 def test_a_written_file_is_read_by_the_safetensors_library(
     tmp_path_factory: pytest.TempPathFactory, found: dict[str, torch.Tensor]
 ) -> None:
@@ -147,7 +148,6 @@ UNENCODABLE = [
     ({"a": defaultdict(int)}, "['a']", "defaultdict"),
     ({"lock": threading.Lock()}, "['lock']", "lock"),
     ({"c": Colour.RED}, "['c']", "Colour"),
-    ({"s": "\ud800"}, "['s']", "surrogate"),
     ({frozenset(): 1}, "key frozenset()", "frozenset"),
     ({"x": numpy.zeros(2)}, "['x']", "numpy.ndarray"),
     ({"x": torch.eye(2).to_sparse()}, "['x']", "sparse"),

@@ -47,12 +47,12 @@ class Encoder:
     tensor, and :attr:`aliases` maps the second name to the first.
 
     Args:
-        whole: turns a DTensor into the tensor to collect. Without it, DTensors are rejected. Tied DTensors are
+        gather: turns a DTensor into the tensor to collect. Without it, DTensors are rejected. Tied DTensors are
             collected under each name.
     """
 
     def __init__(self, gather: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        self._whole = gather
+        self._gather = gather
         self.tensors: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._seen: dict[tuple[Any, ...], str] = {}
@@ -91,14 +91,12 @@ class Encoder:
             (key, self._encode(item, _join(name, key), f"{path}[{key!r}]", depth + 1)) for key, item in value.items()
         ]
         if all(type(key) is str for key in value):
-            for key in value:
-                _plain(key, path)  # raises for a string that UTF-8 cannot encode
             return {"dict": dict(encoded)}
         return {"items": [[_key(key, path), node] for key, node in encoded]}
 
     def _tensor(self, value: torch.Tensor, name: str, path: str) -> Any:
-        if self._whole is not None and type(value) not in _PLAIN and is_sharded(value):
-            value = self._whole(value)
+        if self._gather is not None and type(value) not in _PLAIN and is_sharded(value):
+            value = self._gather(value)
         if reason := _unstorable(value):
             raise Unencodable(path, reason)
         tag = "complex tensor" if value.is_complex() else "tensor"
@@ -191,11 +189,7 @@ def _plain(value: Any, path: str) -> Any:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # a NumPy scalar, such as a metric
     kind = type(value)
-    if value is None or kind is bool:
-        return value
-    if kind is str:
-        if not _is_text(value):
-            raise Unencodable(path, "is a string that UTF-8 cannot encode (it has a lone surrogate)")
+    if value is None or kind is bool or kind is str:
         return value
     if kind is int:
         return value if value.bit_length() < 64 else {"int": hex(value)}
@@ -215,18 +209,9 @@ def _key(key: Any, path: str) -> Any:
     return _plain(key, f"{path} (key {key!r})")
 
 
-def _is_text(value: str) -> bool:
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _join(name: str, key: Any) -> str:
-    text = str(key)
-    if not _is_text(text):
-        text = ascii(text)
+    # The safetensors library cannot read names with lone surrogates, as in paths that are not UTF-8.
+    text = str(key).encode("utf-8", "backslashreplace").decode("utf-8")
     return f"{name}.{text}" if name else text
 
 
@@ -248,16 +233,8 @@ def _unstorable(value: torch.Tensor) -> str | None:
 
 def _place(value: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that two tensors share if they are the same elements of the same memory."""
-    return (
-        value.device,
-        value.untyped_storage().data_ptr(),
-        value.storage_offset(),
-        value.shape,
-        value.stride(),
-        value.dtype,
-        value.is_conj(),
-        value.is_neg(),
-    )
+    layout = value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
+    return value.device, value.data_ptr(), *layout
 
 
 STORABLE = frozenset(getattr(torch, name) for name in CODES)
