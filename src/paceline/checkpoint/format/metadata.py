@@ -139,15 +139,10 @@ class Keep:
 
     def best(self, notes: Mapping[int, Notes]) -> int | None:
         """Return the step with the best metric, the earliest in case of a tie. NaN is never best."""
-        best_step: int | None = None
-        for step in sorted(notes):
-            value = notes[step].metadata.get(self.metric or "")
-            if value is None or not _is_number(value) or math.isnan(value):
-                continue
-            best_value = None if best_step is None else notes[best_step].metadata[self.metric or ""]
-            if best_value is None or (value > best_value if self.better == "max" else value < best_value):
-                best_step = step
-        return best_step
+        values: dict[int, Any] = {step: notes[step].metadata.get(self.metric or "") for step in sorted(notes)}
+        numbers = {step: value for step, value in values.items() if _is_number(value) and not math.isnan(value)}
+        pick = max if self.better == "max" else min
+        return pick(numbers, key=numbers.__getitem__, default=None)
 
     def doomed(self, steps: Sequence[int], saved: int, notes: Mapping[int, Notes]) -> list[int]:
         """Return the `steps` to delete once `saved` is durable, in ascending order.

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from paceline.checkpoint.format import manifest, safetensors_file
 from paceline.checkpoint.format.manifest import File, Manifest
@@ -69,7 +69,7 @@ def read_listed(folder: Path, file: File, parse: Callable[[bytes], Value]) -> Va
 
 def read_document(path: Path) -> bytes:
     """Return the bytes of a JSON document of limited size."""
-    with _regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+    with _regular(path) as file:
         raw = file.read(strict_json.LIMIT + 1)
     if len(raw) > strict_json.LIMIT:
         raise Damaged(f"{path.name} has more than {strict_json.LIMIT} bytes")
@@ -78,16 +78,14 @@ def read_document(path: Path) -> bytes:
 
 def check_bytes(path: Path, file: File, every_byte: bool = True) -> None:
     """Compare the content of `path`, or only its size, with the manifest's entry `file`."""
-    with _regular(path) as descriptor:
-        size = os.fstat(descriptor).st_size
+    with _regular(path) as content:
+        size = os.fstat(content.fileno()).st_size
         if size != file.size:
-            raise Damaged(f"{file.path} has {size} bytes, but the manifest says {file.size}")
-        if not every_byte:
-            return
+            raise Damaged(f"{file.path} has {size} bytes, but the manifest says {strict_json.shown(file.size)}")
         digest = hashlib.sha256()
-        while piece := os.read(descriptor, PIECE):
+        while every_byte and (piece := content.read(PIECE)):
             digest.update(piece)
-        if digest.hexdigest() != file.sha256:
+        if every_byte and digest.hexdigest() != file.sha256:
             raise Damaged(f"the content of {file.path} does not have the SHA-256 that the manifest states")
 
 
@@ -101,20 +99,16 @@ def _check_tensors(path: Path, file: File) -> None:
 
 
 @contextmanager
-def _regular(path: Path) -> Iterator[int]:
+def _regular(path: Path) -> Iterator[BinaryIO]:
     """Open the regular file `path`; raise for links, devices and pipes."""
+    # O_NONBLOCK, because opening a pipe would wait for a writer. O_NOFOLLOW, because a link may lead anywhere.
+    more = os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        # O_NONBLOCK, because opening a pipe would wait for a writer. O_NOFOLLOW, because a link may lead anywhere.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | more)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise Damaged(f"{path.name} is not a regular file")
+            yield file
     except FileNotFoundError:
         raise Damaged(f"{path.name} is missing") from None
     except OSError as error:
         raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Damaged(f"{path.name} is not a regular file")
-        yield descriptor
-    except OSError as error:
-        raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None
-    finally:
-        os.close(descriptor)

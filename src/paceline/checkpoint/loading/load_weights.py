@@ -46,8 +46,8 @@ def load_weights(
         The ``state_dict`` of the model inside its wrappers, without ``module.`` and ``_orig_mod.``.
 
     Raises:
-        NoCheckpoint: if no valid checkpoint is found at `path`.
-        CheckpointError: if the checkpoint at `path` is damaged.
+        NoCheckpoint: if no intact checkpoint is found at `path`.
+        CheckpointError: if the file at `path` cannot be read, or the checkpoint was not written by Paceline.
         CheckpointMismatch: if the weights do not fit `model`.
         UsageError: if no module is saved as `name`.
     """
@@ -72,7 +72,7 @@ def load_weights(
         state._metadata = state_codec.decode(node["metadata"], tensors)  # type: ignore[attr-defined]
     if model is not None:
         entry = Registered(name, model)
-        entry.check(Outline(weights, None), step, allow_changed=False)
+        entry.check(Outline(weights, {}), step, allow_changed=False)
         entry.load(node, tensors, step)
     return weights
 
@@ -91,10 +91,7 @@ def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Ten
     """Return the step, node and tensors of the object `name`; `folder` belongs to a checkpoint or a run."""
     step = step_of(folder.resolve().name)
     if step is not None:
-        try:
-            listed = verify.read_whole(folder, step)
-        except verify.Damaged as damage:
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {damage}; use another one") from None
+        listed = step_folders.intact(folder, step, verify.read_whole)
     elif (newest := step_folders.newest(folder, set())) is not None:
         folder, listed = newest
     else:

@@ -6,22 +6,20 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from paceline.checkpoint.captures import Capture
 from paceline.checkpoint.format import metadata
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.format.metadata import Keep
-from paceline.checkpoint.format.verify import Damaged, read_whole
+from paceline.checkpoint.format.verify import read_whole
 from paceline.checkpoint.saving.save import Save, parts
 from paceline.checkpoint.saving.writer import Writer
 from paceline.checkpoint.step_names import step_name
-from paceline.checkpoint.storage.step_folders import Storage, newest, steps_in
+from paceline.checkpoint.storage.step_folders import Storage, Value, intact, newest, steps_in
 from paceline.core.processes.missing_ranks import called_by_all
 from paceline.core.telemetry.spans import CHECKPOINT, recorder
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
-
-Value = TypeVar("Value")
 
 
 @contextmanager
@@ -123,13 +121,7 @@ class RunFolder:
             raise NoCheckpoint(
                 f"there is no checkpoint of step {step} in {store.folder}, which has {steps}; choose one of them"
             )
-        try:
-            return read(store.path(step), step)
-        except Damaged as damage:
-            raise NoCheckpoint(
-                f"the checkpoint {store.path(step)} is damaged: {damage}; choose another step, or None for the newest "
-                "intact checkpoint"
-            ) from None
+        return intact(store.path(step), step, read)
 
     def _rescued(self, step: int | None) -> tuple[Path, Manifest] | None:
         """Return the checkpoint in memory if it is the newest, or the only one of `step`; otherwise None."""

@@ -20,9 +20,10 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format.manifest import Manifest
@@ -33,8 +34,9 @@ from paceline.checkpoint.storage.folder_lock import FolderLock
 from paceline.checkpoint.storage.free_space import check_room
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.users_code import warn
-from paceline.errors import CheckpointError, CheckpointWarning, UsageError
+from paceline.errors import CheckpointError, CheckpointWarning, NoCheckpoint, UsageError
 
+Value = TypeVar("Value")
 _OURS = re.compile(r"\.(writing|replaced|deleted)-(.+)")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
@@ -64,6 +66,16 @@ def newest(folder: Path, named: set[int]) -> tuple[Path, Manifest] | None:
                 named.add(step)
                 warn(f"the checkpoint {path} is damaged and skipped: {damage}", CheckpointWarning)
     return None
+
+
+def intact(path: Path, step: int, read: Callable[[Path, int], Value]) -> Value:
+    """Return the result of `read` for the checkpoint `path` of `step`; raise if it is damaged."""
+    try:
+        return read(path, step)
+    except Damaged as damage:
+        raise NoCheckpoint(
+            f"the checkpoint {path} is damaged: {damage}; choose another step, or the newest intact one"
+        ) from None
 
 
 class Storage:

@@ -112,7 +112,7 @@ def _describe(file: File, damage: verify.Damaged) -> str:
     """Return the damage together with the affected object."""
     if not file.tensors:
         return str(damage)
-    whose = repr(file.role) if file.rank is None else f"rank {file.rank}'s own objects"
+    whose = f"{file.role!r:.80}" if file.rank is None else f"rank {file.rank!s:.20}'s own objects"
     return f"{damage} ({len(file.tensors)} {'tensor' if len(file.tensors) == 1 else 'tensors'} of {whose})"
 
 
