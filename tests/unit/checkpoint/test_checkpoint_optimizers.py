@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_checkpoint_roundtrip import equal
+from test_checkpoint_roundtrip import Holder, equal
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
@@ -102,6 +103,17 @@ def test_another_optimizer_is_refused_by_name(tmp_path: Path, before: Make, now:
     for allow in (False, True):
         with pytest.raises(CheckpointMismatch, match=message):
             restored(tmp_path, now, allow)
+
+
+def test_only_an_optimizer_has_the_settings_of_an_optimizer(tmp_path: Path) -> None:
+    # Anything else that loaded an optimizer's state ended in an AttributeError if settings were allowed to change.
+    save(tmp_path, sgd())
+    for model, error in ((sgd()(net()), "'model' is an optimizer in this run, but not in the"), (net(), "")):
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.register("model", model)
+            checkpointer.register("optimizer", Holder({}))
+            with pytest.raises(CheckpointMismatch, match=error) if error else nullcontext():
+                assert checkpointer.restore(allow_changed_settings=True) == 4
 
 
 def other_decay_in_group_1(model: nn.Module) -> Optimizer:

@@ -162,8 +162,9 @@ def _load_layouts(saved: Saved, matches: Iterable[Match]) -> None:
 def _keep_own_settings(world: World, step: int, matches: Sequence[Match]) -> None:
     changes: list[str] = []
     for match in matches:
-        changes += match.entry.changes(match.outline)
-        match.entry.keep_own_settings(match.outline)
+        if match.entry.is_optimizer:
+            changes += match.entry.changes(match.outline)
+            match.entry.keep_own_settings(match.outline)
     for match in matches:
         if isinstance(match.entry.object, LRScheduler):
             follow(match.entry.object)

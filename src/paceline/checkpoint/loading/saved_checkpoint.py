@@ -90,9 +90,7 @@ class Saved:
         try:
             tensors = {} if file is None else {key: spec.empty("meta") for key, spec in file.tensors.items()}
             state_codec.decode(node["metadata"], tensors)
-            description = state_codec.decode(node.get("optimizer"), {})
-            if description is not None and not isinstance(description, dict):
-                raise ValueError("an optimizer's description is not a dict")
+            description = state_codec.decode(node.get("optimizer", {"dict": {}}), {})
             return Outline(state_codec.decode(node["state"], tensors), description)
         except (ValueError, RuntimeError) as error:
             raise malformed(self.path, error) from None

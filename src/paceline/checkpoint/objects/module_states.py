@@ -8,13 +8,14 @@ load.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.core.state.unwrapping import plain_name
-from paceline.core.torch_internals.distributed.dtensor import has_sharded, is_sharded, part_like
+from paceline.core.torch_internals.distributed.dtensor import is_sharded, part_like
 from paceline.errors import CheckpointMismatch
 
 
@@ -25,19 +26,10 @@ def without_compile(state: Any) -> Any:
     return OrderedDict((_plain_path(key), value) for key, value in state.items())
 
 
-def as_in(own_state: Any, state: Any) -> Any:
-    """Return `state` with its keys renamed to match `own_state`, which may have other compiled modules."""
-    plain = without_compile(state)
-    if (
-        not isinstance(own_state, dict)
-        or not isinstance(plain, dict)
-        or not any("_orig_mod" in str(key) for key in own_state)
-    ):
-        return plain
-    renamed = OrderedDict((key, plain[_plain_path(key)]) for key in own_state if _plain_path(key) in plain)
-    own_keys = {_plain_path(key) for key in own_state}
-    renamed.update((key, value) for key, value in plain.items() if key not in own_keys)
-    return renamed
+def as_in(own_keys: Iterable[str], state: Any) -> Any:
+    """Return `state` with its keys renamed to match `own_keys`, which may have other compiled modules."""
+    names = {_plain_path(key): key for key in own_keys}
+    return OrderedDict((names.get(key, key), value) for key, value in without_compile(state).items())
 
 
 def _plain_path(name: str) -> str:
@@ -103,8 +95,6 @@ def _has_own_loading(part: nn.Module) -> bool:
 
 def laid_out(own_state: Any, state: Any) -> Any:
     """Return a module's `state`, distributed like the DTensors of its `own_state`."""
-    if not isinstance(own_state, dict) or not isinstance(state, dict) or not has_sharded(own_state.values()):
-        return state
     return OrderedDict((key, part_of(value, own_state.get(key))) for key, value in state.items())
 
 

@@ -66,25 +66,19 @@ def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -
     }
 
 
-def check_groups(name: str, optimizer: Optimizer, saved: Any, step: int) -> None:
-    """Compare an optimizer's groups with the groups `saved` in `step`."""
-    try:
-        saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
-    except (TypeError, KeyError):
+def check(name: str, live: Mapping[str, Any], saved: Mapping[str, Any], step: int, allow_changed: bool) -> None:
+    """Compare the description of the optimizer `name` in this run with the description `saved` in `step`."""
+    if not saved:
         raise CheckpointMismatch(
             f"{name!r} is an optimizer in this run, but not in the checkpoint of step {step}; register it under the "
             "name it was saved under"
-        ) from None
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
+        )
+    sizes, saved_sizes = ([len(group) for group in about["shapes"]] for about in (live, saved))
     if saved_sizes != sizes:
         raise CheckpointMismatch(
             f"{name!r} has parameter groups of {saved_sizes} parameters in the checkpoint of step {step} but of "
             f"{sizes} in this run; create the groups that were saved"
         )
-
-
-def check(name: str, live: Mapping[str, Any], saved: Mapping[str, Any], step: int, allow_changed: bool) -> None:
-    """Compare the description of the optimizer `name` in this run with the description `saved` in `step`."""
     if live["class"] != saved["class"]:
         raise CheckpointMismatch(
             f"{name!r} is of class {live['class']} in this run but of class {saved['class']!s:.80} in the checkpoint "

@@ -6,10 +6,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline.checkpoint.format.manifest import GENERATORS, RANK_ROLE
 from paceline.checkpoint.format.state_codec import Encoder, Unencodable, decode
@@ -20,7 +21,7 @@ from paceline.core.output.wording import with_article
 from paceline.core.state.optimizer_shards import Assembly, Window
 from paceline.core.state.unwrapping import AveragingWrapper, unwrap
 from paceline.core.torch_internals.distributed.dtensor import has_sharded
-from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
+from paceline.errors import CheckpointMismatch, PacelineError, UsageError
 
 _NAME = re.compile(r"[a-z0-9_]{1,64}")
 _RESERVED = ("state", RANK_ROLE, GENERATORS)
@@ -28,10 +29,10 @@ _RESERVED = ("state", RANK_ROLE, GENERATORS)
 
 @dataclass(frozen=True)
 class Outline:
-    """A saved object with meta tensors: its state and, for an optimizer, its description."""
+    """A saved object with meta tensors: its state and, for an optimizer, its description, which is otherwise empty."""
 
     state: Any
-    optimizer: dict[str, Any] | None
+    optimizer: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,20 @@ class Registered:
         """Return an entry for `object` and its current settings; `peers` are all registered objects."""
         _check_registrable(name, object, peers)
         per_rank = per_rank or isinstance(object, Sharded)
-        return cls(name, object, per_rank, peers, optimizer_states.options_of(object) if _is_optimizer(object) else [])
+        options = optimizer_states.options_of(object) if isinstance(object, Optimizer) else []
+        return cls(name, object, per_rank, peers, options)
 
     @property
     def is_sharded(self) -> bool:
         """Whether it has DTensors, which need a collective to be saved."""
         if isinstance(self.object, nn.Module):
             return has_sharded(self._target.state_dict().values())
-        if _is_optimizer(self.object):
-            return has_sharded(optimizer_states.parameters(self.object))
-        return False
+        return self.is_optimizer and has_sharded(optimizer_states.parameters(self.object))
 
     @property
     def is_optimizer(self) -> bool:
         """Whether it is an optimizer."""
-        return _is_optimizer(self.object)
+        return isinstance(self.object, Optimizer)
 
     @property
     def holds_shard(self) -> bool:
@@ -97,7 +97,7 @@ class Registered:
                 "metadata": encoder.encode(metadata, f"{prefix}_metadata"),
                 "buckets": self.object.bucket_layout() if isinstance(self.object, AveragingWrapper) else None,
             }
-            if _is_optimizer(self.object):
+            if self.is_optimizer:
                 node["optimizer"] = encoder.encode(self._description(), f"{prefix}_optimizer")
             return node
         except Unencodable as error:
@@ -113,62 +113,45 @@ class Registered:
         """
         if isinstance(self.object, nn.Module):
             check_module(self.name, self._target, without_compile(saved.state), step)
-        elif _is_optimizer(self.object):
-            optimizer_states.check_groups(self.name, self.object, saved.state, step)
-            if saved.optimizer is not None:
-                try:
-                    optimizer_states.check(self.name, self._description(), saved.optimizer, step, allow_changed)
-                # A malformed description can fail anywhere in the comparison.
-                except (TypeError, KeyError, ValueError, AttributeError) as error:
-                    if isinstance(error, PacelineError):
-                        raise
-                    raise self._malformed(step, error) from None
+        elif self.is_optimizer:
+            # A malformed description can fail anywhere in the comparison.
+            with _refused(f"the description of {self.name!r} of step {step} is malformed", "use another checkpoint"):
+                optimizer_states.check(self.name, self._description(), saved.optimizer, step, allow_changed)
         elif callable(compare := getattr(self.object, "check_state_dict", None)):
             compare(saved.state)
 
     def changes(self, saved: Outline) -> list[str]:
         """Describe the settings of an optimizer that differ from those `saved`."""
-        if saved.optimizer is None:
-            return []
         return optimizer_states.changes(self.name, self._description(), saved.optimizer)
 
     def keep_own_settings(self, saved: Outline) -> None:
         """Restore this run's settings after an optimizer has loaded the state `saved`."""
-        if saved.optimizer is not None:
-            optimizer_states.apply_options(self.object, self.options, self._description(), saved.optimizer)
+        optimizer_states.apply_options(self.object, self.options, self._description(), saved.optimizer)
 
     def load(self, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], step: int) -> None:
         """Load the state of `step` from `node` and `tensors`."""
-        try:
-            state, metadata = decode(node["state"], tensors), decode(node["metadata"], tensors)
-            description = decode(node.get("optimizer"), tensors)
-        except ValueError as error:
-            raise self._malformed(step, error) from None
         with _refused(
             f"{self.name!r} cannot load its state of step {step}", "register the kind of object that was saved"
         ):
+            state, metadata = decode(node["state"], tensors), decode(node["metadata"], tensors)
             if isinstance(self.object, nn.Module):
                 own_state = self._target.state_dict()
                 state = module_states.laid_out(own_state, as_in(own_state, state))
-                metadata = as_in(getattr(own_state, "_metadata", None), metadata)
-            elif _is_optimizer(self.object):
+                metadata = as_in(getattr(own_state, "_metadata", ()), metadata or {})
+            elif self.is_optimizer:
                 state = optimizer_states.laid_out(self.object, state)
             if metadata is not None:
                 state._metadata = metadata  # load_state_dict() reads module versions from here
             self._target.load_state_dict(state)
-            if description is not None and _is_optimizer(self.object):
-                optimizer_states.bring_back_dtypes(self.object, state, description)
+            if self.is_optimizer:
+                optimizer_states.bring_back_dtypes(self.object, state, decode(node["optimizer"], tensors))
 
     def load_rank_states(self, nodes: Sequence[Mapping[str, Any]], step: int) -> None:
         """Load the states of `step`, which were saved by a different number of ranks."""
         assert isinstance(self.object, Mergeable)
-        try:
-            states = [decode(node["state"], {}) for node in nodes]
-        except ValueError as error:
-            raise self._malformed(step, error) from None
         problem = f"{self.name!r} cannot load the states of {len(nodes)} ranks of step {step}"
         with _refused(problem, "resume with the same number of ranks"):
-            self.object.load_rank_states(states)
+            self.object.load_rank_states([decode(node["state"], {}) for node in nodes])
 
     def assembly(self) -> Assembly:
         """Return an assembly for this rank's part of an optimizer's state."""
@@ -187,8 +170,7 @@ class Registered:
             return
         state = optimizer_states.laid_out(self.object, {"state": assembly.state(), "param_groups": assembly.groups})
         self.object.load_state_dict(state)
-        if outline.optimizer is not None:
-            optimizer_states.bring_back_dtypes(self.object, state, outline.optimizer)
+        optimizer_states.bring_back_dtypes(self.object, state, outline.optimizer)
 
     def load_layout(self, node: Mapping[str, Any]) -> None:
         if node["buckets"] is not None and isinstance(self.object, AveragingWrapper):
@@ -198,11 +180,6 @@ class Registered:
     def _description(self) -> dict[str, Any]:
         modules = [(entry.name, entry.object) for entry in self.peers.values() if isinstance(entry.object, nn.Module)]
         return optimizer_states.describe(self.object, self.options, optimizer_states.parameter_names(modules))
-
-    def _malformed(self, step: int, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"the state of {self.name!r} of step {step} is malformed ({error}); use another checkpoint"
-        )
 
     @property
     def _target(self) -> Any:
@@ -221,10 +198,6 @@ def _refused(problem: str, remedy: str) -> Iterator[None]:
         raise CheckpointMismatch(f"{problem} ({type(error).__name__}: {error}); {remedy}") from error
 
 
-def _is_optimizer(object: Any) -> TypeGuard[torch.optim.Optimizer]:
-    return isinstance(object, torch.optim.Optimizer)
-
-
 def _check_registrable(name: Any, object: Any, used_names: Collection[str]) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
         raise UsageError(
@@ -238,7 +211,7 @@ def _check_registrable(name: Any, object: Any, used_names: Collection[str]) -> N
             f"the object to register as {name!r}, {with_article(type(object).__qualname__)}, must have the methods "
             "state_dict and load_state_dict; add the missing one"
         )
-    if _is_optimizer(object) and not hasattr(object, "defaults"):
+    if isinstance(object, Optimizer) and not hasattr(object, "defaults"):
         raise UsageError(
             f"the {type(object).__qualname__} to register as {name!r} does not call Optimizer.__init__, so its steps "
             "cannot be detected; register the optimizer inside it (for local SGD with per_rank=True, like the model)"
