@@ -18,12 +18,12 @@ from paceline.core.telemetry.spans import (
     WAIT,
     Span,
 )
-from paceline.profiler.analysis.analyze import report_of
+from paceline.profiler.analysis.analyze import Report, report_of
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Meeting, Step, cut_into_stretches, seconds_by_part
-from paceline.profiler.report.report import Advice, Report
+from paceline.profiler.report.advice import Advice
 
 GROUP = "ddp/0"
 Timing = Callable[[int, int], dict[str, float]]

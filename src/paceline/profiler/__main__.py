@@ -9,14 +9,10 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from paceline.profiler.recording.program import Enough, run_program
+from paceline.profiler.recording.program import run_program
 from paceline.profiler.recording.recorder import Session
-
-
-def _enough() -> NoReturn:
-    raise Enough(0)
 
 
 def record(settings: dict[str, Any], program: list[str]) -> None:
@@ -26,17 +22,8 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.argv = program[1:] if program[0] == "-m" else program  # the profile's title
-    session = Session(Path(settings.pop("folder")), on_enough=_enough, **settings)
-    try:
+    with Session(Path(settings.pop("folder")), ends_program=True, **settings):
         run_program(program)
-    except SystemExit as error:
-        # sys.exit() and sys.exit(0) count as success.
-        session.close(None if not error.code else error)
-        raise
-    except BaseException as error:
-        session.close(error)
-        raise
-    session.close()
 
 
 if __name__ == "__main__":

@@ -39,17 +39,13 @@ def profile(
     path = Path(folder).absolute()  # the program may change its working directory
     session = Session(path, steps, operators=operators, noise_scale=noise_scale)
     try:
-        yield
-    except BaseException as error:
-        # After an error the other ranks may never leave the block, so do not wait for them.
-        session.close(error)
-        _write(path, session.rank)
-        raise
-    session.close()
-    if session.rank == 0:
-        # Rank 0 may be the first to leave the block.
-        _await_others(path)
-    _write(path, session.rank)
+        with session:
+            yield
+        if session.rank == 0:
+            _await_others(path)  # not after an error, because the other ranks may then never leave the block
+    finally:
+        if session.rank == 0:
+            _write(path)
 
 
 def _await_others(folder: Path) -> None:
@@ -60,11 +56,9 @@ def _await_others(folder: Path) -> None:
         time.sleep(0.05)
 
 
-def _write(folder: Path, rank: int) -> None:
+def _write(folder: Path) -> None:
     from paceline.profiler.results import write_results
 
-    if rank != 0:
-        return
     try:
         report = write_results(folder)
     except UsageError as error:  # training goes on even if no step was measured

@@ -10,11 +10,10 @@ from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.strict_json import shown
 from paceline.core.untrusted_files import new_file
 from paceline.errors import UsageError
-from paceline.profiler.analysis.analyze import read_facts, report_of, summary
-from paceline.profiler.page import page
+from paceline.profiler.analysis.analyze import Report, read_facts, report_of, summary
+from paceline.profiler.page.layout import page
 from paceline.profiler.records.rank_file import KILLED, RankRecord
 from paceline.profiler.records.steps import FLUSH_S, WARM_UP
-from paceline.profiler.report.report import Report
 from paceline.profiler.traces.chrome_trace import write_trace
 
 RESULTS = ("summary.json", "trace.json", "report.html")
@@ -42,7 +41,7 @@ def write_results(folder: Path) -> Report:
         # Each record is valid by itself, but they do not fit together, for example because one was edited.
         raise UsageError(f"the records in {folder} contradict each other ({shown(error)}); profile again") from error
     # Raise only after writing the files, because the trace is useful even if no step was measured.
-    if not report.steps or not any(record.wrapper for record in facts.records):
+    if not facts.accounts.steps or not any(record.wrapper for record in facts.records):
         raise UsageError(_why_nothing(facts.records))
     return report
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from paceline.planner.critical_batch import NoiseScale
-from paceline.profiler.analysis.analyze import summary
+from paceline.profiler.analysis.analyze import Report, summary
 from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.analysis.operator_table import OperatorTable, tabulate
 from paceline.profiler.analysis.step_breakdown import account, mean_of
 from paceline.profiler.recording.gradient_norms import GradientNorms
 from paceline.profiler.report import step_parts
-from paceline.profiler.report.report import Report
 from profile_records import Timing, kinds, records, the, usual, verdict
 
 JITTER = random.Random(0)
@@ -40,8 +39,8 @@ def test_a_rank_that_sleeps_is_named_with_its_phase_and_what_others_wait() -> No
     found = report(ranks=4, timing=lambda rank, _: {"forward": 0.04 if rank == 2 else 0.01})
     figures = summary(found)
     assert figures["straggler_rank"] == 2
-    assert found.stragglers[0].phase == "forward"
-    assert found.stragglers[0].seconds == pytest.approx(0.03, rel=0.1)
+    assert found.facts.stragglers[0].phase == "forward"
+    assert found.facts.stragglers[0].seconds == pytest.approx(0.03, rel=0.1)
     assert figures["bubble_ms_per_step"]["0"] == pytest.approx(30, abs=3)
     assert figures["bubble_ms_per_step"]["2"] == pytest.approx(0, abs=1)
     assert figures["advice"][0]["kind"] == "straggler"
@@ -65,7 +64,7 @@ def test_a_rank_that_causes_all_waiting_is_probably_slow() -> None:
     """Too few steps to name it: «no rank is always the last: rank 1 causes most, 100 % of it» contradicted itself."""
     short = {"data": 0.0, "backward": 0.002, "optimizer": 0.0004}
     found = report(steps=40, timing=lambda rank, _: short | {"forward": 0.008 if rank == 1 else 0.002})
-    assert not found.stragglers, "for less than a second"
+    assert not found.facts.stragglers, "for less than a second"
     assert "Rank 1 is probably slow; profile longer to make sure: others wait for " in found.headline
     balance = the("balance", found)
     assert "and is probably slow" in balance.reason

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from paceline.profiler.analysis.analyze import summary
+from paceline.profiler.analysis.analyze import Report, summary
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.analysis.operator_table import OperatorTable
-from paceline.profiler.page import page
+from paceline.profiler.page.layout import page
 from paceline.profiler.recording.host_load import quota
 from paceline.profiler.records.core_use import load_of, neighbours
 from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.report.report import Advice, Report
+from paceline.profiler.report.advice import Advice
 from paceline.tools.profile.terminal_summary import print_summary
 from profile_records import kinds, records, the, verdict
 
@@ -37,7 +37,7 @@ def test_too_few_steps_have_times_but_no_share_and_no_advice(steps: int, capsys:
     few = "1 measured step is" if steps == 1 else f"{steps} measured steps are"
     assert found.headline == f"{few} too few for a verdict: profile 20."
     assert not found.advice
-    assert not found.stragglers
+    assert not found.facts.stragglers
     assert summary(found)["provisional"]
     print_summary(found)
     shown = capsys.readouterr().out
@@ -183,7 +183,7 @@ def test_workers_are_not_advised_where_loading_computes_and_no_core_is_free() ->
     assert "; workers would not help, because loading is computation, and no core is free for it" in advice.text
     assert "cache what it computes" in advice.text
     assert "2 ranks compute on 2 cores" in advice.reason
-    assert advice.gain == pytest.approx(found.shares["data"] / 2)
+    assert advice.gain == pytest.approx(found.facts.shares["data"] / 2)
 
 
 def test_workers_are_advised_where_cores_are_free_or_loading_waits_for_a_disk() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,66 +15,51 @@ import pytest
 from rich.console import Console
 
 from browser import run_in_page
-from paceline.core.telemetry.spans import Span
-from paceline.planner.critical_batch import NoiseScale
-from paceline.profiler.page import page
+from paceline.core.telemetry.spans import DONE, Span
+from paceline.profiler.analysis.analyze import Report
+from paceline.profiler.analysis.operator_table import Operator, OperatorTable
+from paceline.profiler.page import charts
 from paceline.profiler.page.charts import find_outliers
-from paceline.profiler.report import step_parts
-from paceline.profiler.report.formatting import notable_ranks
-from paceline.profiler.report.report import Advice, BucketTimes, Operator, Report, Timeline
+from paceline.profiler.page.layout import page
+from paceline.profiler.records.rank_file import RankRecord
+from paceline.profiler.report.advice import Advice
 from paceline.tools.profile.terminal_summary import parts_table
-from profiles import holes, made_up
+from profile_records import records, verdict
 
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">&amp;'
-LIMIT = 3_000_000
+LIMIT = 1_000_000
 
 
-@pytest.fixture(scope="module")
-def large() -> Report:
-    """64 ranks, 1,000 steps, 12 buckets: more points than the page has."""
-    return made_up(64, 1000, slow=13, buckets=12, hosts=8)
+OPERATORS = OperatorTable([Operator("aten::addmm", 24, 0.0212, 0.41), Operator("aten::mm", 48, 0.0171, 0.33)])
 
 
-def empty() -> Report:
-    """What is left of a run that ended before its first step."""
-    nothing: Any = {part: [] for part in step_parts.ALL}
-    return Report("train.py", "gloo", [], [], [], nothing, [], "No step was recorded.", [], [], {}, None)
+def made(ranks: int = 2, steps: int = 43, slow: int | None = 1, buckets: int = 4) -> list[RankRecord]:
+    """Return the records of a run in which rank `slow` is 30 ms late, and a step 100 ms longer on all ranks."""
+
+    def timing(rank: int, step: int) -> dict[str, float]:
+        late = 0.03 * (rank == slow)
+        return {"data": 0.003, "forward": 0.021 + late, "backward": 0.038, "gap": 0.002 + 0.1 * (step % 97 == 20)}
+
+    return records(ranks, steps, timing, buckets=[25 << 20] * buckets)
 
 
-def gappy() -> Report:
-    """A rank without steps, another one without some of them, and no timeline."""
-    whole = made_up(3, 30)
-    parts = {part: holes(holes(rows, 2), 0, slice(3, 9)) for part, rows in whole.parts.items()}
-    seconds = holes(holes(whole.step_seconds, 2), 0, slice(3, 9))
-    ranks = [replace(one, peak_memory=None) for one in whole.ranks]
-    timeline = Timeline(7, [[], [], []], [])
-    return replace(
-        whole,
-        parts=parts,
-        step_seconds=seconds,
-        ranks=ranks,
-        timeline=timeline,
-        samples_per_step=None,
-        overlap_by_rank={},
-    )
+def gaps() -> Report:
+    """A rank without steps, another one without some of them, no peaks, no rows, and no detailed step."""
+    some, whole, none = made(3)
+    few = [step for step in some.steps if step.number not in range(3, 9)]
+    ranks = [replace(some, steps=few), whole, replace(none, steps=[])]
+    return verdict([replace(rank, memory={}, steps=[replace(step, rows=0) for step in rank.steps]) for rank in ranks])
 
 
 def evil() -> Report:
     """Names that would become elements and scripts of the page if they were not escaped; buckets without an end."""
-    whole = made_up()
-    slices = [[Span(EVIL, 0.0, 0.1)] for _ in whole.ranks]
+    ranks = [replace(rank, title=EVIL, backend=EVIL, host=EVIL, device=EVIL, memory={EVIL: 1000}) for rank in made()]
+    for rank in ranks:
+        for step in rank.steps:
+            step.spans = [span for span in step.spans if span.label != DONE] + [Span(EVIL, step.start, step.end)]
+    report = verdict(ranks, OperatorTable([Operator(EVIL, 1, 0.01, 1.0)], device_figures={EVIL: 0.5}))
     return replace(
-        whole,
-        title=EVIL,
-        backend=EVIL,
-        headline=EVIL,
-        ranks=[replace(one, host=EVIL, device=EVIL) for one in whole.ranks],
-        advice=[Advice(EVIL, EVIL, EVIL, 0.5, predictions={EVIL: 0.5})],
-        operators=[Operator(EVIL, 1, 0.01, 1.0)],
-        memory={EVIL: 1000},
-        device_figures={EVIL: 0.5},
-        missing=[EVIL],
-        timeline=Timeline(9, slices, [BucketTimes(0, 8, [0.02, 0.04], [None, None])]),
+        report, headline=EVIL, advice=[Advice(EVIL, EVIL, EVIL, 0.5, predictions={EVIL: 0.5})], missing=[EVIL]
     )
 
 
@@ -106,48 +92,47 @@ class Elements(HTMLParser):
 
 
 SHAPES = {
-    "two ranks": made_up,
-    "one rank": lambda: made_up(1, slow=None, waited_for=[[0.0]]),
-    "nothing": empty,
-    "holes": gappy,
+    "two ranks": lambda: verdict(made(), OPERATORS),
+    "one rank": lambda: verdict(made(1)),
+    "nothing": lambda: verdict(made(steps=2)),
+    "gaps": gaps,
     "evil": evil,
-    "gpu, noise scale": lambda: made_up(
-        device_figures={"utilization": 0.152, "host": 0.611, "sm_efficiency": 0.111, "occupancy": 0.287},
-        noise_scale=NoiseScale(64.0, 900.0),
-    ),
+    "gpu": lambda: verdict(made(), OperatorTable(device_figures={"utilization": 0.152, "host": 0.611})),
 }
 each_shape = pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
 
 
 @each_shape
 def test_every_report_becomes_a_whole_page_that_fetches_nothing(make: Any) -> None:
-    made = page(make())
-    elements = Elements(made)
+    text = page(make())
+    elements = Elements(text)
     assert elements.open == []
     assert len(set(elements.ids)) == len(elements.ids)
     assert all(link.startswith("#") and link[1:] in elements.ids for link in elements.links)
     assert not {"link", "img", "iframe", "object", "base"} & set(elements.names)
-    assert not re.search(r"@import|url\(", made)
-    for address in re.findall(r"https?://[^\"' )]+", made):
+    assert not re.search(r"@import|url\(", text)
+    for address in re.findall(r"https?://[^\"' )]+", text):
         assert address.startswith("https://github.com/leeoniya/uPlot")  # in the comment that names it
 
 
-def test_sixty_four_ranks_and_a_thousand_steps_stay_small(large: Report) -> None:
-    made = page(large)
-    assert len(made.encode()) < LIMIT
-    assert notable_ranks(large, 5) == [0, 1, 2, 3, 13]
-    record = json.loads(re.search(r'id="steps-data">(.*?)</script>', made)[1])  # type: ignore[index]
-    assert {len(rows) for rows in record["metrics"].values()} == {64}
+def test_many_ranks_and_steps_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "MOST_POINTS", 16_000)
+    large = verdict(made(32, 1003, slow=13, buckets=1))
+    text = page(large)
+    assert len(text.encode()) < LIMIT
+    assert large.facts.accounts.notable_ranks(1) == [13]
+    record = json.loads(re.search(r'id="steps-data">(.*?)</script>', text)[1])  # type: ignore[index]
+    assert {len(rows) for rows in record["metrics"].values()} == {32}
     assert len(record["steps"]) == len(record["metrics"]["step"][0]) == 500
-    assert len(record["outliers"]) == len(range(500, 1000, 97))
+    assert len(record["outliers"]) == len(range(20, 1003, 97))
 
 
 def test_outliers_are_steps_far_above_the_ranks_median() -> None:
-    rows: list[list[float | None]] = [[0.1, 0.2], [0.101, 0.2], [0.3, 0.2], [None, 0.6], [0.1, 0.2], [0.099, None]]
+    rows = [[0.1, 0.2], [0.101, 0.2], [0.3, 0.2], [math.nan, 0.6], [0.1, 0.2], [0.099, math.nan]]
     found = [(one.index, one.rank, one.seconds) for one in find_outliers(rows)]
     assert found == [(2, 0, 0.3), (3, 1, 0.6)]
-    assert find_outliers([]) == find_outliers([[None, None]]) == []
-    noisy: list[list[float | None]] = [[0.1], [0.2], [0.08], [0.12], [0.25]]
+    assert find_outliers([]) == find_outliers([[math.nan, math.nan]]) == []
+    noisy = [[0.1], [0.2], [0.08], [0.12], [0.25]]
     assert [one.ratio for one in find_outliers(noisy)] == [pytest.approx(0.25 / 0.12)], "twice the median in any noise"
     assert find_outliers([[0.1], [0.1], [0.105]]) == []  # the deviation is 0, but a twentieth is nothing to mark
 
@@ -197,6 +182,10 @@ ZOOMS = (
   report(["read out", document.querySelector(".spoken").textContent]);
   mouse("pointermove", 0.3);
   report(["tip", document.querySelector(".tip").textContent]);
+  const heat = document.querySelector(".heat"), box = heat.getBoundingClientRect(), cell = { bubbles: true };
+  Object.assign(cell, { clientX: box.left + 44 + 1.5 * 72, clientY: box.top + 44 + 0.5 * 72 });
+  heat.dispatchEvent(new PointerEvent("pointermove", cell));
+  report(["heat", document.querySelector(".tip").textContent]);
   report(["problems", problems, performance.getEntriesByType("resource").length]);
 })();
 """
@@ -205,7 +194,7 @@ ZOOMS = (
 
 @pytest.mark.slow
 def test_the_timeline_zooms_by_button_keys_wheel_and_mouse(tmp_path: Path) -> None:
-    said = run_in_page(page(made_up()), ZOOMS, tmp_path, "--window-size=1280,900")
+    said = run_in_page(page(verdict(made())), ZOOMS, tmp_path, "--window-size=1280,900")
     assert said == [
         ["whole", True, True],
         ["button", 0.25, 0.75],
@@ -214,8 +203,9 @@ def test_the_timeline_zooms_by_button_keys_wheel_and_mouse(tmp_path: Path) -> No
         ["a wheel alone scrolls the page", False, True],
         ["selected", True, True],
         ["double click", 0, True],
-        ["read out", "rank 0: forward, 21.0 ms, from 3.0 ms"],
-        ["tip", "rank 0: backward, 38.0 ms (36.8 ms without what is inside it), from 24.0 ms"],
+        ["read out", "rank 0: forward, 21.0 ms, from 5.0 ms"],
+        ["tip", "rank 0: backward, 68.8 ms (38.0 ms without what is inside it), from 26.0 ms"],
+        ["heat", "rank 0 waits 30.0 ms per step for rank 1"],
         ["problems", [], 0],
     ]
 
@@ -227,15 +217,18 @@ def printed(table: Any, width: int = 200) -> str:
 
 
 def test_the_table_has_the_time_and_share_of_each_part() -> None:
-    said = printed(parts_table(made_up()))
+    said = printed(parts_table(verdict(made()).facts))
     assert re.search(r" rank 1 +mean *\n.*rank 0 +slow +of 2", said)
-    assert re.search(r"length +110 ms +110 ms +110 ms", said)
-    assert re.search(r"forward +21\.\d ms +19% +51\.\d ms +46% +36\.\d ms +33%", said)
+    assert re.search(r"length +101 ms +101 ms +101 ms", said)
+    assert re.search(r"forward +21\.0 ms +21% +51\.0 ms +50% +36\.0 ms +36%", said)
     assert "checkpoint" not in said  # there was none
 
 
 def test_pauses_of_the_garbage_collector_are_in_both_tables() -> None:
-    report = replace(made_up(), collecting=[0.0123, 0.0])
+    ranks = made()
+    for step in ranks[0].steps:
+        step.collecting = 0.0123
+    report = verdict(ranks)
     assert "of which garbage collection</th>" in page(report)
     assert "<td>12.3 ms</td></tr>" in page(report)
-    assert "12.3 ms" in printed(parts_table(report))
+    assert "12.3 ms" in printed(parts_table(report.facts))

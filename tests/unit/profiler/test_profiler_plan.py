@@ -12,13 +12,14 @@ from paceline.core.telemetry.spans import BACKWARD, GRADIENT, LAUNCH, Span
 from paceline.planner.profiles import from_profiles, from_summary
 from paceline.profiler.analysis.analyze import summary
 from paceline.profiler.analysis.bucket_timeline import gradient_times
+from paceline.profiler.analysis.plan import plan_of
 from paceline.profiler.records.steps import Step
 from profile_records import records, usual, verdict
 
 
 def test_the_plan_has_the_seconds_and_bytes_of_a_step() -> None:
     """Backward takes 20 ms for 4 layers, which are a bucket each, and each all-reduce 10 ms."""
-    plan = verdict(records(2, 40, travel=0.04, buckets=[4_000_000] * 4, own_cores=0.9)).plan
+    plan = plan_of(verdict(records(2, 40, travel=0.04, buckets=[4_000_000] * 4, own_cores=0.9)).facts)
     assert plan is not None
     assert (plan.ranks, plan.hosts, plan.cores, plan.samples, plan.micro_batches) == (2, 1, 2, 32, 1)
     assert plan.busy_cores == pytest.approx(0.9)
@@ -44,7 +45,7 @@ def test_accumulated_batches_are_told_apart() -> None:
     made = records(2, 40)
     for record in made:
         record.steps = [replace(step, batches=2) for step in record.steps]
-    plan = verdict(made).plan
+    plan = plan_of(verdict(made).facts)
     assert plan is not None
     assert (plan.micro_batches, plan.forward_s) == (2, pytest.approx(usual(0, 0)["forward"] / 2))
 
@@ -55,10 +56,10 @@ def test_without_arrivals_layers_are_taken_to_need_time_like_their_bytes() -> No
     for record in made:
         for step in record.steps:
             step.spans = [span for span in step.spans if (span.label, span.bucket) != (GRADIENT, 1)]
-    plan = verdict(made).plan
+    plan = plan_of(verdict(made).facts)
     assert plan is not None
     assert plan.layers == [(pytest.approx(0.015), 3_000_000), (pytest.approx(0.005), 1_000_000)]
-    assert verdict(records(2, 3)).plan is None, "no step was measured"
+    assert plan_of(verdict(records(2, 3)).facts) is None, "no step was measured"
 
 
 def test_time_to_launch_a_bucket_is_not_time_of_the_layer() -> None:

@@ -21,14 +21,13 @@ from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import recorder
 from paceline.planner.profiles import from_summary
 from paceline.profiler import profile
-from paceline.profiler.analysis.analyze import read_facts, report_of
+from paceline.profiler.analysis.analyze import Report, read_facts, report_of
 from paceline.profiler.recording import recorder as session
 from paceline.profiler.recording import step_writer
 from paceline.profiler.recording.recorder import Session
 from paceline.profiler.records import rank_file
 from paceline.profiler.records.rank_file import FOLDER, path_of, read_ranks
 from paceline.profiler.records.steps import MOST
-from paceline.profiler.report.report import Report
 from paceline.profiler.results import write_results
 from paceline.tools.profile.profile_command import ProfileSettings
 from processes import paceline
@@ -100,7 +99,7 @@ def test_a_program_that_profiles_itself_keeps_its_profile(pools: Pools, tmp_path
     """Two profilers of torch in a process end it with a segmentation fault, or leave one of them empty."""
     assert min(pools.run(1, with_torchs_profiler, tmp_path, begin, use)[0]) > 3
     report = make_report(tmp_path)
-    assert not report.operators
+    assert not report.facts.operators.operators
     assert any("itself used torch's profiler" in note for note in report.missing)
 
 
@@ -114,7 +113,7 @@ def with_frozen_layers(world: World, folder: Path) -> None:
 def test_layers_frozen_after_wrapping_leave_a_report(pools: Pools, tmp_path: Path) -> None:
     """Gradients are numbered among all wrapped parameters, and the simulation of buckets knows the trained ones."""
     pools.run(2, with_frozen_layers, tmp_path)
-    assert make_report(tmp_path).steps
+    assert make_report(tmp_path).facts.accounts.steps
 
 
 def with_a_frozen_layer_alone(_world: World, folder: Path) -> list[int]:
@@ -232,7 +231,7 @@ def test_a_program_may_change_its_folder_and_destroy_and_make_its_group(tmp_path
         messages = ranks.run(before_its_world, tmp_path)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert not any("killed" in note or "no record" in note for note in summary["missing"])
-    assert make_report(tmp_path / "out").operators
+    assert make_report(tmp_path / "out").facts.operators.operators
     for rank, message in enumerate(messages):
         assert f"but this is rank {rank} of 2 now; call paceline.init()" in message
 
@@ -251,7 +250,7 @@ def crowding(world: World, folder: Path) -> int:
 
 def test_a_step_with_very_many_spans_takes_bounded_memory_and_counts_in_no_figure(pools: Pools, tmp_path: Path) -> None:
     assert pools.run(1, crowding, tmp_path)[0] < 80
-    assert make_report(tmp_path).steps == [3, 4, 5, 7, 8, 9]
+    assert make_report(tmp_path).facts.accounts.steps == [3, 4, 5, 7, 8, 9]
 
 
 def by_hand(world: World, folder: Path) -> None:
@@ -269,16 +268,14 @@ def test_a_loop_without_an_optimizer_is_told_what_ends_a_step(pools: Pools, tmp_
 
 def on_a_full_disk(world: World, folder: Path) -> int:
     training = wrapped()
-    full = Session(folder, operators=False)
-    file = str(rank_file.path_of(folder, 0).resolve())
-    [number] = (int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == file)
-    with Path("/dev/full").open("w") as device:
-        os.dup2(device.fileno(), number)  # nothing more goes into it
-    step_writer.FLUSH_S = 0.0  # type: ignore[misc]
-    step(*training, 5)
-    assert not recorder.on
-    with suppress(OSError):
-        full.close()
+    with Session(folder, operators=False):
+        file = str(rank_file.path_of(folder, 0).resolve())
+        [number] = (int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == file)
+        with Path("/dev/full").open("w") as device:
+            os.dup2(device.fileno(), number)  # nothing more goes into it
+        step_writer.FLUSH_S = 0.0  # type: ignore[misc]
+        step(*training, 5)
+        assert not recorder.on
     return 5
 
 

@@ -30,7 +30,7 @@ from paceline.profiler.analysis.operator_table import OperatorTable, operators_i
 from paceline.profiler.records.intervals import shared
 from paceline.profiler.records.rank_file import trace_of
 from paceline.profiler.records.steps import Step
-from paceline.profiler.records.trace_file import read_traces
+from paceline.profiler.records.trace_file import read_trace
 from paceline.profiler.traces.chrome_trace import trace_events
 from profile_records import records
 from ranks import run_ranks
@@ -128,7 +128,7 @@ def test_the_overlap_of_a_gpu_is_that_of_its_kernels(tmp_path: Path) -> None:
     made[0].steps[9] = Step(**vars(made[0].steps[9]) | {"kind": "traced"})
     trace_of(tmp_path, 0).parent.mkdir()
     trace_of(tmp_path, 0).write_text(json.dumps({"baseTimeNanoseconds": 5, "traceEvents": events}))
-    facts = Facts(made, operators_in(read_traces(tmp_path, made), made))
+    facts = Facts(made, operators_in([read_trace(trace_of(tmp_path, record.rank)) for record in made], made))
     assert facts.overlap == {0: pytest.approx(0.5)}
 
 

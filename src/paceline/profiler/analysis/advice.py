@@ -20,8 +20,8 @@ from paceline.profiler.analysis.rules.ranks import balance, own_code, straggler
 from paceline.profiler.analysis.rules.steps import host_bound, larger_batch, loop, mixed_precision, saves
 from paceline.profiler.analysis.rules.words import part_sentence
 from paceline.profiler.report import step_parts
+from paceline.profiler.report.advice import Advice
 from paceline.profiler.report.formatting import sentence
-from paceline.profiler.report.report import Advice
 
 Rule = Callable[[Facts], Advice | None]
 SURE: tuple[Rule, ...] = (straggler, own_code, balance, data_loading, saves, larger_batch, threads, loop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from paceline.core.telemetry.spans import BACKWARD, DONE, GRADIENT, LAUNCH, REDUCE, SENT, Span
@@ -14,12 +14,23 @@ from paceline.profiler.records.intervals import Interval, shared, total
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.records.steps import Step, cut_into_stretches
 from paceline.profiler.report import step_parts
-from paceline.profiler.report.report import BucketTimes
 
 COMPUTING = (step_parts.FORWARD, step_parts.BACKWARD, step_parts.OPTIMIZER)
 """Parts of a step that may hide all-reduces."""
 Steps = Sequence[Step]
 """One step on all ranks."""
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """Times of one gradient bucket in one step, by rank, in seconds since the step began."""
+
+    bucket: int
+    nbytes: int
+    launched: Sequence[float]
+    """When each rank handed over the full bucket for communication."""
+    finished: Sequence[float | None]
+    """When the bucket's all-reduce finished on each rank; None if unknown."""
 
 
 def detailed_steps(records: Sequence[RankRecord]) -> list[Steps]:

@@ -1,6 +1,6 @@
 """Conditions that measurements must meet before the profiler gives advice.
 
-- At least :data:`~paceline.profiler.report.report.ENOUGH` steps were measured.
+- At least :data:`ENOUGH` steps were measured.
 - The cause takes at least a tenth of the time (:data:`NOTABLE`), or the change saves at least a twentieth
   (:data:`WORTH`).
 - A single rank is blamed only if it was late throughout (:func:`is_lasting`), or if stack samples show the time that it
@@ -14,8 +14,10 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from paceline.profiler.report.report import ENOUGH
-
+ENOUGH = 20
+"""Minimum number of measured steps for a verdict, advice and shares of the time. In excerpts of healthy runs, the
+profiler named a cause that the whole run did not have: in 13% of the 3-step excerpts, in 4% of the 10-step excerpts,
+and never in 15 or more steps."""
 NOTABLE, WORTH = 0.1, 0.05
 """Minimum share of the time to name a cause, and minimum saving to give advice."""
 ONE_CAUSE, OTHER_TRAINING = 2.0, 0.5

@@ -1,4 +1,4 @@
-"""Figures of a run, computed from the records of all ranks. The rules use them to give advice."""
+"""Figures of a run, computed from the records of all ranks, for the rules, the page and the terminal."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from statistics import fmean, median, median_low
 from typing import Any
 
 from paceline.planner.critical_batch import NoiseScale, Norms, estimate
-from paceline.profiler.analysis.bucket_timeline import Steps, bucket_times, detailed_steps, reduced_and_hidden
-from paceline.profiler.analysis.confidence import SLOWDOWN, WAKE_S, WORTH, is_lasting, late_since, others_of
+from paceline.profiler.analysis.bucket_timeline import (
+    BucketTimes,
+    Steps,
+    bucket_times,
+    detailed_steps,
+    reduced_and_hidden,
+)
+from paceline.profiler.analysis.confidence import ENOUGH, SLOWDOWN, WAKE_S, WORTH, is_lasting, late_since, others_of
 from paceline.profiler.analysis.operator_table import OperatorTable
 from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of, steps_by_number
 from paceline.profiler.records.core_use import Load, load_of
 from paceline.profiler.records.rank_file import RankRecord
 from paceline.profiler.report import step_parts
-from paceline.profiler.report.report import ENOUGH, BucketTimes, SlowRank
 from paceline.profiler.stragglers import Straggler, find_stragglers
 
 LEAST_OWN = 0.1
@@ -35,6 +40,22 @@ def differences(table: Sequence[Sequence[float]], rank: int) -> dict[int, float]
         for index, row in enumerate(table)
         if (others := others_of(row, rank)) and not math.isnan(row[rank])
     }
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that others waited for. See :func:`paceline.profiler.find_stragglers`."""
+
+    rank: int
+    first_step: int
+    last_step: int
+    slowdown: float
+    """Its computing time divided by the median of the other ranks."""
+    kind: str
+    phase: str
+    """Part of the step that lost the most time."""
+    seconds: float
+    """Seconds that this part lost per step."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,28 @@ class Facts:
     def shares(self) -> dict[str, float]:
         """Share of the step time that each part takes; zeros without steps."""
         return {part: self.accounts.mean(part) / self.length if self.length else 0.0 for part in step_parts.ALL}
+
+    @cached_property
+    def rank_parts(self) -> list[dict[str, float] | None]:
+        """Mean seconds of each part, by rank; None if a rank took no step."""
+        parts = self.accounts.parts.items()
+        return [
+            {part: mean_of([[row[rank]] for row in rows]) for part, rows in parts}
+            if any(ranks[rank] for ranks in self.accounts.taken)
+            else None
+            for rank in range(len(self.records))
+        ]
+
+    @cached_property
+    def mean_parts(self) -> dict[str, float]:
+        """Mean seconds of each part, over all ranks that took steps."""
+        rows = [parts for parts in self.rank_parts if parts is not None]
+        return {part: fmean(row[part] for row in rows) if rows else 0.0 for part in step_parts.ALL}
+
+    @cached_property
+    def collecting(self) -> list[float]:
+        """Seconds per step spent in Python's garbage collector, by rank."""
+        return [mean_of([column]) for column in zip(*self.accounts.figures("collecting"), strict=True)]
 
     @property
     def waiting(self) -> float:
@@ -136,6 +179,11 @@ class Facts:
         return overlaps
 
     @property
+    def mean_overlap(self) -> float | None:
+        """Mean overlap over the ranks; None if unknown."""
+        return fmean(self.overlap.values()) if self.overlap else None
+
+    @property
     def reduces_in_backward(self) -> bool:
         """Whether ranks reduce on the cores that also compute: through shared memory."""
         return any(record.wrapper == "paceline" and record.backend == "paceline" for record in self.records)
@@ -159,13 +207,15 @@ class Facts:
         return self.all_reduce / work if work else 0.0
 
     @cached_property
+    def delay_shares(self) -> list[float]:
+        """Share of its time during which each rank was ready to run but had no core."""
+        # A rank may lack a core while it waits for others, and the clocks differ, so the delay may exceed the step.
+        return [min(1.0, self.accounts.delay_of(rank) / self.length) for rank in range(len(self.records))]
+
+    @cached_property
     def load(self) -> Load | None:
         """The load on the cores of the most delayed rank; None if unknown."""
-        if not self.accounts.steps or not self.length:
-            return None
-        # A rank may lack a core while it waits for others, and the clocks differ, so the delay may exceed the step.
-        delays = [min(1.0, self.accounts.delay_of(rank) / self.length) for rank in range(len(self.records))]
-        return load_of(self.records, delays)
+        return load_of(self.records, self.delay_shares) if self.accounts.steps else None
 
     @property
     def is_loaded(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +12,7 @@ from typing import Any
 from paceline.core.telemetry.spans import BACKWARD, FORWARD
 from paceline.profiler.records.intervals import Interval, merged, shared, total
 from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.records.trace_file import Event, complete_events
-from paceline.profiler.report.report import Operator
+from paceline.profiler.records.trace_file import Event
 
 MOST = 30
 SHORT_OPERATOR = 15e-6
@@ -23,6 +21,19 @@ TENSOR_CORE_KERNELS = ("gemm", "cutlass", "xmma", "wgmma", "hmma", "cudnn")
 """Parts of the names of kernels that may use tensor cores, unless the name also contains a part in `_NOT_ON_THEM`."""
 _NOT_ON_THEM = ("sgemm", "simt", "f32f32f32")
 NCCL_KERNEL = re.compile("nccl.*Kernel")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Time of an operator, averaged over ranks and over the steps that torch's profiler recorded."""
+
+    name: str
+    calls: float
+    """Calls per step and rank."""
+    seconds: float
+    """Seconds per step and rank, excluding the operators that it called; on a GPU, device time."""
+    share: float
+    """Share of the time of all operators."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ def operators_in(traces: Sequence[dict[str, Any]], records: Sequence[RankRecord]
     overlap = {}
     for trace, record in zip(traces, records, strict=True):
         steps = sum(step.kind == "traced" for step in record.steps)
-        events = complete_events(trace)
+        events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]  # with a duration
         if events and steps:
             traced.append((events, steps))
             if (share := overlap_of_kernels(events)) is not None:
@@ -111,14 +122,11 @@ def inside_of_model(events: Sequence[Event]) -> list[Event]:
             inside.append((begin, end))
         else:
             inside[-1] = (inside[-1][0], max(inside[-1][1], end))
-    inside = merged(inside)
-    begins = [begin for begin, _ in inside]
-
-    def is_inside(moment: float) -> bool:
-        place = bisect_right(begins, moment) - 1
-        return place >= 0 and moment < inside[place][1]
-
-    return [event for event in events if event.get("cat") == "cpu_op" and (not inside or is_inside(event["ts"]))]
+    return [
+        event
+        for event in events
+        if event.get("cat") == "cpu_op" and (not inside or any(begin <= event["ts"] < end for begin, end in inside))
+    ]
 
 
 def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:

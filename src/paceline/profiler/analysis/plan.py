@@ -22,6 +22,8 @@ def plan_of(facts: Facts) -> Profiled | None:
     backward_s, total = backward_seconds(facts), sum(nbytes for _, nbytes in first.parameters)
     if not backward_s or not total:
         return None
+    # On a host without other load, a rank would also be busy while it now has no core.
+    wanted_cores = [record.own_cores + share for record, share in zip(records, facts.delay_shares, strict=True)]
     # Unless gradients were seen to arrive: from the last parameter to the first, in a time proportional to their bytes.
     assumed = [(backward_s * nbytes / total, nbytes) for _, nbytes in reversed(first.parameters)]
     return Profiled(
@@ -29,7 +31,7 @@ def plan_of(facts: Facts) -> Profiled | None:
         hosts=hosts,
         device=first.device,
         cores=neighbours(records, 0).cores,
-        busy_cores=fmean(_wanted_cores(facts, rank) for rank in range(ranks)) if first.device == "cpu" else 0.0,
+        busy_cores=fmean(wanted_cores) if first.device == "cpu" else 0.0,
         samples=facts.rows / ranks if facts.rows else batches,
         micro_batches=batches,
         forward_s=_typical(facts, step_parts.FORWARD) / batches,
@@ -54,12 +56,6 @@ def backward_seconds(facts: Facts) -> float:
 def _typical(facts: Facts, part: str) -> float:
     """Return the median over the steps of the mean seconds of a part over the ranks."""
     return median(mean_of([row]) for row in facts.accounts.parts[part])
-
-
-def _wanted_cores(facts: Facts, rank: int) -> float:
-    """Return how many cores `rank` would keep busy on a host without other load."""
-    delayed = min(1.0, facts.accounts.delay_of(rank) / facts.length) if facts.length else 0.0
-    return facts.records[rank].own_cores + delayed
 
 
 def _jitter(facts: Facts) -> float:

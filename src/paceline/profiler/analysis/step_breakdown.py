@@ -58,6 +58,11 @@ class Accounts:
         """Return the mean seconds per step that another rank spends in bubbles caused by `rank`."""
         return math.fsum(row[rank] for row in self.waited_for) / max(1, len(self.waited_for) - 1)
 
+    def notable_ranks(self, limit: int) -> list[int]:
+        """Return the `limit` ranks that others waited for most, in the order of ranks."""
+        ranks = range(len(self.waited_for))
+        return sorted(sorted(ranks, key=lambda rank: -sum(row[rank] for row in self.waited_for))[:limit])
+
     def delay_of(self, rank: int) -> float:
         """Return the mean seconds per step during which `rank` was ready to run but had no core."""
         return mean_of([[row[rank]] for row in self.delayed])
@@ -105,7 +110,7 @@ def _cut_step(step: Step, bubbles: dict[int, float]) -> dict[str, float]:
     """Return the step's parts, with its meetings split into bubbles and communication."""
     seconds = dict(step.seconds)
     met = seconds.pop(MEETING, 0.0)
-    # Meetings and parts are rounded to ticks separately.
+    # Rounding could make the bubbles longer than the meetings.
     bubble = min(met, math.fsum(bubbles.values()))
     seconds[step_parts.BUBBLE] = bubble
     seconds[step_parts.COMMUNICATION] = seconds.get(step_parts.COMMUNICATION, 0.0) + met - bubble

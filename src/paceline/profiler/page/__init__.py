@@ -5,9 +5,3 @@
 
 uPlot, in ``uplot/``, draws the charts; decision 0027 gives the reasons.
 """
-
-from __future__ import annotations
-
-from paceline.profiler.page.layout import page
-
-__all__ = ["page"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.report.formatting import ms
-from paceline.profiler.report.report import Report
 
 SHADES = 8
 GUTTER = 44.0
@@ -17,12 +17,11 @@ FIRST = 6
 """Maximum number of ranks in the table of the costliest ranks."""
 
 
-def picture(report: Report) -> dict[str, Any] | None:
+def picture(facts: Facts) -> dict[str, Any] | None:
     """Return the contents of the section; None if no rank could wait for another."""
-    rows = report.waited_for
-    if len(report.ranks) < 2 or not rows:
+    rows = facts.accounts.waited_for
+    if len(rows) < 2:
         return None
-    numbers = [record.rank for record in report.ranks]
     cell = min(72.0, max(8.0, 520 / len(rows)))
     every = next(number for number in (1, 2, 4, 8, 16, 32, 64, 128, 10**9) if number * cell >= 22)  # legible numbers
     middles = [GUTTER + cell * (at + 0.5) for at in range(len(rows))]
@@ -35,24 +34,24 @@ def picture(report: Report) -> dict[str, Any] | None:
             if at != other
         ]
     return {
-        "late": _late_ranks(rows, numbers),
+        "late": _late_ranks(rows),
         "size": GUTTER + cell * len(rows),
         "gutter": GUTTER,
         "cell": cell,
         "shades": _shades(rows, cell),
         "figures": figures,
-        "numbers": list(zip(middles, numbers, strict=True))[::every],
-        "data": {"ranks": numbers, "rows": [[float(f"{1e3 * value:.3g}") for value in row] for row in rows]},
+        "numbers": [(middle, rank) for rank, middle in enumerate(middles)][::every],
+        "data": [[float(f"{1e3 * value:.3g}") for value in row] for row in rows],
     }
 
 
-def _late_ranks(rows: Sequence[Sequence[float]], numbers: Sequence[int]) -> list[dict[str, Any]]:
+def _late_ranks(rows: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
     """Return the ranks that others wait for, costliest first, each with the rank that waits for it longest."""
     entries = []
-    for at, rank in enumerate(numbers):
-        if caused := sum(row[at] for row in rows) / (len(rows) - 1):
-            waiting = max(range(len(rows)), key=lambda other: rows[other][at])
-            entries.append({"rank": rank, "caused": caused, "longest": rows[waiting][at], "waiting": numbers[waiting]})
+    for rank in range(len(rows)):
+        if caused := sum(row[rank] for row in rows) / (len(rows) - 1):
+            waiting = max(range(len(rows)), key=lambda other: rows[other][rank])
+            entries.append({"rank": rank, "caused": caused, "longest": rows[waiting][rank], "waiting": waiting})
     return sorted(entries, key=lambda entry: -entry["caused"])[:FIRST]
 
 

@@ -19,6 +19,7 @@ from paceline.core.state.unwrapping import plain_name
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.launch.host_limits import cores
+from paceline.nn.data_parallel import nested_tensors
 from paceline.profiler.records.rank_file import KILLED, RankRecord
 
 
@@ -82,12 +83,7 @@ def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
+    return sum(tensor.nbytes for tensor in nested_tensors(list(optimizer.state.values())))
 
 
 def peak_memory() -> int:

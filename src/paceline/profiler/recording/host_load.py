@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import resource
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -47,10 +45,6 @@ class HostLoad:
         # because the kernel updates a thread's times only every few milliseconds.
         record.loop_cores = min(1.0, (self._ran - self._at_start) / wall)
         record.core_numbers, record.quota = core_numbers(), quota()
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Close the file."""
         if self._schedstat is not None:
             os.close(self._schedstat)
             self._schedstat = None
@@ -67,9 +61,9 @@ class HostLoad:
 
 
 class CollectorPauses:
-    """A context manager that adds up the pauses of Python's garbage collector, during which no thread runs Python code.
+    """Adds up the pauses of Python's garbage collector, during which no thread runs Python code.
 
-    Pauses are measured in core seconds, which do not depend on other load on the host.
+    To be called by ``gc``. Pauses are measured in core seconds, which do not depend on other load on the host.
     """
 
     def __init__(self) -> None:
@@ -78,19 +72,12 @@ class CollectorPauses:
         self._began = 0.0
         """Start of the current collection. Collections do not nest."""
 
-    def __enter__(self) -> CollectorPauses:
-        gc.callbacks.append(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        gc.callbacks.remove(self._called)
-
     def take(self) -> float:
         """Return the seconds since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _called(self, phase: str, _info: dict[str, Any]) -> None:
+    def __call__(self, phase: str, _info: dict[str, Any]) -> None:
         if phase == "start":
             self._began = time.thread_time()
         elif self._began:
@@ -112,16 +99,16 @@ def quota(mount: Path = MOUNT, membership: Path = OWN) -> float | None:
                 # exist here.
                 group = mount / line.removeprefix("0::").lstrip("/")
                 # The limits of its parent groups also apply to a group.
-                limits += [_limit(around) for around in (group, *group.parents) if around.is_relative_to(mount)]
-    return min((limit for limit in limits if limit is not None), default=None)
+                limits += [limit for around in (group, *group.parents) for limit in _limits(around)]
+    return min(limits, default=None)
 
 
-def _limit(group: Path) -> float | None:
-    """Return the limit of one control group in cores; None without a limit or a group."""
+def _limits(group: Path) -> list[float]:
+    """Return the limit of one control group in cores, if it has one."""
     with suppress(OSError, ValueError):
         time_, period = (group / "cpu.max").read_text().split()
-        return int(time_) / int(period) if time_ != "max" else None
-    return None
+        return [int(time_) / int(period)]  # "max" is no number
+    return []
 
 
 def busy_seconds() -> float | None:
@@ -139,11 +126,8 @@ def busy_seconds() -> float | None:
 
 def own_seconds() -> float:
     """Return the core seconds of this process and its children, such as workers of a DataLoader."""
-    ended = sum(
-        usage.ru_utime + usage.ru_stime
-        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    )
-    # RUSAGE_CHILDREN counts only children that have ended, but a loader's workers are still running.
+    ended = sum(os.times()[:4])
+    # It counts only children that have ended, but a loader's workers are still running.
     running = 0.0
     # Children are listed under the thread that started them. Kernels may lack these lists (CONFIG_PROC_CHILDREN).
     for children in (PROC / "self" / "task").glob("*/children"):

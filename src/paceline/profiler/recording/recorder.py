@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from traceback import format_exception_only
@@ -23,14 +23,10 @@ from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.profiler.recording.batches import Forwards
 from paceline.profiler.recording.device_times import DeviceTimes
-from paceline.profiler.recording.environment import (
-    check_world,
-    describe_model,
-    describe_rank,
-    time_of_day,
-)
+from paceline.profiler.recording.environment import check_world, describe_model, describe_rank, time_of_day
 from paceline.profiler.recording.gradient_norms import GradientNorms, are_due
 from paceline.profiler.recording.host_load import CollectorPauses, HostLoad
+from paceline.profiler.recording.program import Enough
 from paceline.profiler.recording.stack_samples import StackSampler
 from paceline.profiler.recording.step_writer import StepWriter
 from paceline.profiler.recording.torch_profiler import OperatorTrace
@@ -48,14 +44,16 @@ MOST_LETTERS = 500
 
 @class_never_compiled
 class Session:
-    """Records this rank until :meth:`close`.
+    """Records this rank while its block runs.
+
+    After an error the record has the steps before it; ``sys.exit()`` and ``sys.exit(0)`` count as success.
 
     Args:
         folder: folder of the profile.
         steps: number of steps to measure; None for all.
         operators: whether torch's profiler records a few steps.
         noise_scale: whether to measure gradient norms.
-        on_enough: called once `steps` steps have been measured.
+        ends_program: whether to end the program once `steps` steps have been measured.
         title: name of the program; by default its command line.
     """
 
@@ -66,14 +64,15 @@ class Session:
         *,
         operators: bool = True,
         noise_scale: bool = False,
-        on_enough: Callable[[], None] = lambda: None,
+        ends_program: bool = False,
         title: str = "",
     ) -> None:
         if recorder.on:
             raise UsageError("another profile is being recorded; end it before starting this one")
         folder = folder.absolute()  # the program may change its working directory
-        self._wanted, self._on_enough, self._measures_norms = steps, on_enough, noise_scale
+        self._wanted, self._ends_program, self._measures_norms = steps, ends_program, noise_scale
         self._record = describe_rank(title)
+        self.rank = self._record.rank
         self._file = rank_file.open_file(folder, self._record.rank)
         if self._record.rank == 0:
             rank_file.remove_ranks(folder, self._record.size)
@@ -108,18 +107,15 @@ class Session:
         self._steps = StepWriter(self._file, self._record, self._stacks)
         self._hooks, self._gradient_hooks = ExitStack(), ExitStack()
         self._hooks.enter_context(torch_spans(recorder, self))
-        self._pauses = self._hooks.enter_context(CollectorPauses())
+        self._pauses = CollectorPauses()
+        gc.callbacks.append(self._pauses)
+        self._hooks.callback(gc.callbacks.remove, self._pauses)
         self._hooks.enter_context(before_profiling(self._operators.give_way))
         _recording.add(self)
         recorder.spans.clear()
         recorder.on = True
         self._start = time.perf_counter()
         self._prepare()
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._record.rank
 
     # -- calls of torch_spans -------------------------------------------------------------------------------------
 
@@ -228,7 +224,7 @@ class Session:
         self._forwards.describe(step)
         step.delayed, step.loading, self._loading = self._load.delay(), self._loading, 0.0
         step.collecting = self._pauses.take()
-        self._steps.add([step] if self._device_times is None else self._device_times.step_ends(step))
+        self._steps.steps += [step] if self._device_times is None else self._device_times.step_ends(step)
         self._measured += step.is_measured()
         self._start, self._number = end, self._number + 1
         self._forwards = Forwards()
@@ -239,8 +235,8 @@ class Session:
             self._write_facts(rank_file.KILLED)  # replaced if the rank ends normally
         if self._measured in (MOST, self._wanted):
             self._stop()
-            if self._measured == self._wanted:
-                self._on_enough()
+            if self._measured == self._wanted and self._ends_program:
+                raise Enough(0)
         else:
             self._prepare()
             if self._device_times is not None:
@@ -276,20 +272,24 @@ class Session:
     def abandon(self) -> None:
         """Stop recording in a forked child, because the file belongs to its parent."""
         self._operators.drop()
-        self._load.abandon()
         self._is_closed = True
         self._stop()
         self._hooks.close()
 
-    def close(self, error: BaseException | None = None) -> None:
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, _class: object, error: BaseException | None, _trace: object) -> None:
         """End the recording, and close the file if it is open. Collective unless there is an `error`."""
         if self._is_closed:
             return
+        if isinstance(error, SystemExit) and not error.code:
+            error = None
         self._is_closed = True
         self._stop()
         self._hooks.close()
         if self._device_times is not None:
-            self._steps.add(self._device_times.rest())
+            self._steps.steps += self._device_times.rest()
         # Collective, so skip it after an error, when other ranks may not get here.
         if error is None and are_apart():
             self._record.offsets.append(measure_offset())

@@ -31,10 +31,6 @@ class StepWriter:
         self._file, self._record, self._stacks = file, record, stacks
         self._flushed = time.perf_counter()
 
-    def add(self, steps: list[Step]) -> None:
-        """Add `steps` to be written."""
-        self.steps += steps
-
     def is_due(self, now: float) -> bool:
         """Return whether it is time to write."""
         # Write warm-up steps immediately, so that the record of a job that is stopped early shows how many there were.

@@ -1,7 +1,7 @@
 """The file with a rank's record: a line of JSON about the rank, one for each step, and one at its end.
 
 The file grows while the rank runs, so a killed rank leaves all steps that it had written. Times are seconds of the
-rank's ``time.perf_counter``. Within a step they are integer ticks since the step's start, which are fast to write.
+rank's ``time.perf_counter``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,9 @@ from paceline.profiler.records.steps import Meeting, Step
 
 FOLDER = "ranks"
 """Folder for the files of all ranks, inside the profile's folder."""
-VERSION = 4
+VERSION = 5
 MOST_RANKS = 2048
 """Largest world that can be reported, because a report has a figure for each pair of ranks."""
-TICKS = 10_000_000
-"""Ticks per second; a tick is the smallest time in the file."""
-AS_THEY_ARE = ("number", "kind", "start", "end", "rows", "batches", "cells", "averages", "norms")
-IN_TICKS = ("delayed", "loading", "collecting")
-"""Fields of a step that its line in the file stores unchanged, and fields that the line stores in ticks."""
 KILLED = "killed"
 """Value of ``ended`` in a record that was never closed."""
 STOPPED = ("SystemExit: 143", "KeyboardInterrupt")
@@ -131,39 +126,20 @@ def open_file(folder: Path, rank: int) -> TextIO:
         ) from error
 
 
-def step_line(step: Step) -> dict[str, Any]:
-    """Return `step` as the values of its line."""
-    zero = step.start
-
-    def ticks(seconds: float) -> int:
-        return round(seconds * TICKS)
-
-    return {
-        **{name: getattr(step, name) for name in AS_THEY_ARE},
-        **{name: ticks(getattr(step, name)) for name in IN_TICKS},
-        "seconds": {part: ticks(seconds) for part, seconds in step.seconds.items()},
-        "meetings": [(group, ticks(came - zero), ticks(left - zero)) for group, came, left in step.meetings],
-        "spans": [(s.label, ticks(s.start - zero), ticks(s.end - zero), s.bucket) for s in step.spans],
-    }
-
-
 def step_of(line: dict[str, Any]) -> Step:
-    """Return the step that :func:`step_line` wrote."""
-    zero = line["start"]
-    if line["end"] <= zero:
+    """Return the step that :func:`write_steps` wrote as `line`."""
+    if line["end"] <= line["start"]:
         raise WrongValue(f"step {line['number']} ends before it begins")
-    return Step(
-        **{name: line[name] for name in AS_THEY_ARE},
-        **{name: line[name] / TICKS for name in IN_TICKS},
-        seconds={part: ticks / TICKS for part, ticks in line["seconds"].items()},
-        meetings=[Meeting(group, zero + came / TICKS, zero + left / TICKS) for group, came, left in line["meetings"]],
-        spans=[Span(label, zero + at / TICKS, zero + end / TICKS, bucket) for label, at, end, bucket in line["spans"]],
-    )
+    meetings = [Meeting(*values) for values in line["meetings"]]
+    spans = [Span(*values) for values in line["spans"]]
+    return Step(**line | {"meetings": meetings, "spans": spans})
 
 
 def write_steps(file: TextIO, steps: Iterable[Step]) -> None:
     """Write a line for each of `steps`."""
-    file.writelines(json.dumps(step_line(step)) + "\n" for step in steps)
+    for step in steps:
+        line = vars(step) | {"spans": [(span.label, span.start, span.end, span.bucket) for span in step.spans]}
+        file.write(json.dumps(line) + "\n")
     file.flush()
 
 

@@ -1,1 +1,1 @@
-"""The report of a profile: its values, and how they are put into words."""
+"""The words of a report: the parts of a step, advice, and figures as text."""

@@ -12,9 +12,11 @@ from rich.text import Text
 
 from paceline.core.output.tables import print_table
 from paceline.planner.critical_batch import verdict
+from paceline.profiler.analysis.analyze import Report
+from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.report import step_parts
-from paceline.profiler.report.formatting import kind_name, mean_parts, ms, notable_ranks, percent, sentence
-from paceline.profiler.report.report import Advice, Report
+from paceline.profiler.report.advice import Advice
+from paceline.profiler.report.formatting import kind_name, ms, percent, sentence
 
 MOST_RANKS = 5
 """Maximum number of ranks in the table. For larger jobs, it has only the most notable ranks and the mean."""
@@ -25,40 +27,38 @@ def print_summary(report: Report) -> None:
     """Print the headline, the parts of a step, the best advice, the critical batch size and what is missing."""
     console = Console()
     _print(console, Text(report.headline, style="bold"))
-    if report.ranks:
-        print_table(parts_table(report, between="\n" if console.is_terminal else "  "))
+    print_table(parts_table(report.facts, between="\n" if console.is_terminal else "  "))
     for number, advice in enumerate(report.advice[:MOST_ADVICE], start=1):
         _print(console, advice_line(number, advice))
     if len(report.advice) > MOST_ADVICE:
         _print(console, Text(f"{len(report.advice) - MOST_ADVICE} more in the report", style="dim"))
-    if (scale := report.noise_scale) is not None:
+    if (scale := report.facts.noise_scale) is not None:
         _print(console, Text(verdict(scale.batch, scale.value)))
     for unseen in report.missing:
         _print(console, Text(f"not seen: {unseen}", style="dim"))
 
 
-def parts_table(report: Report, between: str = "  ") -> Table:
+def parts_table(facts: Facts, between: str = "  ") -> Table:
     """Return a table of the parts of an average step on each rank; `between` separates a time from its share."""
-    slow = {straggler.rank for straggler in report.stragglers}
+    slow = {straggler.rank for straggler in facts.stragglers}
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("a step")
-    shown = notable_ranks(report, MOST_RANKS)
-    columns = [report.rank_parts[at] for at in shown]
-    for at in shown:
-        rank = report.ranks[at].rank
+    shown = facts.accounts.notable_ranks(MOST_RANKS)
+    columns = [facts.rank_parts[rank] for rank in shown]
+    for rank in shown:
         heading = Text(f"rank {rank}\nslow", style="bold red") if rank in slow else Text(f"rank {rank}")
         table.add_column(heading, justify="right", min_width=7)
-    if len(report.ranks) > 1:
-        table.add_column(Text(f"mean\nof {len(report.ranks)}"), justify="right", min_width=7)
-        columns.append(mean_parts(report))
+    if len(shown) > 1:
+        table.add_column(Text(f"mean\nof {len(facts.records)}"), justify="right", min_width=7)
+        columns.append(facts.mean_parts)
     table.add_row("length", *(ms(sum(row.values())) if row else "no steps" for row in columns), end_section=True)
-    for part, seconds in mean_parts(report).items():
+    for part, seconds in facts.mean_parts.items():
         if seconds > 0:
-            cells = [_cell(row, part, between, with_shares=report.is_firm) for row in columns]
+            cells = [_cell(row, part, between, with_shares=facts.is_firm) for row in columns]
             table.add_row(step_parts.NAMES[part], *cells)
     # Garbage collection is not a separate part, because it can happen during any of them.
-    if any(pauses := [report.collecting[at] for at in shown if report.collecting]):
-        mean = [ms(fmean(report.collecting))] if len(report.ranks) > 1 else []
+    if any(pauses := [facts.collecting[rank] for rank in shown if facts.collecting]):
+        mean = [ms(fmean(facts.collecting))] if len(shown) > 1 else []
         table.add_row("of which garbage collection", *map(ms, pauses), *mean)
     return table
 

@@ -13,7 +13,7 @@ from paceline.profiler.analysis.confidence import NOTABLE, OTHER_TRAINING
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.analysis.plan import all_reduce_times, backward_seconds, layers_of
 from paceline.profiler.analysis.rules.words import part_sentence
-from paceline.profiler.report.report import Advice
+from paceline.profiler.report.advice import Advice
 from paceline.profiler.report.step_parts import COMMUNICATION, OPTIMIZER
 
 ACCUMULATED, TIMES = (2, 4, 8), 4

@@ -8,7 +8,7 @@ from paceline.core.output.wording import counted
 from paceline.profiler.analysis.confidence import ONE_CAUSE
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.records.core_use import Load, neighbours
-from paceline.profiler.report.report import Advice
+from paceline.profiler.report.advice import Advice
 from paceline.profiler.report.step_parts import COMPUTE
 
 

@@ -9,7 +9,7 @@ from paceline.profiler.analysis.confidence import MOSTLY, NOTABLE
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.analysis.rules.words import part_sentence
 from paceline.profiler.records.core_use import OTHERS, neighbours
-from paceline.profiler.report.report import Advice
+from paceline.profiler.report.advice import Advice
 from paceline.profiler.report.step_parts import DATA
 
 MOST_WORKERS = 8

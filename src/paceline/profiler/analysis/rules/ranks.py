@@ -10,7 +10,7 @@ from statistics import correlation, fmean
 from paceline.profiler.analysis.confidence import MOSTLY, NOTABLE, ONE_CAUSE, WAKE_S, WORTH, late_since, was_seen
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.analysis.rules.words import OWN_CODE, function_of_own_code
-from paceline.profiler.report.report import Advice
+from paceline.profiler.report.advice import Advice
 from paceline.profiler.report.step_parts import BUBBLE, CHECKPOINT, COMPUTE, DATA, OTHER, WAITING
 
 

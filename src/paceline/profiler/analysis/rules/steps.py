@@ -9,7 +9,7 @@ from paceline.profiler.analysis.confidence import NOTABLE, OTHER_TRAINING
 from paceline.profiler.analysis.facts import Facts
 from paceline.profiler.analysis.rules.ranks import late_by_own_code
 from paceline.profiler.analysis.rules.words import function_of_own_code, part_sentence
-from paceline.profiler.report.report import Advice
+from paceline.profiler.report.advice import Advice
 from paceline.profiler.report.step_parts import CHECKPOINT, COMMUNICATION, COMPUTE, DATA, OPTIMIZER, OTHER
 
 RARER = 10

@@ -76,9 +76,9 @@ if (waits && heat) {
     const box = heat.getBoundingClientRect(), scale = Number(heat.dataset.width) / box.width;
     const place = (at) => Math.floor((at * scale - Number(heat.dataset.gutter)) / Number(heat.dataset.cell));
     const row = place(event.clientY - box.top), column = place(event.clientX - box.left);
-    const value = waits.rows[row]?.[column];
+    const value = waits[row]?.[column];
     const said = value === undefined || row === column ? ""
-      : `rank ${waits.ranks[row]} waits ${ms(value)} per step for rank ${waits.ranks[column]}`;
+      : `rank ${row} waits ${ms(value)} per step for rank ${column}`;
     showTip(said, event.clientX, event.clientY);
   });
 }
