@@ -1,20 +1,15 @@
-"""The hosts of a group's ranks: the identity of this host, and the exchange of identities before the ranks connect."""
+"""The identity of this host, by which ranks find out which of them share a host."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import socket
 import sys
-from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import Store
-
 from paceline.comm.shm.arena import Arena
-from paceline.core.processes.missing_ranks import read_from
 
 SPLIT = "PACELINE_HOSTS"
 """Environment variable for tests: divides the ranks of a host into this many blocks, which count as hosts."""
@@ -57,22 +52,6 @@ def memory_identity(rank: int, size: int) -> str:
     except (OSError, ValueError) as error:
         raise Refused(f"the system refuses it: {error}") from error
     return f"{kernel}/{spaces}/{os.geteuid()}/{_part(rank, size)}"
-
-
-def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> list[str]:
-    """Exchange memory identities, and return them in rank order."""
-    try:
-        entry = {"host": memory_identity(rank, size)}
-    except Refused as refused:
-        entry = {"refused": str(refused)}
-    store.set(f"host/{rank}", json.dumps(entry))
-    entries: list[dict[str, str]] = []
-    for peer in range(size):
-        entries.append(json.loads(read_from(store, f"host/{peer}", rank, peer, timeout)))
-    for peer, entry in enumerate(entries):
-        if "refused" in entry:
-            raise Refused(f"rank {peer}: {entry['refused']}")
-    return [entry["host"] for entry in entries]
 
 
 def _kernel() -> str:

@@ -166,9 +166,9 @@ def test_a_rank_that_never_comes_to_the_handshake_is_named_and_nothing_stays_ope
     before = len(os.listdir("/proc/self/fd"))
     arena = Arena()
     with pytest.raises(CommunicationError, match=r"rank 0: rank 1 did not arrive .* within 0\.2 s"):
-        handshake.connect(HashStore(), 0, [1], arena, timedelta(seconds=0.2))
+        handshake.connect(HashStore(), 0, arena, timedelta(seconds=0.2), range(2))
     with pytest.raises(CommunicationError, match=r"rank 1: rank 0 did not arrive .* within 0\.2 s"):
-        handshake.connect(HashStore(), 1, [0], arena, timedelta(seconds=0.2))
+        handshake.connect(HashStore(), 1, arena, timedelta(seconds=0.2), range(2))
     del arena
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before

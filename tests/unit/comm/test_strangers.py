@@ -28,7 +28,7 @@ from paceline.comm import gloo
 from paceline.comm.gloo import connect_gloo
 from paceline.comm.shm import handshake
 from paceline.comm.shm.arena import Arena
-from paceline.comm.shm.introduction import Introduction
+from paceline.comm.shm.handshake import Peer
 from paceline.core.processes import private_store as rendezvous
 from paceline.core.processes.private_store import NotPrivate, make_file, open_file, path_of, private_store
 from paceline.errors import CommunicationError
@@ -64,33 +64,27 @@ def test_nothing_is_sent_to_another_user_who_listens_in_place_of_a_rank() -> Non
         with pytest.raises(
             CommunicationError, match=rf"rank 1: rank 0 has ended, and user {NOBODY} listens in its place"
         ):
-            handshake.connect(store, 1, [0], Arena(), TIMEOUT)
+            handshake.connect(store, 1, Arena(), TIMEOUT, range(2))
         assert stranger.hear() == (b"", 0)
 
 
-def test_a_rank_shows_its_memory_only_to_those_who_know_the_secret() -> None:
-    """Whoever connects as the same user still has to prove that he belongs to the group, and so has who listens."""
-    arena, secret = Arena(), os.urandom(32)
-    for hello in (b"", os.urandom(48), os.urandom(200)):
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        link = Introduction(ours, secret, 0, arena)
-        theirs.send(hello) if hello else theirs.shutdown(socket.SHUT_WR)
-        with pytest.raises(handshake.Rejected):
-            link.advance({1})
-        link.close()
-        assert socket.recv_fds(theirs, 100, 8)[:2] == (b"", [])
-        theirs.close()
-    # The connector says who it is, and sends no descriptors before it has got the listener's proof.
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link = Introduction(ours, secret, 1, arena, 0)
-    hello, descriptors, _, _ = socket.recv_fds(theirs, 100, 8)
-    assert (len(hello), descriptors) == (48, [])
-    theirs.send(hello)  # its own proof proves nothing
-    with pytest.raises(handshake.Rejected, match="secret"):
-        link.advance({0})
-    link.close()
-    assert socket.recv_fds(theirs, 100, 8)[:2] == (b"", [])
-    theirs.close()
+def test_a_rank_shows_its_memory_only_to_those_who_know_its_secret() -> None:
+    """Whoever connects as the same user still has to name the secret of the rank that listens."""
+    store, arena, found = HashStore(), Arena(), dict[int, Any]()
+    rank = threading.Thread(target=meet, args=(0, store, found))
+    rank.start()
+    address, secret = json.loads(store.get("socket/0"))
+    genuine = bytes.fromhex(secret) + (1).to_bytes(8, "little")
+    for hello in (b"", os.urandom(len(genuine)), os.urandom(200), genuine):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+            link.connect(address)
+            socket.send_fds(link, [hello], [arena.descriptor] * 2) if hello else link.shutdown(socket.SHUT_WR)
+            answer, descriptors, _, _ = socket.recv_fds(link, 100, 8)
+            assert (answer[:32].hex(), len(descriptors)) == ((secret, 2) if hello is genuine else ("", 0))
+            for descriptor in descriptors:
+                os.close(descriptor)
+    rank.join()
+    close(found[0])
 
 
 def flood(rank: int, pipe: Connection) -> None:
@@ -134,7 +128,7 @@ def test_a_flood_of_strangers_does_not_keep_a_rank_waiting_beyond_its_timeout() 
         assert heard(floods) == ["here"] * 2
         start = time.monotonic()
         with pytest.raises(CommunicationError, match="rank 0: rank 1 did not arrive"):
-            handshake.connect(HashStore(), 0, [1], Arena(), timedelta(seconds=2))
+            handshake.connect(HashStore(), 0, Arena(), timedelta(seconds=2), range(2))
         assert time.monotonic() - start < 60
         assert min(heard(floods)) > 100
 
@@ -142,9 +136,14 @@ def test_a_flood_of_strangers_does_not_keep_a_rank_waiting_beyond_its_timeout() 
 def meet(rank: int, store: Store, found: dict[int, Any]) -> None:
     arena = Arena(2)
     try:
-        found[rank] = handshake.connect(store, rank, [1 - rank], arena, TIMEOUT)
+        found[rank] = handshake.connect(store, rank, arena, TIMEOUT, range(2))
     except CommunicationError as error:
         found[rank] = error
+
+
+def close(peers: list[Peer]) -> None:
+    for descriptor in [held for peer in peers for held in peer.descriptors()]:
+        os.close(descriptor)
 
 
 def test_strangers_at_the_socket_change_nothing() -> None:
@@ -160,9 +159,7 @@ def test_strangers_at_the_socket_change_nothing() -> None:
         first.join()
     for rank in range(2):
         assert [peer.rank for peer in found[rank]] == [1 - rank]
-        for peer in found[rank]:
-            for descriptor in peer.descriptors():
-                os.close(descriptor)
+        close(found[rank])
 
 
 # -- the private store -------------------------------------------------------------------------------------------------

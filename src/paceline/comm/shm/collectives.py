@@ -32,9 +32,7 @@ class Collectives:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.place = engine.place
-        """Index of this rank among the host's ranks, in the order used by all collectives."""
-        self.size = len(engine.members)
+        self.rank, self.size = engine.rank, len(engine.names)
         self._stage = Stage(engine)
         self._places = Places(engine.arena)
 
@@ -73,7 +71,7 @@ class Collectives:
         @torch.no_grad()
         def compute(shown: list[Shown]) -> None:
             for place, operand in enumerate(self.engine.operands(shown, tensor.dtype)):
-                if place != self.place and places[place]:
+                if place != self.rank and places[place]:
                     targets = [target for target, _ in places[place]]
                     copy_each(targets, [operand[part] for _, part in places[place]])
 
@@ -99,11 +97,11 @@ class Collectives:
 
         def begin(turn: int, start: int, count: int) -> Begun:
             chunk, staged = tensor[start : start + count], self._stage.half(tensor.dtype, turn)[:count]
-            if self.place == root:
+            if self.rank == root:
                 staged.copy_(chunk)
 
             def take(shown: list[Shown]) -> None:
-                if self.place != root:
+                if self.rank != root:
                     chunk.copy_(self.engine.operands(shown, tensor.dtype)[root])
 
             return _header(Kind.broadcast, tensor, start, root=root), self._show(staged), take
@@ -135,7 +133,7 @@ class Collectives:
                 row.copy_(input_tensor[start : start + count])
 
             def compute(shown: list[Shown]) -> None:
-                own_part = slice(self.place * count, (self.place + 1) * count)
+                own_part = slice(self.rank * count, (self.rank + 1) * count)
                 rows = self.engine.operands(shown, output.dtype, own_part)
                 reduce_into([output[start : start + count]], rows, op, scale)
 
@@ -200,7 +198,7 @@ class Collectives:
 
     def _copy_others(self, target: Tensor, source: Tensor) -> None:
         """Copy the shares that other ranks reduce. This rank's own share never goes through the stage."""
-        own_part = share(target.numel(), self.place, self.size)
+        own_part = share(target.numel(), self.rank, self.size)
         for part in (slice(0, own_part.start), slice(own_part.stop, None)):
             target[part].copy_(source[part])
 
@@ -217,14 +215,14 @@ class Collectives:
         If `chunk` is given, it takes the place of this rank's own operand.
         """
         count = min(view.length for view in shown)
-        own_part = share(count, self.place, self.size)
+        own_part = share(count, self.rank, self.size)
         if own_part.start < own_part.stop:
             parts = self.engine.operands(shown, dtype, own_part)
             if chunk is not None:
-                parts[self.place] = chunk[own_part]
+                parts[self.rank] = chunk[own_part]
             # The sum is computed in this rank's memory and copied to the other ranks'. The parts stay in rank order,
             # because the order determines the bits.
-            results = [parts[self.place], *parts[: self.place], *parts[self.place + 1 :]]
+            results = [parts[self.rank], *parts[: self.rank], *parts[self.rank + 1 :]]
             reduce_into(results, parts, op, scale)
 
     def _scale_of(self, op: ReduceOp.RedOpType) -> float | None:

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from paceline.comm.shm.arena import Arena, Segment
 from paceline.comm.shm.doorbells import Signals
+from paceline.comm.shm.handshake import Peer
 from paceline.comm.shm.header import SLOTS, Header, Shown, mismatch, read_header, read_shown, write
-from paceline.comm.shm.introduction import Peer, world_rank
 from paceline.core.telemetry.spans import waiting
 from paceline.errors import CommunicationError, DesyncError
 
@@ -102,27 +102,22 @@ def is_finished(operation: Operation) -> bool:
 
 
 class Engine:
-    """Runs operations with the other ranks of this host. Threads may share an engine; they take turns.
+    """Runs operations with the other ranks of the group, all on this host. Threads may share an engine in turn."""
 
-    ``members`` are the group's ranks on this host in ascending order, including this rank, ``rank``.
-    """
-
-    def __init__(self, arena: Arena, peers: Sequence[Peer], rank: int, timeout: timedelta) -> None:
+    def __init__(
+        self, arena: Arena, peers: Sequence[Peer], rank: int, timeout: timedelta, names: Sequence[int]
+    ) -> None:
         self.arena, self.rank = arena, rank
         self.peers = list(peers)
         """The other ranks of this host; empty once the engine is closed."""
         self.timeout = timeout
         """Longest wait for a peer."""
         self.signals = Signals(peers)
-        self.members = sorted([rank, *(peer.rank for peer in peers)])
-        self.place = self.members.index(rank)
-        """This rank's index in `members`, `names` and `memories`."""
-        self._name = world_rank(rank)
-        shows: dict[int, tuple[int, Segment]] = {peer.rank: (peer.name, peer.memory) for peer in peers}
-        shows[rank] = self._name, arena
-        self.names = [shows[member][0] for member in self.members]
-        """The members' global ranks, which error messages use."""
-        self.memories = [shows[member][1] for member in self.members]
+        self.names, self._name = names, names[rank]
+        """The global ranks, which error messages use."""
+        self.memories: list[Segment] = [peer.memory for peer in peers]
+        """The ranks' memories, in rank order."""
+        self.memories.insert(rank, arena)
         self._posted = 0
         """Number of operations that this rank has posted, and the number of the next one."""
         self._done = 0
@@ -137,7 +132,7 @@ class Engine:
         """Global ranks that `_broken` names."""
         self._lock = threading.RLock()
         """Held while changing anything above."""
-        self._most_spins = _MOST_SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
+        self._most_spins = _MOST_SPINS if len(self.names) <= len(os.sched_getaffinity(0)) else 1
         """Maximum number of polls before a wait sleeps; 1 if ranks share cores, so that a peer gets this core."""
         self._spins = self._most_spins
         """Number of polls before the next wait sleeps; doubled if the last wait did not sleep, halved otherwise."""
@@ -208,7 +203,7 @@ class Engine:
             self.wait(operation)
 
     def operands(self, shown: Sequence[Shown], dtype: torch.dtype, part: slice | None = None) -> list[Tensor]:
-        """Return the tensors that the members show, or a `part` of each, without copying them."""
+        """Return the tensors that the ranks show, or a `part` of each, without copying them."""
         pairs = zip(self.memories, shown, strict=True)
         if part is None:
             return [memory.operand(view.offset, view.length, dtype) for memory, view in pairs]
