@@ -21,11 +21,13 @@ CASES: dict[str, tuple[Callable[[int, Any], Any], str]] = {
         lambda rank, group: algorithms.linear_broadcast(
             ones(5, dtype=[torch.int32, torch.float32][rank % 2]), group=group
         ),
-        "DesyncError: ranks call a collective with different dtypes: int32 on ranks 0, 2, float32 on rank 1; use the",
+        "DesyncError: ranks call different collectives: linear_broadcast of 5 × int32 with src=0 on ranks 0, 2, "
+        "linear_broadcast of 5 × float32 with src=0 on rank 1; call the same one on every rank",
     ),
     "roots": (
         lambda rank, group: algorithms.tree_broadcast(ones(5), src=rank // 2, group=group),
-        "DesyncError: ranks call a collective with different roots: rank 0 on ranks 0, 1, rank 1 on rank 2; use the",
+        "DesyncError: ranks call different collectives: tree_broadcast of 5 × float32 with src=0 on ranks 0, 1, "
+        "tree_broadcast of 5 × float32 with src=1 on rank 2; call the same one on every rank",
     ),
     "a root outside the group": (
         lambda rank, group: algorithms.linear_reduce(ones(5), dst=3, group=group),
@@ -101,7 +103,7 @@ def outside(world: World) -> str:
     tensor = ones(3) * world.rank
     algorithms.tree_broadcast(tensor, src=2, group=group)  # its rank in the world
     assert torch.equal(tensor, ones(3) * 2)
-    with pytest.raises(DesyncError, match=r"4 on rank 1, 5 on rank 2"):
+    with pytest.raises(DesyncError, match=r"all_reduce of 4 × float32 by SUM on rank 1, ring_all_reduce of 5 ×"):
         algorithms.ring_all_reduce(ones(3 + world.rank), group=group)
     return ""
 

@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline.comm.algorithms.execute import execute
-from paceline.comm.algorithms.participants import Call, Members
+from paceline.comm.algorithms.participants import Members
 from paceline.comm.algorithms.schedule import bounds
-from paceline.comm.algorithms.schedules import NAMES, build
-from paceline.comm.arithmetic import code_of, supports
+from paceline.comm.algorithms.schedules import build
+from paceline.comm.arithmetic import supports
 from paceline.comm.shm.header import DTYPES
 from paceline.comm.topology import host_number
+from paceline.core.processes.missing_ranks import named_ranks
 from paceline.errors import UsageError
 
 SUM = ReduceOp.SUM
@@ -114,23 +115,21 @@ def _run(
     root: tuple[str, int] | None = None,
     hosts: Sequence[Hashable] | None = None,
 ) -> Tensor:
-    """Check the call, build the schedule and execute it; return the part of the tensor that holds the result."""
+    """Check the call, build the schedule and execute it; return the part of the tensor that holds the result.
+
+    `root` is the name and the value of the argument that gives a root's global rank.
+    """
     members = Members(group)
-    place, problem = 0, _problem(name, tensor, op, members)
-    if root is not None:
-        try:
-            place = members.place_of(root[1], root[0])
-        except UsageError as error:
-            problem = problem or error
+    problem = _problem(name, tensor, op, root, members)
     # A rank with invalid arguments also takes part; otherwise the other ranks would wait for it. Exchange on the
     # tensor's device if possible: the other ranks' tensors are probably there, and other backends would not reach them.
     device = tensor.device if members.carries(tensor.device) else torch.device("cpu")
-    calls = members.agree(_call(name, tensor, op, place, members, problem), device)
-    if hosts is None:
-        hosts = [call.host for call in calls]
+    host = host_number(members.rank, members.size) if name == "hierarchical_all_reduce" else 0
+    found = members.agree("" if problem else _description(name, tensor, op, root), host, device)
     if problem is not None:
         raise problem
-    schedule = build(name, members.size, place, hosts)
+    place = 0 if root is None else members.world_ranks.index(root[1])
+    schedule = build(name, members.size, place, found if hosts is None else hosts)
     flat = tensor.detach().view(-1)
     # torch refuses to write to inference tensors outside inference mode, and to save other tensors for backward inside.
     with torch.inference_mode(tensor.is_inference()):
@@ -143,17 +142,21 @@ def _run(
     return flat
 
 
-def _call(
-    name: str, tensor: Tensor, op: ReduceOp.RedOpType, place: int, members: Members, problem: UsageError | None
-) -> Call:
-    """Return the description of the call that is sent to the other ranks."""
-    host = host_number(members.rank, members.size) if name == "hierarchical_all_reduce" else 0
-    if problem is not None:
-        return Call(0, 0, 0, 0, 0, host, refused=1)
-    return Call(NAMES.index(name), tensor.numel(), DTYPES.index(tensor.dtype), code_of(op), place, host)
+def _description(name: str, tensor: Tensor, op: ReduceOp.RedOpType, root: tuple[str, int] | None) -> str:
+    """Describe a call; the ranks compare the descriptions."""
+    text = f"{name} of {tensor.numel()} × {_name(tensor.dtype)}"
+    if "reduce" in name:
+        text += f" by {_name(op)}"
+    return text if root is None else f"{text} with {root[0]}={root[1]}"
 
 
-def _problem(name: str, tensor: Tensor, op: ReduceOp.RedOpType, members: Members) -> UsageError | None:
+def _name(value: torch.dtype | ReduceOp.RedOpType) -> str:
+    return str(value).rpartition(".")[2]
+
+
+def _problem(
+    name: str, tensor: Tensor, op: ReduceOp.RedOpType, root: tuple[str, int] | None, members: Members
+) -> UsageError | None:
     """Return the error for an invalid argument on this rank; None if all are valid."""
     where = f"{name} on {members.name}"
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
@@ -165,6 +168,10 @@ def _problem(name: str, tensor: Tensor, op: ReduceOp.RedOpType, members: Members
     if tensor.is_conj() or tensor.is_neg():
         return UsageError(f"{where}: the tensor is a conjugate or negative view; pass tensor.resolve_conj().clone()")
     if tensor.dtype not in DTYPES or not supports(op, tensor.dtype):
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return UsageError(f"{where}: {str(op).rpartition('.')[2]} of {dtype} is not supported; use another op or dtype")
+        return UsageError(f"{where}: {_name(op)} of {_name(tensor.dtype)} is not supported; use another op or dtype")
+    if root is not None and root[1] not in members.world_ranks:
+        return UsageError(
+            f"{root[0]}={root[1]} is not a rank of the group, which has {named_ranks(members.world_ranks)}; "
+            "pass one of these"
+        )
     return None

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.algorithms.schedules import NAMES
-from paceline.comm.arithmetic import name_of
-from paceline.comm.shm.header import DTYPES
 from paceline.core.processes.missing_ranks import failed, named_ranks, ranks_by_value
 from paceline.core.torch_internals.distributed.c10d import get_default_group, get_known_groups
 from paceline.errors import DesyncError, PacelineError, UsageError, WorldError
@@ -20,26 +17,8 @@ TAG = 5202
 """Tag that separates our messages from the user's own sends on the same group."""
 
 
-class Call(NamedTuple):
-    """A rank's description of a collective before it begins. Only the last two fields may differ between ranks."""
-
-    algorithm: int
-    numel: int
-    dtype: int
-    op: int
-    root: int
-    host: int = 0
-    """Ranks with the same number share a host."""
-    refused: int = 0
-    """1 if this rank rejects its arguments and will raise an error."""
-
-
-_FIELDS: dict[str, Callable[[int], str]] = {
-    "algorithm": NAMES.__getitem__,
-    "dtype": lambda code: str(DTYPES[code]).removeprefix("torch."),
-    "op": name_of,
-}
-_WORDS = {"algorithm": "algorithms", "numel": "numbers of elements", "dtype": "dtypes", "op": "ops", "root": "roots"}
+_CALL_BYTES = 256
+"""Size of the message in which a rank describes its call, padded with zeros."""
 
 
 class Members:
@@ -65,15 +44,6 @@ class Members:
         """Name of this rank in error messages."""
         return f"rank {self.world_ranks[self.rank]}"
 
-    def place_of(self, world_rank: int, argument: str) -> int:
-        """Convert a global rank to a rank within the group."""
-        if world_rank not in self.world_ranks:
-            raise UsageError(
-                f"{argument}={world_rank} is not a rank of the group, which has {named_ranks(self.world_ranks)}; "
-                "pass one of these"
-            )
-        return self.world_ranks.index(world_rank)
-
     def carries(self, device: torch.device) -> bool:
         """Return whether the group can send tensors on `device`; Gloo sends only CPU tensors."""
         try:
@@ -97,31 +67,26 @@ class Members:
     def _operation(self, verb: Any, tensor: Tensor, place: int) -> dist.P2POp:
         return dist.P2POp(verb, tensor, group=self._group, tag=TAG, group_peer=place)
 
-    def agree(self, call: Call, device: torch.device) -> list[Call]:
-        """Exchange calls with all members before any part of a tensor is sent, and return the calls."""
-        if self.size == 1:
-            return [call]
-        sent = torch.tensor(call, dtype=torch.int64, device=device)
+    def agree(self, call: str, host: int, device: torch.device) -> Sequence[str]:
+        """Compare the `call` that all members describe before any part of a tensor is sent; return each `host`.
+
+        An empty `call` says that this rank rejects its arguments, and will raise an error.
+        """
+        text = f"{host} {call}".encode().ljust(_CALL_BYTES, b"\0")
+        sent = torch.tensor(list(text), dtype=torch.uint8, device=device)
         received = [torch.empty_like(sent) for _ in range(self.size)]
         self.guard("agreement", lambda: self._group.allgather([received], [sent]).wait())
-        calls = [Call(*fields.tolist()) for fields in received]
-        if call.refused:  # this rank's own error is more specific
-            return calls
-        if refusing := [rank for rank, peer_call in zip(self.world_ranks, calls, strict=True) if peer_call.refused]:
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in received]
+        hosts, _, calls = zip(*(text.partition(" ") for text in texts), strict=True)
+        ranks_by_call = ranks_by_value(zip(self.world_ranks, calls, strict=True))
+        if call and (refusing := ranks_by_call.get("")):
             raise DesyncError(
                 f"{named_ranks(refusing)} refused its tensor or argument; see the error there"
             ).because_of(refusing)
-        for field in _WORDS:
-            values = [getattr(peer_call, field) for peer_call in calls]
-            if len(set(values)) > 1:
-                raise DesyncError(self._difference(field, values))
-        return calls
-
-    def _difference(self, field: str, values: Sequence[int]) -> str:
-        groups = ranks_by_value(zip(self.world_ranks, values, strict=True))
-        text_of = _FIELDS.get(field, str) if field != "root" else lambda place: f"rank {self.world_ranks[place]}"
-        parts = ", ".join(f"{text_of(value)} on {named_ranks(ranks)}" for value, ranks in groups.items())
-        return f"ranks call a collective with different {_WORDS[field]}: {parts}; use the same on every rank"
+        if call and len(ranks_by_call) > 1:
+            difference = ", ".join(f"{text} on {named_ranks(ranks)}" for text, ranks in ranks_by_call.items())
+            raise DesyncError(f"ranks call different collectives: {difference}; call the same one on every rank")
+        return hosts
 
     def guard(self, event: str, function: Callable[[], Any]) -> Any:
         """Call `function`, and convert a backend failure into an error that names the `event`."""
