@@ -55,9 +55,8 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
 
 
 def _check_no_stranger(sockets: set[int], name: int) -> None:
-    stranger = find_stranger(sockets, os.geteuid())
-    if stranger is not None:
-        port, user = stranger
+    if (found := stranger(connections(), sockets, os.geteuid())) is not None:
+        port, user = found
         who = f"by user {user}" if user >= 0 else "by a process that has ended"
         raise CommunicationError(
             f"rank {name}: Gloo's port {port} was connected to {who} while the process group was created, and may "
@@ -92,26 +91,15 @@ def own_sockets() -> set[int]:
     return inodes
 
 
-def connections(*tables: str) -> list[Connection]:
-    """Return the TCP sockets in this network namespace that a process holds, from ``tcp`` and ``tcp6`` or `tables`."""
+def connections() -> list[Connection]:
+    """Return the TCP sockets in this network namespace that a process holds."""
     lines = []
-    for table in tables or ("tcp", "tcp6"):
+    for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # a kernel without IPv6
             for line in _LINE.finditer(Path("/proc/net", table).read_text()):
                 local, remote, state, user, inode = line.groups()
                 lines.append(Connection(local, remote, state, int(user), int(inode)))
     return lines
-
-
-def find_stranger(sockets: set[int], user: int) -> tuple[int, int] | None:
-    """Return the result of :func:`stranger` for the kernel's current tables."""
-    table = connections("tcp")  # first, because each table takes milliseconds and this one usually suffices
-    candidate = stranger(table, sockets, user)
-    if (candidate is None and any(line.state == _LISTENING and line.inode in sockets for line in table)) or (
-        candidate is not None and candidate[1] >= 0
-    ):
-        return candidate
-    return stranger(table + connections("tcp6"), sockets, user)
 
 
 def stranger(table: list[Connection], sockets: set[int], user: int) -> tuple[int, int] | None:

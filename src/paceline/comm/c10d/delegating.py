@@ -18,10 +18,22 @@ from paceline.comm.forking import keep_in_children
 from paceline.comm.gloo import connect_gloo
 from paceline.core.processes.store_epochs import connecting
 from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.core.torch_internals.tensors import tree_leaves
 from paceline.errors import UsageError
 
 _LEAVE_S = 0.5
 """Seconds to wait at exit for operations under way before giving up on other ranks."""
+
+
+def _delegated(name: str, *, needs_contiguous: bool = False) -> Any:
+    """Return a method that passes the collective `name` on to Gloo or NCCL."""
+
+    def collective(group: Delegating, *arguments: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        backend = group._backend_for_contiguous(tensors) if needs_contiguous else group._backend_for(tensors[0])
+        return getattr(backend, name)(*arguments)
+
+    return collective
 
 
 @class_never_compiled
@@ -88,27 +100,12 @@ class Delegating(dist.ProcessGroup):
             return super().allreduce(tensors, options)  # Python cannot call NCCL's sparse all-reduce directly
         return self._backend_for(tensors[0]).allreduce(tensors, options)
 
-    def allgather_coalesced(self, outputs: Any, tensors: Any, *options: Any) -> Any:
-        """Delegate the collective, which is never native."""
-        return self._backend_for(tensors[0]).allgather_coalesced(outputs, tensors, *options)
-
-    def reduce(self, tensors: Any, *options: Any) -> Any:
-        """Delegate the collective."""
-        return self._backend_for_contiguous(tensors).reduce(tensors, *options)
-
-    def gather(self, outputs: Any, tensors: Any, *options: Any) -> Any:
-        """Delegate the collective."""
-        everyones = outputs[0] if outputs else ()
-        return self._backend_for_contiguous([*tensors, *everyones]).gather(outputs, tensors, *options)
-
-    def scatter(self, outputs: Any, tensors: Any, *options: Any) -> Any:
-        """Delegate the collective."""
-        everyones = tensors[0] if tensors else ()
-        return self._backend_for_contiguous([*outputs, *everyones]).scatter(outputs, tensors, *options)
-
-    def alltoall(self, outputs: Any, tensors: Any, *options: Any) -> Any:
-        """Delegate the collective."""
-        return self._backend_for_contiguous([*tensors, *outputs]).alltoall(outputs, tensors, *options)
+    allgather_coalesced = _delegated("allgather_coalesced")
+    gather_single = gather_into_tensor = _delegated("gather_single")  # the names that torch 2.15 calls
+    reduce = _delegated("reduce", needs_contiguous=True)
+    gather = _delegated("gather", needs_contiguous=True)
+    scatter = _delegated("scatter", needs_contiguous=True)
+    alltoall = _delegated("alltoall", needs_contiguous=True)
 
     def alltoall_base(  # type: ignore[override]
         self, output: Any, tensor: Any, *arguments: Any, **options: Any
@@ -123,12 +120,6 @@ class Delegating(dist.ProcessGroup):
         return self._backend_for_contiguous([tensor, output]).alltoall_base(output, tensor, *arguments, **options)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
-
-    def gather_single(self, output: Any, tensor: Any, *options: Any) -> Any:
-        """Delegate the gather into one tensor, which torch 2.15 calls."""
-        return self._backend_for(tensor).gather_single(output, tensor, *options)
-
-    gather_into_tensor = gather_single
 
     def send(self, tensors: Any, *place: Any) -> Any:
         """Send, without waiting for earlier operations."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from paceline.comm.arithmetic import code_of, reduce_into, share
 from paceline.comm.shm.engine import Engine, Operation
 from paceline.comm.shm.header import Header, Kind, Shown
 from paceline.comm.shm.places import SMALL_BYTES, Places
-from paceline.comm.shm.stage import Begun, Stage
+from paceline.comm.shm.stage import Stage
 from paceline.core.telemetry.spans import REDUCE, recorder
 from paceline.core.torch_internals.tensors import copy_each
 from paceline.errors import UsageError
@@ -75,7 +74,7 @@ class Collectives:
                     targets = [target for target, _ in places[place]]
                     copy_each(targets, [operand[part] for _, part in places[place]])
 
-        return self.engine.post(_header(Kind.launched_gather, tensor), self._show(tensor), compute)
+        return self.engine.post(_header(Kind.launched_gather, tensor), self.engine.shown(tensor), compute)
 
     def post_small(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Operation | None:
         """Begin :meth:`all_reduce` of at most ``SMALL_BYTES``; return None if that would require waiting."""
@@ -93,53 +92,42 @@ class Collectives:
             self._reduce_staged(tensor, op, self._scale_of(op))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Copy the `tensor` of the rank in place `root` to all ranks."""
+        """Copy the `tensor` of rank `root` to all ranks."""
 
-        def begin(turn: int, start: int, count: int) -> Begun:
-            chunk, staged = tensor[start : start + count], self._stage.half(tensor.dtype, turn)[:count]
+        def fill(staged: Tensor, chunk: slice) -> None:
             if self.rank == root:
-                staged.copy_(chunk)
+                staged.copy_(tensor[chunk])
 
-            def take(shown: list[Shown]) -> None:
-                if self.rank != root:
-                    chunk.copy_(self.engine.operands(shown, tensor.dtype)[root])
+        def take(chunk: slice, shown: list[Shown]) -> None:
+            if self.rank != root:
+                tensor[chunk].copy_(self.engine.operands(shown, tensor.dtype)[root])
 
-            return _header(Kind.broadcast, tensor, start, root=root), self._show(staged), take
-
-        self._stage.stream(tensor.numel(), self._stage.half(tensor.dtype).numel(), begin)
+        self._stage.stream(_header(Kind.broadcast, tensor, root=root), fill, take)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Copy every rank's `tensor` into `outputs`, in rank order."""
 
-        def begin(turn: int, start: int, count: int) -> Begun:
-            staged = self._stage.half(tensor.dtype, turn)[:count]
-            staged.copy_(tensor[start : start + count])
+        def take(chunk: slice, shown: list[Shown]) -> None:
+            for output, part in zip(outputs, self.engine.operands(shown, tensor.dtype), strict=True):
+                output[chunk].copy_(part)
 
-            def take(shown: list[Shown]) -> None:
-                for output, part in zip(outputs, self.engine.operands(shown, tensor.dtype), strict=True):
-                    output[start : start + count].copy_(part)
-
-            return _header(Kind.all_gather, tensor, start), self._show(staged), take
-
-        self._stage.stream(tensor.numel(), self._stage.half(tensor.dtype).numel(), begin)
+        header = _header(Kind.all_gather, tensor)
+        self._stage.stream(header, lambda staged, chunk: staged.copy_(tensor[chunk]), take)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
-        """Reduce the inputs with index `place` of all ranks into `output`."""
+        """Reduce the inputs with this rank's index of all ranks into `output`."""
         scale = self._scale_of(op)
 
-        def begin(turn: int, start: int, count: int) -> Begun:
-            staged = self._stage.half(output.dtype, turn)[: count * self.size]
-            for row, input_tensor in zip(staged.view(self.size, count), inputs, strict=True):
-                row.copy_(input_tensor[start : start + count])
+        def fill(staged: Tensor, chunk: slice) -> None:
+            for row, input_tensor in zip(staged.view(self.size, chunk.stop - chunk.start), inputs, strict=True):
+                row.copy_(input_tensor[chunk])
 
-            def compute(shown: list[Shown]) -> None:
-                own_part = slice(self.rank * count, (self.rank + 1) * count)
-                rows = self.engine.operands(shown, output.dtype, own_part)
-                reduce_into([output[start : start + count]], rows, op, scale)
+        def compute(chunk: slice, shown: list[Shown]) -> None:
+            count = chunk.stop - chunk.start
+            rows = self.engine.operands(shown, output.dtype, slice(self.rank * count, (self.rank + 1) * count))
+            reduce_into([output[chunk]], rows, op, scale)
 
-            return _header(Kind.reduce_scatter, output, start, op=op), self._show(staged), compute
-
-        self._stage.stream(output.numel(), max(1, self._stage.half(output.dtype).numel() // self.size), begin)
+        self._stage.stream(_header(Kind.reduce_scatter, output, op=op), fill, compute, rows=self.size)
 
     def barrier(self) -> None:
         """Wait until every rank has reached this point."""
@@ -177,24 +165,19 @@ class Collectives:
 
         while True:
             header = _header(Kind.all_reduce, tensor, start, op=op)
-            self.engine.post(header, self._show(tensor[start:]), compute).wait()
+            self.engine.post(header, self.engine.shown(tensor[start:]), compute).wait()
             start += length
             if start >= total:
                 return
 
     def _reduce_staged(self, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None) -> None:
         """Reduce a tensor in other memory, in chunks through the stage."""
-
-        def begin(turn: int, start: int, count: int) -> Begun:
-            staged, chunk = self._stage.half(tensor.dtype, turn)[:count], tensor[start : start + count]
-            self._copy_others(staged, chunk)
-            header = _header(Kind.all_reduce, tensor, start, op=op)
-            return header, self._show(staged), partial(self._reduce, tensor.dtype, op, scale, chunk=chunk)
-
-        def end(turn: int, start: int, count: int) -> None:
-            self._copy_others(tensor[start : start + count], self._stage.half(tensor.dtype, turn)[:count])
-
-        self._stage.stream(tensor.numel(), self._stage.half(tensor.dtype).numel(), begin, end)
+        self._stage.stream(
+            _header(Kind.all_reduce, tensor, op=op),
+            fill=lambda staged, chunk: self._copy_others(staged, tensor[chunk]),
+            compute=lambda chunk, shown: self._reduce(tensor.dtype, op, scale, shown, tensor[chunk]),
+            end=lambda staged, chunk: self._copy_others(tensor[chunk], staged),
+        )
 
     def _copy_others(self, target: Tensor, source: Tensor) -> None:
         """Copy the shares that other ranks reduce. This rank's own share never goes through the stage."""
@@ -228,11 +211,6 @@ class Collectives:
     def _scale_of(self, op: ReduceOp.RedOpType) -> float | None:
         """Return the factor to apply to the sum, if any."""
         return 1 / self.size if op is ReduceOp.AVG else None
-
-    def _show(self, operand: Tensor) -> Shown:
-        """Describe an operand that lies in this rank's shared memory."""
-        count = operand.numel()
-        return Shown(count, operand.data_ptr() - self.engine.arena.address if count else 0)
 
 
 def _header(

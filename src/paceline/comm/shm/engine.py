@@ -202,6 +202,11 @@ class Engine:
         if operation.error is not None:
             self.wait(operation)
 
+    def shown(self, operand: Tensor) -> Shown:
+        """Describe an operand that lies in this rank's shared memory."""
+        count = operand.numel()
+        return Shown(count, operand.data_ptr() - self.arena.address if count else 0)
+
     def operands(self, shown: Sequence[Shown], dtype: torch.dtype, part: slice | None = None) -> list[Tensor]:
         """Return the tensors that the ranks show, or a `part` of each, without copying them."""
         pairs = zip(self.memories, shown, strict=True)
