@@ -24,7 +24,6 @@ from paceline.tools.compare import report
 from paceline.tools.compare.comparison import figures
 from paceline.tools.compare.launch_together import launch_together
 from paceline.tools.compare.modes import MODES, Run, Way
-from paceline.tools.shared.program import ProgramConfig
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class Comparison:
 
     target: str
     """Name of a recipe, or path of a script."""
-    config: ProgramConfig | None
-    """Validated configuration of a recipe; None for a script."""
+    config: Any
+    """Validated configuration of a recipe, a ``ProgramConfig``; None for a script."""
     arguments: Sequence[str]
     """Arguments of a script."""
     steps: int
@@ -44,9 +43,8 @@ class Comparison:
     def check(self, ways: Sequence[Way]) -> None:
         """Reject invalid settings before anything runs."""
         whole_number("--steps", self.steps)
-        config: Any = self.config
         devices = max(way.devices for way in ways)
-        if config is not None and devices > (samples := config.batch_size // config.micro_batches):
+        if self.config is not None and devices > (samples := self.config.batch_size // self.config.micro_batches):
             raise UsageError(
                 f"--nproc {devices} is more than the {samples} samples of a batch; give fewer ranks or a larger "
                 "--batch-size"

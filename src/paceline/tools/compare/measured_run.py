@@ -101,11 +101,11 @@ class Meter:
         self.samples.append(self._forwards[0] if len(self.wrappers) > 1 else sum(self._forwards))
         self._forwards = []
         timed = len(self.seconds) - WARM_UP
-        if timed >= 0 and (timed % TURN == 0 or timed == self.run.steps):
-            if timed == self.run.steps:
-                self._write()
-                self._turns.end()
-                raise Enough(0)
+        if timed == self.run.steps:
+            self._write()
+            self._turns.end()
+            raise Enough(0)
+        if timed >= 0 and timed % TURN == 0:
             self._turns.end()
             self._turns.take()
             dist.barrier()  # ranks notice at slightly different times that it is their turn

@@ -34,11 +34,8 @@ class Turns:
 
     def end(self) -> None:
         """End this turn or the warm-up. The next variant begins when all ranks of this variant have ended theirs."""
-        file = os.open(self._file, os.O_WRONLY | os.O_APPEND)  # appends from several processes are never lost
-        try:
-            os.write(file, b".")
-        finally:
-            os.close(file)
+        with open(self._file, "ab") as file:  # appends from several processes are never lost
+            file.write(b".")
 
     def take(self) -> None:
         """Wait until the next turn begins."""
