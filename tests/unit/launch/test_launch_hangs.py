@@ -97,8 +97,8 @@ def test_a_rank_that_hangs_is_named_with_its_stacks_and_the_job_ends_as_if_undis
     done = paceline(tmp_path, "run", *options, script(tmp_path, TRAIN), how, fork="all", first=patient)
     assert done.returncode == 0, done.stderr
     assert digests(tmp_path) == undisturbed
-    said = done.stderr.splitlines()
-    assert any("rank 1 | " in line and "in hang" in line for line in said), done.stderr
+    said, has_stacks = done.stderr.splitlines(), how != "stop"
+    assert any("rank 1 | " in line and "in hang" in line for line in said) is has_stacks, done.stderr
     assert "rank 0: waiting for gradients in step 4" in done.stderr
     what = r"stopped for \d+ s, by SIGSTOP" if how == "stop" else r"no progress for \d+ s, in step 4, forward"
     assert re.search(f"rank 1 hangs: {what}", done.stderr), done.stderr
@@ -106,7 +106,7 @@ def test_a_rank_that_hangs_is_named_with_its_stacks_and_the_job_ends_as_if_undis
     (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
     first = failure["first"]
     assert (first["rank"], first["kind"], first["signal"], first["step"]) == (1, "hang", None, 4)
-    assert "in hang" in first["stacks"]
+    assert ("in hang" in first["stacks"]) if has_stacks else first["stacks"] is None
     assert [rank["kind"] for rank in failure["others"]] == ["consequence"]
     assert "in wait" in failure["others"][0]["stacks"]
 

@@ -178,11 +178,6 @@ class HangWatch:
         if not ranks:
             return
         by_rank = {sight.rank: sight for sight in sights}
-        if stopped := [rank for rank in ranks if by_rank[rank].stopped]:
-            stacks = _stacks_of_stopped(self._folder, stopped, processes)
-            self._stacks |= stacks
-            for rank, text in stacks.items():
-                by_rank[rank].stacks = text
         hung = [by_rank.pop(rank) for rank in ranks]
         details = {sight.rank: _detail(sight) for sight in hung}
         lines = [line for sight in hung for line in quoted(sight.rank, sight.stacks)]
@@ -191,7 +186,8 @@ class HangWatch:
         # If all ranks wait for each other, kill only one, so that the others notice.
         for rank in ranks if len(ranks) < len(processes) else ranks[-1:]:
             self._killed[rank] = details[rank]
-            _send([processes[rank]], signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(processes[rank], signal.SIGKILL)
 
     def pause(self, seconds: float) -> float:
         """Return the seconds until the next check, at most `seconds`."""
@@ -209,26 +205,6 @@ class HangWatch:
         ]
 
 
-def _stacks_of_stopped(folder: Path, stopped: Sequence[int], processes: Mapping[int, int]) -> dict[int, str]:
-    """Briefly continue the `stopped` ranks to get their stacks, while the other ranks are stopped.
-
-    A rank cannot complete a step alone, so continuing it does not affect the others before it is killed.
-    """
-    others = [pid for rank, pid in processes.items() if rank not in stopped]
-    try:
-        _send(others, signal.SIGSTOP)
-        return stack_requests.request_stacks(folder, {rank: processes[rank] for rank in stopped}, resume=True)
-    finally:
-        _send([processes[rank] for rank in stopped], signal.SIGSTOP)
-        _send(others, signal.SIGCONT)
-
-
-def _send(processes: Sequence[int], number: signal.Signals) -> None:
-    for pid in processes:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
 def _doing(sight: Sight) -> str:
     """Describe what a rank that does not hang is doing."""
     call = stack_requests.waiting_call(sight.stacks)
@@ -237,13 +213,12 @@ def _doing(sight: Sight) -> str:
 
 def _detail(sight: Sight) -> str:
     """Describe how a rank hangs."""
+    how = f"no progress for {sight.still:.0f} s"
     if sight.stopped:
         how = f"stopped for {sight.stopped:.0f} s, by SIGSTOP or by a terminal"
-    else:
-        how = f"no progress for {sight.still:.0f} s"
-        if sight.process == "D":
-            how += ", in a system call of a disk or driver that cannot be interrupted"
+    elif sight.process == "D":
+        how += ", in a system call of a disk or driver that cannot be interrupted"
     if sight.box is not None:
         state = state_of(sight.box, time.monotonic(), raised=False)
         how += f", {state.moment.partition(', for ')[0]}"
-    return how + ("" if sight.stacks else "; it did not report its stacks")
+    return how + ("" if sight.stacks or sight.stopped else "; it did not report its stacks")
