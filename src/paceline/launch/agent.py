@@ -13,7 +13,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from string import Template
 from typing import Any
@@ -293,13 +293,11 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
     job = replace(job, run_id=job.run_id or uuid.uuid4().hex)
     with (
         PrintedLines(job.logs.prefix_ranks, lambda: bool(caught.received)) as printed,
-        RankFiles(job.logs, printed) as files,
-        ExitStack() as stack,
+        closing(RankFiles(job.logs, printed)) as files,
+        black_boxes(job.run_id, job.command, job.nproc) as boxes,
+        closing(fork_server(job, printed.say)) as server,
     ):
-        boxes = stack.enter_context(black_boxes(job.run_id, job.command, job.nproc))
-        places = job.supervision.places(job.nproc)
-        restarts = Restarts(boxes.path, job.max_restarts, places)
-        server = stack.enter_context(fork_server(job, printed.say))
+        restarts = Restarts(boxes.path, job.max_restarts, job.supervision.places(job.nproc))
         agent = Agent(job, files, caught, printed.say, restarts, server, boxes, report)
         try:
             has_succeeded = agent.run()

@@ -173,12 +173,6 @@ class ForkServer:
             self._process.wait(seconds)
         return self._process.returncode is not None
 
-    def __enter__(self) -> ForkServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class ForkedRank:
     """A rank's process, with the :class:`subprocess.Popen` members that torchelastic and the agent use."""

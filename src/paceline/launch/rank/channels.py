@@ -111,13 +111,11 @@ class RankFiles(LogsSpecs):
         if sys.platform == "linux":
             file = os.fdopen(os.memfd_create("paceline"), "w") if memory else tempfile.TemporaryFile()  # noqa: SIM115
             path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-            if os.access(path, os.W_OK):
-                self._open.append(file)
-                return path
-            file.close()
-        file = tempfile.NamedTemporaryFile(prefix="paceline-")  # noqa: SIM115
+        else:
+            file = tempfile.NamedTemporaryFile(prefix="paceline-")  # noqa: SIM115
+            path = file.name
         self._open.append(file)
-        return file.name
+        return path
 
     def close(self) -> None:
         """Close the unnamed files."""
@@ -126,9 +124,3 @@ class RankFiles(LogsSpecs):
         self._open = []
         if self._printed is not None:
             self._printed.end_start()
-
-    def __enter__(self) -> RankFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -88,15 +88,10 @@ def _write(path: str, note: object) -> None:
 
 
 def read(path: str) -> Record | None:
-    """Return the record from the file `path`, which torch's ``@record`` may have written; None if it is incomplete."""
+    """Return the record from the file `path`, which torch's ``@record`` may have written; None if it has no error."""
     note = _read(path)
     try:
         content = note["message"]
-        if "leaving" in note:
-            return None
-        if isinstance(content, str):  # written by C++
-            at, message = float(note.get("at", note.get("timestamp", 0))), shortened(content)
-            return Record(message, message, at, blamed=blamed_by(message), may_pass=True)
         more, message = content["extraInfo"], shortened(content["message"])
         at, trace = float(note.get("at", more["timestamp"])), shortened(more["py_callstack"], LONGEST_TRACE)
         blamed = note["blamed"] if "blamed" in note else blamed_by(message)

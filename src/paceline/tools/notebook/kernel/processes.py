@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -19,7 +19,7 @@ from paceline.core.telemetry.black_box import FOLDER, snapshot_of
 from paceline.errors import PacelineError
 from paceline.launch.failures.rank_state import state_of
 from paceline.launch.failures.root_cause import End
-from paceline.launch.fork_server.client import ForkedRank, ForkServer
+from paceline.launch.fork_server.client import ForkedRank
 from paceline.launch.job import Job, black_boxes, fork_server, rank_environment, tied, timeout_environment
 from paceline.launch.loopback import LOOPBACK, LoopbackStores
 from paceline.launch.rank.channels import Logs, RankFiles
@@ -94,7 +94,7 @@ class Processes:
             self._resources.callback(stores.close)
             job = Job(COMMAND, start.nproc, env=env, modules=MODULES)
             self.boxes = self._resources.enter_context(black_boxes("notebook", ["notebook"], start.nproc))
-            files = self._resources.enter_context(RankFiles(Logs()))
+            files = self._resources.enter_context(closing(RankFiles(Logs())))
             slots: dict[int, dict[str, str]] = {rank: {} for rank in range(start.nproc)}
             files.reify(slots)
             common = {**os.environ, **rank_environment(job), **env, STORE: stores.private}
@@ -106,7 +106,7 @@ class Processes:
             self._environments = {
                 rank: {**common, **slots[rank], "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in slots
             }
-            self._server: ForkServer = self._resources.enter_context(fork_server(job))
+            self._server = self._resources.enter_context(closing(fork_server(job)))
         except BaseException:
             self.close()
             raise
