@@ -8,6 +8,7 @@ lists the collectives.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -43,27 +44,20 @@ from paceline.errors import UsageError
 class Flat:
     """A flat contiguous form of a tensor; a ``with`` block writes it back to the tensor on exit."""
 
-    flat: Tensor
-
     def __init__(self, tensor: Tensor, *, read: bool = True) -> None:
         self._tensor = tensor.detach()
         self._is_copy = not tensor.is_contiguous()
         flat = self._tensor
         if self._is_copy:
             flat = flat.contiguous() if read else torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
-        self.flat = flat.view(-1)
-
-    def write_back(self) -> None:
-        """Copy :attr:`flat` to the tensor."""
-        if self._is_copy:
-            self._tensor.copy_(self.flat.view(self._tensor.shape))
+        self._flat = flat.view(-1)
 
     def __enter__(self) -> Tensor:
-        return self.flat
+        return self._flat
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None:
-            self.write_back()
+        if kind is None and self._is_copy:
+            self._tensor.copy_(self._flat.view(self._tensor.shape))
 
 
 def options_of(options_class: Any, argument: Any, *, reduce: bool = False) -> Any:
@@ -250,10 +244,9 @@ class PacelineProcessGroup(Delegating):
             return self._allgather_uneven(targets, tensor, options)
 
         def run() -> None:
-            flats = [Flat(output, read=False) for output in targets]
-            self._native.all_gather([flat.flat for flat in flats], tensor.contiguous().view(-1))
-            for flat in flats:
-                flat.write_back()
+            with ExitStack() as stack:
+                flats = [stack.enter_context(Flat(output, read=False)) for output in targets]
+                self._native.all_gather(flats, tensor.contiguous().view(-1))
 
         handle = self._submit(run, targets, options)
         # torch's quantization hooks rely on this value, which NCCL's future has and Gloo's does not. The operation may

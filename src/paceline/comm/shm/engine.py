@@ -36,7 +36,7 @@ from paceline.comm.shm.doorbells import Signals
 from paceline.comm.shm.handshake import Peer
 from paceline.comm.shm.header import SLOTS, Header, Shown, mismatch, read_header, read_shown, write
 from paceline.core.telemetry.spans import waiting
-from paceline.errors import CommunicationError, DesyncError
+from paceline.errors import CommunicationError
 
 Compute = Callable[[list[Shown]], None]
 """Computes this rank's part of an operation from the memory that each rank shows, in rank order."""
@@ -267,7 +267,8 @@ class Engine:
             return
         shown = read_shown(self.memories, operation.number)
         if shown is None:
-            operation.error = self._mismatch(operation)
+            headers = [read_header(memory, operation.number) for memory in self.memories]
+            operation.error = mismatch(operation.number, headers, self.names, self._name)
         else:
             try:
                 operation.compute(shown)
@@ -278,12 +279,6 @@ class Engine:
         operation.end_part()
         self._done = operation.number + 1
         self.signals.announce(done=1)
-
-    def _mismatch(self, operation: Operation) -> DesyncError:
-        headers = [read_header(memory, operation.number) for memory in self.memories]
-        if None in headers:
-            self._fail(f"rank {self.names[headers.index(None)]} shows another operation", operation)
-        return mismatch(operation.number, list(filter(None, headers)), self.names, self._name)
 
     # -- waiting ------------------------------------------------------------------------------------------------
 

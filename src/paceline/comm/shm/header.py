@@ -110,10 +110,10 @@ def read_shown(segments: Sequence[Segment], number: int) -> list[Shown] | None:
     return shown
 
 
-def read_header(segment: Segment, number: int) -> Header | None:
-    """Return the header of operation `number`; None if its slot holds another operation."""
-    written, kind, dtype, *numbers = _SAME.unpack_from(segment.memory, _SLOTS_AT + number % SLOTS * _SLOT_BYTES)
-    return Header._make((Kind(kind), DTYPES[dtype], *numbers)) if written == number else None
+def read_header(segment: Segment, number: int) -> Header:
+    """Return the header of operation `number`, which the rank with this memory has posted."""
+    _, kind, dtype, *numbers = _SAME.unpack_from(segment.memory, _SLOTS_AT + number % SLOTS * _SLOT_BYTES)
+    return Header._make((Kind(kind), DTYPES[dtype], *numbers))
 
 
 def mismatch(number: int, headers: Sequence[Header], names: Sequence[int], name: int) -> DesyncError:
