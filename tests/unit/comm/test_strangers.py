@@ -255,7 +255,8 @@ def test_a_private_store_is_used_as_it_is_and_takes_no_more_descriptors() -> Non
 
 TRAINING = """
 import os, time, torch, torch.distributed as dist, paceline
-open("port-" + os.environ["RANK"], "w").write(os.environ["MASTER_PORT"])
+open("new-" + os.environ["RANK"], "w").write(os.environ["MASTER_PORT"])
+os.rename("new-" + os.environ["RANK"], "port-" + os.environ["RANK"])  # only now, because the test reads it at once
 while not os.path.exists("go"): time.sleep(0.01)
 world = paceline.init(timeout=30)
 for _ in range(3):
