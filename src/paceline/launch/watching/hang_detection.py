@@ -179,6 +179,7 @@ class HangWatch:
             return
         by_rank = {sight.rank: sight for sight in sights}
         hung = [by_rank.pop(rank) for rank in ranks]
+        self._stacks |= {sight.rank: "" for sight in hung if sight.stopped}  # older stacks belong to another moment
         details = {sight.rank: _detail(sight) for sight in hung}
         lines = [line for sight in hung for line in quoted(sight.rank, sight.stacks)]
         lines += doings((rank, _doing(sight)) for rank, sight in by_rank.items() if sight.box is not None)
