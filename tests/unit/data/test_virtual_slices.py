@@ -113,6 +113,7 @@ def test_a_sample_that_fails_is_named() -> None:
 @pytest.mark.parametrize(
     ("count", "options", "words"),
     [
+        (0, {}, "a global batch of 16 samples cannot be cut into virtual_ranks=0 slices"),
         (32, {}, "a global batch of 16 samples cannot be cut into virtual_ranks=32 slices"),
         (8, {"speed": [1]}, "speed= cuts batches into slices of different lengths"),
         (8, {"cost": range(1, SAMPLES + 1)}, "cost= cuts batches into slices of different lengths"),

@@ -142,6 +142,18 @@ def weighted_in_a_backward_each(side: Side) -> Iterator[nn.Module]:
         yield from (side.actor, side.critic)
 
 
+def trained_in_turn_inside_both_blocks(side: Side) -> Iterator[nn.Module]:
+    actor, critic = side.wrap(side.actor), side.wrap(side.critic)
+    optimizer = torch.optim.SGD({p: None for model in (actor, critic) for p in model.parameters()}, 0.1)
+    for step in range(4):
+        x = side.batch(step)
+        (outer, loss), (inner, _) = side.weighted(actor, x), side.weighted(critic, x)
+        with outer, inner:
+            loss((actor, critic)[step % 2](x).square()).backward()
+        optimizer.step(), optimizer.zero_grad()
+        yield from (side.actor, side.critic)
+
+
 def wrapped_again(side: Side) -> Iterator[nn.Module]:
     old = side.wrap(side.actor)
     square(old(side.batch())).backward()
@@ -227,6 +239,7 @@ PROGRAMS = [
     accumulated_by_one_over_the_others_average,
     weighted_in_one_backward,
     weighted_in_a_backward_each,
+    trained_in_turn_inside_both_blocks,
     wrapped_again,
     a_wrapper_inside_a_wrapped_module,
     averages_kept_in_another_order_on_each_rank,
@@ -239,7 +252,9 @@ def test_common_parameters_equal_one_process(pools: Pools, program: Program) -> 
     pools.run(2, beside_one_process, program, {})
 
 
-@pytest.mark.parametrize("program", [averages_kept_over_steps, weighted_in_a_backward_each])
+@pytest.mark.parametrize(
+    "program", [averages_kept_over_steps, weighted_in_a_backward_each, trained_in_turn_inside_both_blocks]
+)
 def test_common_parameters_equal_one_process_in_tiny_buckets_on_one_and_four_ranks(
     pools: Pools, program: Program
 ) -> None:

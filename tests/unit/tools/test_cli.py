@@ -76,6 +76,7 @@ REFUSED = {
     "no recipe": (["train", "--lr", "3"], "--lr needs a recipe; name one: digits, lm"),
     "no value behind a recipe": (["compare", "digits", "--steps"], "Option '--steps' requires an argument"),
     "mistyped option": (["train", "digits", "--epohcs", "3"], "No such option: --epohcs; did you mean --epochs?"),
+    "torchrun's option": (["train", "digits", "--nproc-per-node", "2"], "--nproc-per-node; did you mean --nproc?"),
     "mistyped option of run": (["run", "--nporc", "3", "x.py"], "no option --nporc; did you mean --nproc?"),
     "help as a word": (["help"], "unknown command 'help'; did you mean paceline --help?"),
     "a script without run": (["x.py"], "unknown command 'x.py'; did you mean paceline run x.py?"),
@@ -105,6 +106,11 @@ REFUSED = {
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
 def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: str, refusal: Any) -> None:
     assert message in refusal(*arguments)
+
+
+@pytest.mark.usefixtures("started")
+def test_only_a_similar_option_is_suggested(refusal: Any) -> None:
+    assert refusal("train", "digits", "--report", "x") == "error: No such option: --report"  # not --epochs
 
 
 def test_train_supervises_as_run_does(started: list[Job], run: Any) -> None:

@@ -203,7 +203,7 @@ def trainer(loader: DataLoader, **options: Any) -> None:
 MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
     "batch": (
         lambda: trainer(DataLoader(Pictures(), 4)),
-        "a global batch of 4 samples cannot be cut into virtual_ranks=8 slices; give a batch_size of at least",
+        "a global batch of 4 samples cannot be cut into virtual_ranks=8 slices; give 1 to 4 slices",
     ),
     "speed": (
         lambda: trainer(DataLoader(Pictures(), BATCH, speed=[2, 1])),

@@ -17,11 +17,13 @@ from paceline.errors import UsageError
 
 def or_near(name: str, candidates: Iterable[str]) -> str:
     """Return "; did you mean --nproc?" if one of the `candidates` is close to `name`; empty otherwise."""
-    names = list(candidates)
-    if name.startswith("-n") and "--nproc" in names:  # mpirun and srun accept -n 2, -n2 and -np 2
+    # Without dashes, which would make any two short options similar.
+    names = {candidate.lstrip("-"): candidate for candidate in candidates}
+    # mpirun and srun accept -n 2, -n2 and -np 2; torchrun accepts --nproc-per-node 2.
+    if name.startswith(("-n", "--nproc")) and "nproc" in names:
         return "; did you mean --nproc?"
-    near = get_close_matches(name.partition("=")[0], names, 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = get_close_matches(name.partition("=")[0].lstrip("-"), names, 1)
+    return f"; did you mean {names[near[0]]}?" if near else ""
 
 
 def options_of(context: Any) -> list[str]:

@@ -66,9 +66,9 @@ class Slicing:
                 f"{self.unlike_by}= cuts batches into slices of different lengths and virtual_ranks={virtual_ranks} "
                 "into equal ones; leave one of the two out"
             )
-        if virtual_ranks > self._batch_size:
+        if not 1 <= virtual_ranks <= self._batch_size:
             raise UsageError(
                 f"a global batch of {self._batch_size} samples cannot be cut into virtual_ranks={virtual_ranks} "
-                f"slices; give a batch_size of at least {virtual_ranks}"
+                f"slices; give 1 to {self._batch_size} slices, or a larger batch_size"
             )
         return virtual_ranks, slices_of_rank(virtual_ranks, self._rank, self._world_size)

@@ -185,8 +185,10 @@ class LocalEngine:
     def local_gradient(self) -> str | None:
         """Return the name of a parameter whose gradient may have bypassed the wrapper inside ``model.weight()``."""
         if self._ledger.blocks.without_forward():
-            for name, parameter in zip(self._trained.names, self._trained.parameters, strict=True):
-                if parameter.grad is not None and bool(stored_elements(parameter.grad).any()):
+            for index, (name, parameter) in enumerate(zip(self._trained.names, self._trained.parameters, strict=True)):
+                if parameter.grad is None or index in self._sharing.left_to_others:
+                    continue
+                if bool(stored_elements(parameter.grad).any()):
                     return name
         return None
 
