@@ -86,7 +86,7 @@ def test_buffers_are_rank_0s_after_each_step(pools: Pools, forwards: int, accumu
     pools.run(2, beside_torch, forwards, accumulated)
 
 
-def uneven(world: World) -> None:
+def uneven(world: World, forwards: int) -> None:
     """Rank 1 has no data in some steps, and fewer micro-batches in others."""
     model = DistributedDataParallel(Model())
     for step in range(6):
@@ -95,14 +95,15 @@ def uneven(world: World) -> None:
         if has_data:
             for part in range(1 if world.rank else 3):
                 with model.no_sync() if part < 2 and world.rank == 0 else nullcontext():
-                    model(batch(world, step)).square().mean().backward()
+                    sum(model(batch(world, step)).square().mean() for _ in range(forwards)).backward()
         else:
             model.sync_gradients()
         expect_same_everywhere(model, f"step {step}")
 
 
-def test_a_rank_without_data_or_with_fewer_micro_batches_takes_part(pools: Pools) -> None:
-    pools.run(2, uneven)
+@pytest.mark.parametrize("forwards", [1, 3])
+def test_a_rank_without_data_or_with_fewer_micro_batches_takes_part(pools: Pools, forwards: int) -> None:
+    pools.run(2, uneven, forwards)
 
 
 def aborted(world: World) -> list[str]:

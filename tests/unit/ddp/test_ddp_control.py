@@ -94,7 +94,7 @@ def test_ranks_that_agree_raise_nothing() -> None:
 @pytest.mark.parametrize(
     ("field", "values", "said"),
     [
-        ("forwards",        [2, 1, 1], "rank 0 has 2, ranks 1, 2 have 1 forward passes in training mode"),
+        ("forwards",        [2, 1, 1], "rank 0 has 2, ranks 1, 2 have 1 steps with a forward pass in training mode"),
         ("optimizer_steps", [3, 3, 4], "ranks 0, 1 have 3, rank 2 has 4 optimizer steps"),
     ],
 )  # fmt: skip
@@ -106,7 +106,7 @@ def test_a_difference_names_ranks_and_values_on_every_rank(field: str, values: l
 def test_ranks_that_do_not_weigh_are_named() -> None:
     weighed, not_weighed = Status(weighting=WEIGHTED), Status(weighting=UNWEIGHTED)
     for message in messages(statuses(weighed, not_weighed, Status())):
-        assert re.search(r"rank 1 ran backward outside model\.weight\(\)", message)
+        assert re.search(r"rank 1 averaged gradients from outside model\.weight\(\)", message)
 
 
 def test_an_aborted_rank_is_named_by_the_others_and_silent_itself() -> None:
@@ -190,7 +190,7 @@ def test_equal_reports_of_a_usual_step_are_read_as_they_were_given() -> None:
 def test_a_rank_that_mixes_modes_is_named_where_all_reports_are_equal() -> None:
     both = Status(weighting=WEIGHTED | UNWEIGHTED)
     for message in messages(statuses(both, both)):
-        assert re.search(r"ranks 0, 1 ran backward outside model\.weight\(\)", message)
+        assert re.search(r"ranks 0, 1 averaged gradients from outside model\.weight\(\)", message)
 
 
 def test_a_block_without_the_order_is_filled_and_read_as_before() -> None:

@@ -37,8 +37,8 @@ NO_DATA = Origin()
 @dataclass
 class Status:
     forwards: int = 0
-    """Number of forward passes that broadcast buffers (training mode, outside ``no_sync``), since the wrapper was
-    created."""
+    """Number of steps with a forward pass that broadcasts buffers (training mode, outside ``no_sync``), since the
+    wrapper was created."""
     optimizer_steps: int = 0
     """Number of optimizer steps taken on this model's parameters."""
     weight: float = 0.0
@@ -77,11 +77,10 @@ class Status:
 
 _EQUAL = {
     "forwards": (
-        "forward passes in training mode",
+        "steps with a forward pass in training mode",
         # Ranks must broadcast equally often. If none broadcasts, `forwards` stays 0 on all ranks.
-        "each broadcasts the model's buffers, so run every forward on all ranks, evaluate under model.eval() or "
-        "torch.no_grad(), and call model.sync_gradients() on a rank that has no data; forward_sync_buffers=False lets "
-        "the numbers differ",
+        "each broadcasts the model's buffers, so run such a forward on all ranks or on none, and call "
+        "model.sync_gradients() on a rank that has no data; forward_sync_buffers=False lets the numbers differ",
     ),
     "optimizer_steps": ("optimizer steps", "call optimizer.step() on all ranks in the same steps"),
 }

@@ -1,8 +1,8 @@
 """Buffer synchronization: keeps a module's buffers equal on all ranks.
 
-Buffers are broadcast after a counted forward pass: with the next synchronized backward pass (:mod:`.buffers_at_rest`)
-or before the next counted forward pass, whichever comes first. Inside ``join``, every broadcast is announced to the
-ranks without data and runs before the forward pass.
+Buffers are broadcast with the synchronized backward pass that follows a counted forward pass
+(:mod:`.buffers_at_rest`). If they may differ when a step begins, they are also broadcast before its first counted
+forward pass. Inside ``join``, every broadcast is announced to the ranks without data, and runs before that forward.
 
 Decision 0024 says why.
 """
@@ -46,9 +46,9 @@ class BufferSync:
         may_differ: whether the buffers may differ between ranks at first.
     """
 
-    _forwards: int
-    """Number of counted forward passes since the buffers were last equal; the same on every rank. Passes under
-    ``no_sync`` do not count, because their number may differ between ranks."""
+    _may_differ: bool
+    """Whether there was a counted forward pass since the buffers were last equal. When a step begins, the value is the
+    same on every rank. Passes under ``no_sync`` do not count."""
     statistics: Statistics | None = None
     """Adds up BatchNorm's statistics over the slices of virtual ranks; None without them."""
 
@@ -62,7 +62,7 @@ class BufferSync:
         *,
         may_differ: bool,
     ) -> None:
-        self._forwards = int(may_differ)
+        self._may_differ = may_differ
         self._buffers, self._channel, self._at_rest = buffers, channel, BuffersAtRest(buffers, channel)
         self._join_events, self._ledger, self._is_wanted = join_events, ledger, is_wanted
 
@@ -78,25 +78,26 @@ class BufferSync:
 
     def begin_step(self) -> None:
         """Make the buffers equal unless they already are; called on all ranks before a forward pass or sliced step."""
-        if self._forwards:
+        if self._may_differ:
             self.synchronize()
 
     def restored(self) -> None:
         """Record that the buffers have been reset to their values before the step, which are equal on all ranks."""
-        self._forwards = 0
+        self._may_differ = False
 
     def forward_begins(self) -> bool:
-        """Count a forward pass that all ranks run, and return whether it synchronizes buffers.
+        """Count a forward pass, and return whether it synchronizes buffers.
 
-        If so, first make the buffers equal unless they already are.
+        If so, and if it is the first one of its step, first make the buffers equal unless they already are.
         """
         travels = bool(self._is_wanted())
-        self._ledger.forward(broadcasts=travels)
-        # Like torch DDP, broadcast again before a second forward pass of the same step. Not with virtual ranks: rank 0
-        # may be working on another slice, so each slice keeps its own buffers.
-        if travels and self.statistics is None:
+        # Not before later forward passes of the step, because a rank without data does not know their number.
+        broadcasts = travels and self._ledger.forwards_since_sync == 0
+        self._ledger.forward(broadcasts=broadcasts)
+        # With virtual ranks, rank 0 may be working on another slice, so each slice keeps its own buffers.
+        if broadcasts and self.statistics is None:
             self.begin_step()
-        self._forwards += 1
+        self._may_differ = True
         return travels
 
     def synchronize(self) -> bool:
@@ -106,7 +107,7 @@ class BufferSync:
         if self._join_events.enabled:
             self._join_events.announce(Event.BUFFERS)
         self.exchange()
-        self._forwards = 0
+        self._may_differ = False
         return True
 
     # -- with a backward ----------------------------------------------------------------------------------------
@@ -118,11 +119,11 @@ class BufferSync:
         """
         if self.statistics is not None:
             self.statistics.launch()
-        # Inside join(), every forward pass announces a separate broadcast.
+        # Inside join(), a separate broadcast is announced before the next step's first forward pass.
         if not self._buffers.places or self._join_events.enabled:
             return
-        if self._forwards and self._is_wanted():
-            self._forwards = 0
+        if self._may_differ and self._is_wanted():
+            self._may_differ = False
             self._at_rest.launch()
 
     def wait(self) -> None:
@@ -142,5 +143,5 @@ class BufferSync:
 
     def taken_along(self) -> list[Tensor]:
         """Return the buffers for the broadcast at the end of ``join``, and count them as equal."""
-        self._forwards = 0
+        self._may_differ = False
         return [buffer.data for buffer in self._buffers.named().values()]

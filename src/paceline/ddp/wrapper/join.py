@@ -157,6 +157,7 @@ class Shadow(Leaving):
         elif stale and states[source][3]:
             _warn_of_stale_state(stale, [state[2] for state in states], source)
         _, status.forwards, status.optimizer_steps, _ = states[source]
+        self._ledger.forwards_since_sync = 0  # a rank may have left in the middle of a step
         return source
 
     def _bring_optimizers_up_to_date(self, source: int) -> None:
