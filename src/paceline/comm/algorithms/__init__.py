@@ -7,8 +7,9 @@ participants.py the ranks of a group: messages between them, and the comparison 
 execute.py      runs a schedule on a tensor
 functions.py    the public functions
 
-To draw a schedule with ``paceline explain``, name it in ``tools/explain/explain_command.py``; to time it with
-``paceline bench``, in ``tools/bench/backends.py``.
+To add an algorithm, write its schedule, name it in ``schedules.py``, and give it a function in ``functions.py``. For
+``paceline bench``, name it in ``tools/bench/backends.py``. For ``paceline explain``, name it in
+``tools/explain/explain_command.py``, and say what to watch in ``HINTS`` of ``tools/explain/subjects/schedules.py``.
 """
 
 from paceline.comm.algorithms.functions import (

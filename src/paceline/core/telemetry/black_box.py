@@ -11,6 +11,9 @@ entry survives SIGKILL. Areas, by offset:
     448   job      the job's last completed step, and the first step of this start
     512   free     zeros, reserved for new areas; readers ignore areas that they do not know
 
+To show another number in ``paceline top``, append it to :data:`STEP` and :class:`Snapshot`, write it in
+``black_box_writer.py``, and read it in ``tools/top/rank_status.py``.
+
 Each number is written atomically, but a reader may see an area during a write. A displayed time can then be wrong.
 
 Times are seconds of ``time.monotonic()``, one clock for all processes of a host. They are measured on the host: on a

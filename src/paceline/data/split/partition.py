@@ -1,4 +1,7 @@
-"""Cuts an order of indices into global batches, including the last one, and each global batch into slices."""
+"""Cuts an order of indices into global batches, including the last one, and each global batch into slices.
+
+If samples have costs, ``balance.py`` assigns them to slices instead.
+"""
 
 from __future__ import annotations
 
