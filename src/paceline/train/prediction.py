@@ -95,7 +95,7 @@ def _length(part: Any) -> int:
 
 def _check_rows(output: Any, samples: int) -> None:
     """Raise a UsageError unless each part of an output has one row per sample."""
-    for part in tree_leaves(output):
+    for part in tree_leaves(output) or [output]:  # an empty dict or list has no leaves
         if (count := _length(part)) != samples:
             rows = f"{count} rows" if count >= 0 else f"{with_article(type(part).__name__)} without rows"
             raise UsageError(

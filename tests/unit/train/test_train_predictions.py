@@ -123,6 +123,7 @@ def in_a_training(world: World) -> list[Any]:
         lambda: trainer.predict(DataLoader(data, 7), lambda module, batch: module(batch[0]).sum()),
         lambda: trainer.predict(DataLoader(data, 7), lambda module, batch: module(batch[0])[:1]),
         lambda: trainer.predict(DataLoader(data, 7), lambda module, batch: ["one"] * len(batch[0])),
+        lambda: trainer.predict(DataLoader(data, 7), lambda module, batch: {}),
         lambda: trainer.predict(DataLoader(data, 7), lambda module, batch: torch.ones(len(batch[0]), len(batch[0]))),
     )
     return [torch.allclose(rows[0], again, rtol=0.02, atol=0.02), again.dtype, [*map(refusal, attempts)]]
@@ -138,6 +139,7 @@ def test_the_trainer_predicts_in_its_precision_and_refuses_what_cannot_work(pool
         "predict_step returned a Tensor without rows for a batch of 7 samples; return a tensor with one row",
         "predict_step returned 1 rows for a batch of 7 samples; ",
         "predict_step returned a str without rows for a batch of 7 samples; ",
+        "predict_step returned a dict without rows for a batch of 7 samples; ",
         "predict_step returned rows of shapes (6,) and (7,); pad them to one shape",
     ]
     for message, beginning in zip(refused, beginnings, strict=True):
