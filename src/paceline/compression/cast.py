@@ -21,7 +21,7 @@ class Cast(Compressor):
         dtype: ``torch.bfloat16`` or ``torch.float16``.
 
     Raises:
-        UsageError: if `dtype` is another dtype.
+        UsageError: if `dtype` is neither.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -50,6 +50,6 @@ def _fields(pid: int) -> list[str]:
 def _read(pid: int, name: str) -> str:
     """Return the text of a file in ``/proc/<pid>``; empty if the process has ended, or without ``/proc``."""
     try:
-        return Path(f"/proc/{pid}/{name}").read_text()
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")  # a program may have any name
     except OSError:
         return ""

@@ -292,7 +292,7 @@ def _given(
         )
     if hasattr(dataset, "__len__") and len(dataset) != sampler.size:
         raise UsageError(
-            f"the sampler is for {sampler.size} samples but the dataset has {len(dataset)}; create it from this one"
+            f"the sampler is for {sampler.size} samples but the dataset has {len(dataset)}; create it from this dataset"
         )
     return sampler
 

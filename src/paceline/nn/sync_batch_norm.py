@@ -183,7 +183,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             process_group: the ranks whose statistics are combined; by default all.
 
         Raises:
-            UsageError: if it has a lazy BatchNorm, whose number of channels is unknown before its first forward.
+            UsageError: if `module` has a lazy BatchNorm, whose number of channels is unknown before its first forward.
         """
         return _convert(cls, module, process_group, {})
 

@@ -56,7 +56,7 @@ class ShardedOptimizer(Optimizer):
         defaults: settings of the optimizer, such as ``lr=1e-3, fused=True``.
 
     Raises:
-        UsageError: if an argument is wrong or unsupported.
+        UsageError: if an argument is invalid or unsupported.
     """
 
     _inner: Optimizer

@@ -94,7 +94,7 @@ class Loop:
         if on and self._skipped > taken:
             warn(
                 f"{self._skipped} of {self._skipped + taken} steps were skipped, because the gradient of the scaled "
-                'loss had NaN or Inf; each skipped step halves the scale, so train longer, or with precision="bf16"'
+                'loss had NaN or Inf; each skipped step halves the scale, so train longer, or use precision="bf16"'
             )
         self.callbacks.meet("on_end")
 

@@ -41,7 +41,7 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
             of these. By default it calls the module with the batch, or with the first item of a tuple or list.
 
     Raises:
-        UsageError: if the model is not in Paceline's wrapper, the loader is another library's, or the number of rows is
+        UsageError: if the model is not in Paceline's wrapper, the loader is not Paceline's, or the number of rows is
             wrong.
         DesyncError: if ranks differ in the data.
     """

@@ -39,7 +39,7 @@ def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: i
     """Return the learning rate for a global batch of `batch_size`, given `lr` for a batch of `base_batch_size` samples.
 
     Raises:
-        UsageError: if the rule is unknown or lacks a base batch size.
+        UsageError: if the rule is unknown, or if it needs `base_batch_size` and none is given.
     """
     if choice("lr_scaling", scaling, get_args(LrScaling)) == "none":
         return lr
@@ -68,7 +68,7 @@ def lr_factor(
         LambdaLR(optimizer, partial(lr_factor, warmup_steps=100, decay="cosine", total_steps=1000))
 
     Raises:
-        UsageError: if the decay is unknown or lacks `total_steps`.
+        UsageError: if the decay is unknown, or if it needs `total_steps` and none is given.
     """
     choice("decay", decay, get_args(Decay))
     if decay != "none" and total_steps is None:

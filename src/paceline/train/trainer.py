@@ -42,8 +42,8 @@ class Trainer:
         trainer = Trainer(model, optimizer, loss, loader, TrainConfig(epochs=3))
         result = trainer.fit()
 
-    The gradient of a step is the gradient of the mean loss over the whole global batch, even for a short last batch or
-    a rank without samples.
+    The gradient of a step is the gradient of the mean loss over the whole global batch, even for a short last batch or,
+    without SyncBatchNorm, a rank without samples.
 
     Args:
         model: the wrapped model.
@@ -63,7 +63,7 @@ class Trainer:
             with a new best evaluation. It is closed when the training ends.
 
     Raises:
-        UsageError: if the folder already holds checkpoints and ``resume`` is not set, or if settings cannot work.
+        UsageError: if the folder already holds checkpoints and ``resume`` is not set, or if settings are invalid.
     """
 
     def __init__(

@@ -106,7 +106,7 @@ def test_a_difference_names_ranks_and_values_on_every_rank(field: str, values: l
 def test_ranks_that_do_not_weigh_are_named() -> None:
     weighed, not_weighed = Status(weighting=WEIGHTED), Status(weighting=UNWEIGHTED)
     for message in messages(statuses(weighed, not_weighed, Status())):
-        assert re.search(r"rank 1 averaged gradients from outside model\.weight\(\)", message)
+        assert re.search(r"rank 1 averaged gradients computed outside model\.weight\(\)", message)
 
 
 def test_an_aborted_rank_is_named_by_the_others_and_silent_itself() -> None:
@@ -190,7 +190,7 @@ def test_equal_reports_of_a_usual_step_are_read_as_they_were_given() -> None:
 def test_a_rank_that_mixes_modes_is_named_where_all_reports_are_equal() -> None:
     both = Status(weighting=WEIGHTED | UNWEIGHTED)
     for message in messages(statuses(both, both)):
-        assert re.search(r"ranks 0, 1 averaged gradients from outside model\.weight\(\)", message)
+        assert re.search(r"ranks 0, 1 averaged gradients computed outside model\.weight\(\)", message)
 
 
 def test_a_block_without_the_order_is_filled_and_read_as_before() -> None:

@@ -87,7 +87,7 @@ def differ(world: World, how: str) -> str:
     ("how", "said"),
     [
         ("steps", "ranks 0, 2 have 2, rank 1 has 3 optimizer steps"),
-        ("weights", "ranks 0, 2 averaged gradients from outside model.weight()"),
+        ("weights", "ranks 0, 2 averaged gradients computed outside model.weight()"),
     ],
 )
 def test_ranks_that_differ_are_named_on_every_rank(pools: Pools, how: str, said: str) -> None:

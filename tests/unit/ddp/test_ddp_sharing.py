@@ -463,7 +463,7 @@ def older_average_on_a_rank_without_data(world: World, drops: bool) -> None:
 
 def test_an_older_average_on_a_rank_without_data_is_not_scaled_by_the_weights_of_others(pools: Pools) -> None:
     pools.run(2, older_average_on_a_rank_without_data, True)
-    with pytest.raises(Exception, match=r"rank 1 averaged gradients from outside model.weight\(\)"):
+    with pytest.raises(Exception, match=r"rank 1 averaged gradients computed outside model.weight\(\)"):
         pools.run(2, older_average_on_a_rank_without_data, False)
 
 

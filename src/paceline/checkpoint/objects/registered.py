@@ -115,7 +115,7 @@ class Registered:
             check_module(self.name, self._target, without_compile(saved.state), step)
         elif self.is_optimizer:
             # A malformed description can fail anywhere in the comparison.
-            with _refused(f"the description of {self.name!r} of step {step} is malformed", "use another checkpoint"):
+            with _refused(f"the description of {self.name!r} in step {step} is malformed", "use another checkpoint"):
                 optimizer_states.check(self.name, self._description(), saved.optimizer, step, allow_changed)
         elif callable(compare := getattr(self.object, "check_state_dict", None)):
             compare(saved.state)

@@ -18,8 +18,8 @@ def check_virtual_ranks(name: str, count: Any) -> int:
     number = whole_number(name, count)
     if number & (number - 1):
         raise UsageError(
-            f"{name} must be a power of two, so that every number of ranks that divides it sums in the same tree, not "
-            f"{number}; pass 2, 4, 8, …"
+            f"{name} must be a power of two, not {number}, so that every number of ranks that divides it sums in the "
+            "same tree; pass 2, 4, 8, …"
         )
     return number
 

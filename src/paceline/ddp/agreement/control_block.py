@@ -79,8 +79,8 @@ _EQUAL = {
     "forwards": (
         "steps with a forward pass in training mode",
         # Ranks must broadcast equally often. If none broadcasts, `forwards` stays 0 on all ranks.
-        "each broadcasts the model's buffers, so run such a forward on all ranks or on none, and call "
-        "model.sync_gradients() on a rank that has no data; forward_sync_buffers=False lets the numbers differ",
+        "each broadcasts the model's buffers, so run such a forward or, without data, model.sync_gradients() on "
+        "every rank; forward_sync_buffers=False lets the numbers differ",
     ),
     "optimizer_steps": ("optimizer steps", "call optimizer.step() on all ranks in the same steps"),
 }
@@ -235,9 +235,9 @@ class ControlBlock:
         without = [rank for rank, mode in enumerate(modes) if mode in plain]
         if without and any(mode & WEIGHTED and not mode & BY_SLICE for mode in modes):
             raise DesyncError(
-                f"ranks differ: {named_ranks(without)} averaged gradients from outside model.weight(), the other ranks "
-                "from inside; use model.weight() for every micro-batch on every rank, or for none; a rank without data "
-                "calls optimizer.zero_grad() before model.sync_gradients()"
+                f"ranks differ: {named_ranks(without)} averaged gradients computed outside model.weight(), the other "
+                "ranks inside; use model.weight() for every micro-batch on every rank, or for none; without data, call "
+                "optimizer.zero_grad() before model.sync_gradients()"
             )
         if bad := self._marked(1):
             where = [rank for rank, status in enumerate(statuses) if status.non_finite]

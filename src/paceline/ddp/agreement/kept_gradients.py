@@ -171,7 +171,7 @@ class LocalGradients:
         """Return whether all recorded gradients are None or zero now.
 
         Raises:
-            UsageError: if some are and others are not.
+            UsageError: if some are and others are unchanged.
         """
         untouched, dropped = [], []
         for name, parameter, recorded, version in self._recorded:
@@ -185,8 +185,8 @@ class LocalGradients:
             raise UsageError(
                 f"the gradient of {dropped[0]!r} was set to None or zero after a micro-batch inside model.weight() and "
                 f"no_sync(), but the gradient of {untouched[0]!r} was not, so the wrapper cannot tell whether this "
-                "micro-batch still counts; drop it with model.zero_grad() on the wrapper, and freeze the parameters "
-                "that no optimizer trains"
+                "micro-batch still counts; to drop it, call model.zero_grad() on the wrapper; to keep it, set "
+                "gradients to None only after the step's last backward pass"
             )
         return bool(dropped) and len(dropped) == len(self._recorded)
 

@@ -168,6 +168,7 @@ class LocalEngine:
         # p.grad already holds this wrapper's average, so only averages that were set aside are added.
         self._sharing.show(dict.fromkeys(self._share.set_aside), self._share)
         self._sharing.end()
+        self._sharing.check_not_mixed()
         if self._check_finite:
             self._refuse_non_finite()
 

@@ -154,11 +154,7 @@ class Sharing:
             parameter.grad = _sum(average, _sum(parameter.grad, set_aside))
 
     def end(self) -> None:
-        """End the backward pass, and remember which gradients are this wrapper's averages.
-
-        Raises:
-            UsageError: if weights were in use and another wrapper still has gradients to average.
-        """
+        """End the backward pass, and remember which gradients are this wrapper's averages."""
         self.is_active = False
         if not self._partners:
             return
@@ -170,11 +166,6 @@ class Sharing:
         self.left_to_others = frozenset()
         for partner in list(self._partners):
             partner.left_to_others |= partner._partners.get(self, frozenset())
-        has_weights = any(int(weighting) & WEIGHTED for _, weighting in self._ledger.notes)
-        for partner, common in list(self._partners.items()):
-            has_weights = has_weights or partner._ledger.is_weight_pending
-            if has_weights and partner._ledger.local_tasks and not partner.is_active:
-                raise self._mixed(common)
 
     def abort(self, share: Share) -> None:
         """Restore the averages that were set aside; called after an exception interrupts the backward pass."""
@@ -217,6 +208,14 @@ class Sharing:
                     "and a backward pass inside model.weight() and no_sync() would add undivided gradients to it; run "
                     "this model's micro-batches first, or set gradients to None before running them"
                 )
+
+    def check_not_mixed(self) -> None:
+        """Refuse weights if another wrapper still has gradients to average, which this average may include."""
+        is_weighted = any(int(weighting) & WEIGHTED for _, weighting in self._ledger.notes)
+        for partner, common in list(self._partners.items()):
+            has_weights = is_weighted or partner._ledger.is_weight_pending
+            if has_weights and partner._ledger.local_tasks and not partner.is_active:
+                raise self._mixed(common)
 
     def _check_same_mean(self, first: Sharing, elsewhere: Mapping[int, Sharing]) -> None:
         """Refuse a backward pass through two wrappers that average a common parameter with different divisors."""
@@ -340,6 +339,7 @@ class SharedParameters(Extension):
         # _end() records the gradients in p.grad, so it must run after buckets may have been reallocated in order of
         # arrival. It is the first deferred function, because one of the others may raise.
         backward.deferred = [self._end, *backward.deferred]
+        backward.defer(self._sharing.check_not_mixed)
 
     def _end(self) -> None:
         self._sharing.end()

@@ -108,14 +108,14 @@ class SyncControl(Joinable):
         """Average the gradients in ``p.grad`` now, without a backward pass.
 
         Use it on a rank without data while the others run a backward pass, or after micro-batches that all ran under
-        :meth:`no_sync`. A missing gradient counts as zero. A rank that has not run a forward pass since the last
-        synchronization also takes part in the broadcast of buffers that the other ranks run with theirs. If one
-        backward pass runs through several wrappers on other ranks, call this method for each wrapper, in order of
-        construction.
+        :meth:`no_sync`. A missing gradient counts as zero. If the other ranks use :meth:`weight`, a rank without data
+        calls ``optimizer.zero_grad()`` first. A rank that has not run a forward pass since the last synchronization
+        also takes part in the broadcast of buffers that the other ranks run with theirs. If one backward pass runs
+        through several wrappers on other ranks, call this method for each wrapper, in order of construction.
 
         Raises:
-            DesyncError: if numbers that must be equal differ between ranks, such as counts of forward passes and
-                optimizer steps.
+            DesyncError: if numbers that must be equal differ between ranks, such as counts of optimizer steps and of
+                steps with a forward pass.
             CommunicationError: if a rank has exited or did not take part.
         """
         if (connection := self._connection) is not None:
@@ -154,7 +154,7 @@ class SyncControl(Joinable):
         self._replica.ledger.task = -1  # and gradients that this backward pass produced outside the module
 
     def weight(self, weight: float | torch.Tensor) -> AbstractContextManager[None]:
-        """Enter a block for a micro-batch whose loss is a *sum* over `weight` samples or tokens.
+        """Weight a micro-batch whose loss is a *sum* over `weight` samples or tokens.
 
         The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization. This
         is the gradient of the mean loss over the whole global batch, even if the batch is split unevenly::
@@ -227,7 +227,7 @@ class SyncControl(Joinable):
         *,
         optimizers: Sequence[Optimizer] = (),
     ) -> Join:
-        """Enter a block in which ranks may run out of data at different times, or have no data at all.
+        """Let ranks run out of data at different times, or have no data at all.
 
         A rank that leaves its loop takes part in the other ranks' steps, including SyncBatchNorm's collectives, without
         contributing. Once all ranks have left, each gets the model of the rank that left last (the highest one if

@@ -85,12 +85,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         reduce_dtype: dtype for sending and summing gradients, by default each parameter's own dtype. Use
             ``torch.float32`` for exact means of bf16 gradients, or bf16 or fp16 to halve the bytes. Gradients keep the
             parameters' dtype, in separate memory. In fp16, the gradient of a rank's summed loss may overflow.
-        check_replicas_every: number of steps between comparisons of the ranks' parameters by fingerprint, instead of
-            after step 1, 3, 7, 15, 31, …; a difference raises :class:`~paceline.errors.ReplicaMismatch` on every rank.
+        check_replicas_every: number of steps between comparisons of the ranks' parameter fingerprints; by default
+            after steps 1, 3, 7, 15, 31, …; a difference raises :class:`~paceline.errors.ReplicaMismatch` on every rank.
             Costs one read of the parameters, and does not detect wrong averages.
-        check_compute_every: with `virtual_ranks`, number of steps between checks that compute a slice on a second rank
-            too; if the bits differ, :class:`~paceline.errors.WrongComputation` is raised on every rank, before the step
-            is taken.
+        check_compute_every: with `virtual_ranks`, number of steps between checks that recompute a slice on a second
+            rank; if the bits differ, :class:`~paceline.errors.WrongComputation` is raised on every rank, before the
+            step is taken.
         virtual_ranks: V, a power of two: the gradient is the mean over V slices of the global batch, summed in the same
             tree for any number of ranks that divides V, so the weights are bit-identical on 1, 2, …, V ranks. Loop
             over ``paceline.accumulate(model, loader)``. See docs/same-bits.md.

@@ -45,6 +45,10 @@ class HostLoad:
         # because the kernel updates a thread's times only every few milliseconds.
         record.loop_cores = min(1.0, (self._ran - self._at_start) / wall)
         record.core_numbers, record.quota = core_numbers(), quota()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file."""
         if self._schedstat is not None:
             os.close(self._schedstat)
             self._schedstat = None

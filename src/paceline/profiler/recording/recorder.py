@@ -272,6 +272,7 @@ class Session:
     def abandon(self) -> None:
         """Stop recording in a forked child, because the file belongs to its parent."""
         self._operators.drop()
+        self._load.abandon()
         self._is_closed = True
         self._stop()
         self._hooks.close()
@@ -280,19 +281,19 @@ class Session:
         return self
 
     def __exit__(self, _class: object, error: BaseException | None, _trace: object) -> None:
-        """End the recording, and close the file if it is open. Collective unless there is an `error`."""
+        """End the recording, and close the file if it is open. Collective unless there is an exception."""
         if self._is_closed:
             return
-        if isinstance(error, SystemExit) and not error.code:
-            error = None
         self._is_closed = True
         self._stop()
         self._hooks.close()
         if self._device_times is not None:
             self._steps.steps += self._device_times.rest()
-        # Collective, so skip it after an error, when other ranks may not get here.
+        # Collective, so skip it after an exception, when other ranks may not get here.
         if error is None and are_apart():
             self._record.offsets.append(measure_offset())
+        if isinstance(error, SystemExit) and not error.code:
+            error = None
         self._record.profiles_itself = self._operators.has_given_way
         self._record.ended_ns = time.time_ns()
         self._load.close(self._record)

@@ -47,6 +47,6 @@ class EarlyStopping:
         return {"best": self.best, "wait": self.wait, "monitor": self.monitor, "mode": self.mode}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict`; one of another `monitor` or `mode` is ignored."""
+        """Load a :meth:`state_dict`, unless its `monitor` or `mode` differs."""
         if (saved["monitor"], saved["mode"]) == (self.monitor, self.mode):
             self.best, self.wait = saved["best"], int(saved["wait"])
