@@ -64,10 +64,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             name that ends in "loss", otherwise the largest.
         every: how often :meth:`step` saves: a number of steps or a time. By default, it never saves. ``"auto"`` saves
             every ``sqrt(2 · cost · mtbf)`` seconds (Young 1974), but at least once an hour and at most once a minute.
-            The cost is the time for which the last such save stopped training. ``mtbf`` is the mean time between
-            failures of the job, at 0.0038 failures a day for each host (the rate in the training of Llama 3). The first
-            save is after a minute. The interval exceeds an hour if saves would otherwise take more than 2 % of the
-            time.
+            ``cost`` is how long the last such save stopped training. ``mtbf`` is the mean time between failures of the
+            job, at 0.0038 failures a day for each host (the rate in the training of Llama 3). The first save is after a
+            minute. The interval exceeds an hour if saves would otherwise take more than 2 % of the time.
         async_save: whether :meth:`save` returns after copying all states to rank 0's memory, while a thread writes the
             copy and training continues. Rank 0's host needs memory for the copy and for the other ranks' own states.
             One save is written at a time. The next :meth:`save`, :meth:`wait` or :meth:`close` raises its errors.

@@ -1,4 +1,4 @@
-"""The identity of this host, by which ranks find out which of them share a host."""
+"""The identity of this host. Ranks with the same identity share a host."""
 
 from __future__ import annotations
 

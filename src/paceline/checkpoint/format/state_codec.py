@@ -210,7 +210,7 @@ def _key(key: Any, path: str) -> Any:
 
 
 def _join(name: str, key: Any) -> str:
-    # The safetensors library cannot read names with lone surrogates, as in paths that are not UTF-8.
+    # The safetensors library cannot read lone surrogates, which Python uses for paths that are not UTF-8.
     text = str(key).encode("utf-8", "backslashreplace").decode("utf-8")
     return f"{name}.{text}" if name else text
 

@@ -165,7 +165,7 @@ def objects_in(states: OwnStates) -> Capture:
 
 
 def buffers_in(states: OwnStates) -> list[torch.Tensor]:
-    """Return the buffers, in the order in which they were stored."""
+    """Return the buffers in their stored order."""
     return [_loaded(*state) for (kind, _), state in states.items() if kind == "buffer"]
 
 

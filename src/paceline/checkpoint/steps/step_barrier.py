@@ -169,5 +169,5 @@ class StepBarrier:
 
 
 def states_path(folder: Path, rank: int) -> Path:
-    """Return the beginning of the paths of the files with the states of `rank`."""
+    """Return the common prefix of the paths of `rank`'s state files."""
     return folder / f"rank-{rank}.states"

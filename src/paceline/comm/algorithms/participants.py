@@ -18,7 +18,7 @@ TAG = 5202
 
 
 _CALL_BYTES = 256
-"""Size of the message in which a rank describes its call, padded with zeros."""
+"""Size of a rank's description of its call, padded with zeros."""
 
 
 class Members:

@@ -115,7 +115,7 @@ class Collectives:
         self._stage.stream(header, lambda staged, chunk: staged.copy_(tensor[chunk]), take)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
-        """Reduce the inputs with this rank's index of all ranks into `output`."""
+        """Reduce all ranks' inputs at this rank's index into `output`."""
         scale = self._scale_of(op)
 
         def fill(staged: Tensor, chunk: slice) -> None:

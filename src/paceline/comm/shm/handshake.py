@@ -59,7 +59,7 @@ class Peer:
 
 
 class _Link(NamedTuple):
-    """A connection on which one message is still to arrive."""
+    """A connection that still waits for its message."""
 
     socket: socket.socket
     secret: bytes

@@ -3,8 +3,8 @@
 After a timeout, Gloo and the store do not report which rank was missing. A rank whose collective fails therefore leaves
 a mark in the store and waits briefly for the marks of the other ranks. Successful collectives do not use the store.
 
-``comm/shm/engine.py`` names the ranks missing from a collective in shared memory, ``comm/gloo.py`` those that do not
-connect, and ``checkpoint/steps/step_barrier.py`` those that do not reach an optimizer step.
+Three other modules name missing ranks: ``comm/shm/engine.py`` in a collective in shared memory, ``comm/gloo.py`` while
+connecting, and ``checkpoint/steps/step_barrier.py`` at an optimizer step.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class LocalGradients:
                 untouched.append(name)
             elif gradient is None or not _is_any(gradient):
                 dropped.append(name)
-        # Clipping, for example, changes all gradients, some of which may have been zero.
+        # If all gradients have changed, the program may have clipped them, and the zero ones may have been zero before.
         if dropped and untouched:
             raise UsageError(
                 f"the gradient of {dropped[0]!r} was set to None or zero after a micro-batch inside model.weight() and "

@@ -65,7 +65,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     Args:
         module: the module to replicate, already on its device; the same on every rank.
-        device_ids: for a module on a GPU, a list with only that GPU, to which inputs are moved; ``None`` for the CPU.
+        device_ids: for a module on a GPU, a list with only that GPU; inputs are moved to it. ``None`` for the CPU.
         broadcast_buffers: whether to broadcast rank 0's buffers at the end of synchronized backward passes (default).
         init_sync: ``True`` broadcasts rank 0's parameters and buffers, after checking that names, shapes and dtypes
             are equal on all ranks; ``"verify"`` also raises unless the values are equal; ``False`` does neither.

@@ -111,7 +111,7 @@ def _limits(group: Path) -> list[float]:
     """Return the limit of one control group in cores, if it has one."""
     with suppress(OSError, ValueError):
         time_, period = (group / "cpu.max").read_text().split()
-        return [int(time_) / int(period)]  # "max" is no number
+        return [int(time_) / int(period)]  # "max" is not a number
     return []
 
 
@@ -131,7 +131,7 @@ def busy_seconds() -> float | None:
 def own_seconds() -> float:
     """Return the core seconds of this process and its children, such as workers of a DataLoader."""
     ended = sum(os.times()[:4])
-    # It counts only children that have ended, but a loader's workers are still running.
+    # os.times() counts only children that have ended, but a loader's workers are still running.
     running = 0.0
     # Children are listed under the thread that started them. Kernels may lack these lists (CONFIG_PROC_CHILDREN).
     for children in (PROC / "self" / "task").glob("*/children"):
