@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,21 @@ from paceline.core.state.device_streams import is_queued
 from paceline.core.torch_internals.autograd import GraphTask, is_accumulated, queue_callback
 from paceline.core.torch_internals.tensors import has_overlap, multiply_each
 from paceline.errors import UsageError
+
+
+class Seen(NamedTuple):
+    """A gradient as it was at one moment; does not keep it alive."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> Seen:
+        return cls(weakref.ref(gradient), gradient._version)
+
+    def is_unchanged(self, gradient: Tensor | None) -> bool:
+        """Return whether `gradient` is the same tensor with the same version, which every change in place increases."""
+        return gradient is not None and gradient is self.tensor() and gradient._version == self.version
 
 
 class KeptGradients:
@@ -29,9 +45,8 @@ class KeptGradients:
 
     def forget(self) -> None:
         """Forget the kept gradients, because the step is over or they were dropped."""
-        self.found: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
-        """For each parameter id, the gradient that existed at the latest forward and its version; None before the first
-        forward."""
+        self.found: dict[int, Seen] | None = None
+        """For each parameter id, the gradient that existed at the latest forward; None before the first forward."""
         # None before the first backward. Copies are needed only if more weights may follow, under no_sync().
         self._copies: list[tuple[Tensor, Tensor]] | None = None
         self._weight = 0.0
@@ -45,7 +60,7 @@ class KeptGradients:
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is not None and _may_count(gradient):
-                self.found[id(parameter)] = weakref.ref(gradient), gradient._version
+                self.found[id(parameter)] = Seen.of(gradient)
 
     def multiply(
         self,
@@ -89,14 +104,14 @@ class KeptGradients:
         """Return whether the gradient is a different tensor from the one recorded at the forward."""
         if self.found is None:
             return False
-        reference, _ = self.found.get(id(parameter), (None, 0))
-        return reference is None or reference() is not parameter.grad
+        found = self.found.get(id(parameter))
+        return found is None or found.tensor() is not parameter.grad
 
     def _is_kept(self, name: str, parameter: Tensor) -> bool:
         gradient = parameter.grad
         if gradient is None or self._is_new(parameter) or self.found is None:
             return gradient is not None
-        if gradient._version == self.found[id(parameter)][1]:
+        if self.found[id(parameter)].is_unchanged(gradient):
             return True
         if _is_any(gradient):
             raise UsageError(
@@ -153,7 +168,7 @@ class LocalGradients:
     """Detects that the program has dropped the gradients of weighted micro-batches under ``no_sync``."""
 
     def __init__(self) -> None:
-        self._recorded: list[tuple[str, Tensor, weakref.ref[Tensor], int]] = []
+        self._recorded: list[tuple[str, Tensor, Seen]] = []
 
     def forget(self) -> None:
         """Forget the gradients, because they are averaged or dropped."""
@@ -162,7 +177,7 @@ class LocalGradients:
     def record(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Record the gradients in ``p.grad``; called at the end of each of these backward passes."""
         self._recorded = [
-            (name, parameter, weakref.ref(parameter.grad), parameter.grad._version)
+            (name, parameter, Seen.of(parameter.grad))
             for name, parameter in zip(names, parameters, strict=True)
             if parameter.grad is not None
         ]
@@ -174,11 +189,10 @@ class LocalGradients:
             UsageError: if some are and others are unchanged.
         """
         untouched, dropped = [], []
-        for name, parameter, recorded, version in self._recorded:
-            gradient = parameter.grad
-            if gradient is not None and gradient is recorded() and gradient._version == version:
+        for name, parameter, recorded in self._recorded:
+            if recorded.is_unchanged(parameter.grad):
                 untouched.append(name)
-            elif gradient is None or not _is_any(gradient):
+            elif parameter.grad is None or not _is_any(parameter.grad):
                 dropped.append(name)
         # If all gradients have changed, the program may have clipped them, and the zero ones may have been zero before.
         if dropped and untouched:

@@ -14,7 +14,6 @@ Decision 0020 says why.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,6 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import Tensor
 
 from paceline.core.torch_internals.autograd import current_task
+from paceline.ddp.agreement.kept_gradients import Seen
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import WEIGHTED
 from paceline.ddp.consistency.module_changes import Trained
@@ -75,8 +75,8 @@ class Sharing:
         # For each wrapper with common parameters, the indices of these in this wrapper. An entry disappears with its
         # wrapper.
         self._partners: WeakKeyDictionary[Sharing, frozenset[int]] = WeakKeyDictionary()
-        # For each common parameter, by id: the average last written to p.grad, and its version.
-        self._shown: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # For each common parameter, by id: the average last written to p.grad.
+        self._shown: dict[int, Seen] = {}
         # By parameter id: averages that the running backward pass has set aside and not added back yet.
         self._to_add: dict[int, Tensor] = {}
         # Ids of common parameters that have no gradient on this rank in the running backward pass.
@@ -162,7 +162,7 @@ class Sharing:
         for index in self.common:
             gradient = self._parameters[index].grad
             if gradient is not None:
-                self._shown[self._keys[index]] = weakref.ref(gradient), gradient._version
+                self._shown[self._keys[index]] = Seen.of(gradient)
         self.left_to_others = frozenset()
         for partner in list(self._partners):
             partner.left_to_others |= partner._partners.get(self, frozenset())
@@ -255,12 +255,8 @@ class Sharing:
 
     def _was_shown(self, index: int, gradient: Tensor, by: Sequence[Sharing]) -> bool:
         """Return whether `gradient` is an unchanged average of one of the wrappers in `by`."""
-        # Unchanged means the same tensor with the same version: accumulating in a backward pass increases the version.
-        for wrapper in by:
-            reference, version = wrapper._shown.get(self._keys[index], (None, 0))
-            if reference is not None and reference() is gradient and gradient._version == version:
-                return True
-        return False
+        shown = [wrapper._shown.get(self._keys[index]) for wrapper in by]
+        return any(average is not None and average.is_unchanged(gradient) for average in shown)
 
 
 def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
