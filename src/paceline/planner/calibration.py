@@ -10,7 +10,7 @@ class Calibration:
     """Factors between a link's nominal and its real speed, and the jitter of ranks.
 
     Fitted on 2026-11-27 to the 819 published efficiencies of the 22 sources in ``tables/sources.csv``
-    (``published/fit.py``): the mean absolute error is minimal, and every source has the same weight.
+    (``benchmarks/published/fit.py``): the mean absolute error is minimal, and every source has the same weight.
     """
 
     inside: float = 2.08

@@ -12,6 +12,8 @@ from paceline.planner.cluster import Cluster
 from paceline.planner.simulation import StepTime, simulate
 from paceline.planner.workload import Layer, Workload
 
+RULE_OF_THUMB = ((2, 8, 0.95, 0.99), (16, 64, 0.85, 0.95), (100, None, 0.70, 0.90))
+"""Fewest and most devices, lowest and highest efficiency, as tutorials give them."""
 WORTH = 1.5
 """Doubling the ranks pays while it multiplies the useful throughput by at least this: half of what was added."""
 CAST_TRAFFIC, INT8_TRAFFIC = 6, 50

@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.planner.published.rows import COLUMNS
-
 DESCRIBED = ("plan", "--params", "360M", "--flops", "4.4T", "--device", "h100", "--batch", "8")
 Planned = Callable[..., dict[str, Any]]
-ROW = "somebody,,ResNet-50,25.6,FP32,128,V100,NVLink2,,8,8,3000,images/s,400,0.94,\n"
 
 
 @pytest.fixture
@@ -25,13 +22,6 @@ def planned(run: Any, capfd: pytest.CaptureFixture[str]) -> Planned:
         return json.loads(capfd.readouterr().out)  # type: ignore[no-any-return]
 
     return planned
-
-
-def table(path: Path, rows: str = ROW) -> str:
-    # The address is not needed.
-    names = list(COLUMNS)
-    path.write_text(",".join([names[0], "address", *names[1:]]) + "\n" + rows, encoding="utf-8")
-    return str(path)
 
 
 def test_a_described_job_is_predicted_up_to_4096_devices(planned: Planned) -> None:
@@ -86,22 +76,6 @@ def test_the_number_of_devices_that_stops_paying_is_marked(
     assert "Stops paying at 8 devices" in capfd.readouterr().out
 
 
-def test_a_validation_is_printed_drawn_and_written_as_json(
-    planned: Planned, run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    rows = ROW + ROW.replace("somebody", "nobody").replace("8,8,3000", "4,8,1560").replace("0.94", "0.97")
-    file, plot = table(tmp_path / "rows.csv", rows + ROW.replace(",\n", ",flag=suspect\n")), tmp_path / "plot.svg"
-    assert run("plan", "--validate", file, "--plot", str(plot)) == 0
-    printed = capfd.readouterr().out
-    assert "2 rows of 2 sources; 1 without an efficiency or with flag=suspect left out" in printed
-    assert "rule of thumb" in printed
-    assert "nobody" in plot.read_text("utf-8")
-    checked = planned("plan", "--validate", file)
-    assert (checked["rows"], checked["skipped"]) == (2, 1)
-    assert {entry["source"] for entry in checked["sources"]} == {"somebody", "nobody"}
-    assert checked["errors"]["rule of thumb"]["median"] == pytest.approx(0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -123,37 +97,6 @@ def test_a_validation_is_printed_drawn_and_written_as_json(
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str, refusal: Any) -> None:
     assert message in refusal(*(DESCRIBED if arguments else ("plan",)), *arguments)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (ROW.replace("0.94", "94"), "line 2 (ResNet-50, 8 × V100): efficiency=94 is above 1.5"),
-        (ROW.replace(",8,8,", ",8,0.5,"), "devices_per_node=0.5 is not a whole number"),
-        (ROW.replace(",8,8,", ",0.4,8,"), "devices=0.4 is not a whole number"),
-        ("", "has no usable row"),
-    ],
-)
-def test_a_wrong_table_is_one_line_and_exit_code_2(tmp_path: Path, text: str, message: str, refusal: Any) -> None:
-    assert message in refusal("plan", "--validate", table(tmp_path / "rows.csv", text))
-
-
-@pytest.mark.parametrize(
-    ("column", "text"),
-    [
-        (",128,", ",...,"),
-        (",128,", ",0,"),
-        (",\n", ",baseline_devices=0\n"),
-        (",\n", ",baseline tokens/s/gpu=.\n"),
-        ("ResNet-50,", "0-way model,"),
-        ("NVLink2,,8,", "NVLink2,0 Gbps,16,"),
-    ],
-)
-def test_free_text_without_a_usable_number_counts_as_unstated(
-    run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], column: str, text: str
-) -> None:
-    assert run("plan", "--validate", table(tmp_path / "rows.csv", ROW.replace(column, text))) == 0
-    assert "1 row of 1 source" in capfd.readouterr().out
 
 
 def test_small_rates_can_be_written_with_an_exponent(planned: Planned) -> None:

@@ -31,8 +31,6 @@ paceline plan runs/one-rank runs/two-ranks --devices 16
 paceline plan --params 360M --flops 4.4T --device h100 --batch 8 --price 2.5 --samples 10M
 
 paceline plan --params 25M --flops 24G --batch 128 --device v100 --precision fp32 --links pcie,25gbit-tcp --hosts-of 4
-
-paceline plan --validate published.csv --plot validation.svg
 """
 HOST = 8
 DEVICES = 4096
@@ -54,7 +52,6 @@ LINKS = (
     "Between devices, and of a host: nvlink4,8x400gbit or pcie4,25gbit-tcp; by default the usual ones of the device."
 )
 SAVE = "Seconds that saving a checkpoint stops training; by default 28 per 1G parameters."
-VALIDATE = "Compare predictions with published results, instead of planning."
 Text = str | None
 
 
@@ -81,7 +78,6 @@ def plan(
     restart_seconds: Annotated[
         Text, _option("NUMBER", CLUSTER, "Seconds from a failure until training continues; by default 600.")
     ] = None,
-    validate: Annotated[Text, _option("FILE.csv", OUTPUT, VALIDATE)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = False,
     plot: Annotated[Text, _option("FILE", OUTPUT, "Draw a chart (.svg, .png or .pdf).")] = None,
 ) -> None:
@@ -93,14 +89,8 @@ def plan(
     from paceline.core.output.charts import check_chart
     from paceline.tools.plan.outlook import look_ahead
     from paceline.tools.plan.report import report
-    from paceline.tools.plan.validation import report_validation
 
     check_chart("--plot", plot)
-    if validate is not None:
-        if profiles or any((params, flops, batch, precision, device, links, hosts_of, price, samples)):
-            raise UsageError("--validate compares published results; leave out the profiles, and the options of a job")
-        report_validation(validate, json, plot)
-        return
     numbers = {"--params": params, "--flops": flops, "--batch": batch}
     if profiles and (given := [name for name, text in (numbers | {"--precision": precision}).items() if text]):
         raise UsageError(f"{', '.join(given)} cannot be combined with a profile, which has measured the job")

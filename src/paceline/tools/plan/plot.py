@@ -1,22 +1,18 @@
-"""Charts of a plan and of a validation."""
+"""Chart of a plan."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.core.output.charts import new_figure
-from paceline.planner.published.validation import RULE_OF_THUMB, Checked
+from paceline.planner.predictions import RULE_OF_THUMB
 from paceline.tools.plan.outlook import Outlook
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-NAMED = 7
-"""Sources with a color of their own."""
 
 
 def plot_outlook(outlook: Outlook) -> Figure:
@@ -71,27 +67,3 @@ def _efficiency(axes: Axes, outlook: Outlook, counts: Sequence[int]) -> None:
     axes.set_ylabel("scaling efficiency")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower left")
-
-
-def plot_validation(rows: Sequence[Checked]) -> Figure:
-    """Draw predicted over reported efficiency, with the intervals."""
-    figure = new_figure(7, 8.5)
-    axes = figure.add_subplot()
-    sources = [source for source, _ in Counter(row.row.source for row in rows).most_common()]
-    top = max(1.05, *(row.row.efficiency for row in rows))
-    axes.plot([0, top], [0, top], color="gray", linewidth=1)
-    for place, source in enumerate(sources):
-        own = [row for row in rows if row.row.source == source]
-        color = f"C{place}" if place < NAMED else "0.6"
-        label = source if place < NAMED else ("other sources" if place == NAMED else None)
-        reported = [row.row.efficiency for row in own]
-        axes.vlines(reported, [row.low for row in own], [row.high for row in own], color=color, alpha=0.08, linewidth=2)
-        axes.plot(reported, [row.predicted for row in own], ".", color=color, markersize=4, label=label)
-    axes.set_xlim(0, top)
-    axes.set_ylim(0, top)
-    axes.set_aspect("equal")
-    axes.set_xlabel("reported efficiency")
-    axes.set_ylabel("predicted without the row's source; bars: 80 % interval")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
-    return figure

@@ -11,11 +11,9 @@ import torch
 
 from paceline.planner.calibration import PUBLISHED, Calibration
 from paceline.planner.hardware import table
-from paceline.planner.published.fit import Columns, fit, quantile
-from paceline.planner.published.rows import Row
-
-RULE_OF_THUMB = ((2, 8, 0.95, 0.99), (16, 64, 0.85, 0.95), (100, None, 0.70, 0.90))
-"""Fewest and most devices, lowest and highest efficiency, as tutorials give them."""
+from paceline.planner.predictions import RULE_OF_THUMB
+from published.fit import Columns, fit, quantile
+from published.rows import Row
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.core.untrusted_files import LARGEST
+from paceline.core.untrusted_files import LARGEST, read_text
 from paceline.errors import UsageError
 from paceline.planner.calibration import PUBLISHED, Calibration
 from paceline.planner.cluster import Cluster
@@ -55,10 +56,9 @@ class Row:
 def read(path: str) -> tuple[Sequence[Row], int]:
     """Return the rows with an efficiency, and the number of others: flagged as suspect, or without an efficiency."""
     try:
-        with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            texts = [] if missing else [(reader.line_num, row) for row in reader]
+        reader = csv.DictReader(io.StringIO(read_text(Path(path)).removeprefix("\ufeff"), newline=""))
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        texts = [] if missing else [(reader.line_num, row) for row in reader]
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if missing:

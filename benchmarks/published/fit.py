@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paceline.planner.calibration import CROWD, FLOOR, Calibration
 from paceline.planner.predictions import spread
-from paceline.planner.published.rows import Row
 from paceline.planner.simulation import backward_timeline
+from published.rows import Row
 
 PRIOR = Calibration(
     inside=1.5,  # a third of a link's speed is lost: 200 of 300 GB/s on eight A100, nccl-tests issue 149 (2023)

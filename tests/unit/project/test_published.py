@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +16,10 @@ import torch
 from paceline import UsageError
 from paceline.planner.calibration import PUBLISHED, Calibration
 from paceline.planner.hardware import GBIT
-from paceline.planner.published.fit import Columns, fitted_to
-from paceline.planner.published.rows import COLUMNS, Row, read
-from paceline.planner.published.validation import Checked, by_source, cross_validate, score
+from published.fit import Columns, fitted_to
+from published.rows import COLUMNS, Row, read
+from published.validation import Checked, by_source, cross_validate, score
+from published_scaling import report_validation
 
 RESNET = {
     "source": "somebody",
@@ -130,6 +132,7 @@ def test_an_efficiency_relative_to_several_devices_is_predicted_relative_to_them
         ({"efficiency": "good"}, r"line 3 .*: efficiency=good is not a positive number"),
         ({"devices": "-1"}, r"line 3 .*: devices=-1 is not a positive number"),
         ({"devices_per_node": "nan"}, r"line 3 .*: devices_per_node=nan is not a positive number"),
+        ({"devices_per_node": "0.5"}, r"line 3 .*: devices_per_node=0.5 is not a whole number"),
     ],
 )
 def test_a_wrong_value_names_its_row(tmp_path: Path, values: dict[str, str], message: str) -> None:
@@ -141,6 +144,21 @@ def test_texts_of_a_file_cannot_control_the_terminal_or_grow_numbers_without_bou
     found = row(tmp_path, model="ResNet-50\x1b[31m", notes=f"baseline_devices={'9' * 400}, grad_accum={'9' * 400}")
     assert "\x1b" not in found.title
     assert math.isfinite(found.predict().efficiency)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"per_device_batch": "..."},
+        {"per_device_batch": "0"},
+        {"notes": "baseline_devices=0"},
+        {"notes": "baseline tokens/s/gpu=."},
+        {"model": "0-way model"},
+        {"inter_link": "0 Gbps"},
+    ],
+)
+def test_free_text_without_a_usable_number_counts_as_unstated(tmp_path: Path, values: dict[str, str]) -> None:
+    assert math.isfinite(row(tmp_path, **values).predict().efficiency)
 
 
 def test_missing_columns_are_named(tmp_path: Path) -> None:
@@ -156,6 +174,8 @@ def test_files_without_rows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x80" * 10)
     with pytest.raises(UsageError, match="cannot be read"):
         read(str(tmp_path / "binary.csv"))
+    with pytest.raises(UsageError, match="not a regular file"):
+        read("/dev/zero")
 
 
 def test_suspect_rows_and_rows_without_an_efficiency_are_left_out(tmp_path: Path) -> None:
@@ -283,6 +303,20 @@ def test_the_published_rows_are_predicted_as_documented() -> None:
     assert 0.75 <= fmean(entry.covered for entry in sources) <= 0.85
     shipped, fitted = vars(PUBLISHED), vars(fitted_to(rows))
     assert {name: pytest.approx(value, rel=0.02) for name, value in fitted.items()} == shipped
+
+
+def test_a_validation_is_printed_drawn_and_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [RESNET, RESNET | {"source": "nobody", "efficiency": "0.9"}, RESNET | {"notes": "flag=suspect"}]
+    file, plot = write(tmp_path / "rows.csv", rows), tmp_path / "plot.svg"
+    report_validation(file, False, str(plot))
+    printed = capsys.readouterr().out
+    assert "2 rows of 2 sources; 1 without an efficiency or with flag=suspect left out" in printed
+    assert "rule of thumb" in printed
+    assert "nobody" in plot.read_text("utf-8")
+    report_validation(file, True, None)
+    checked = json.loads(capsys.readouterr().out)
+    assert {entry["source"] for entry in checked["sources"]} == {"somebody", "nobody"}
+    assert checked["errors"]["rule of thumb"]["p90"] == pytest.approx(2.5)
 
 
 def test_parsing_needs_no_column_beyond_the_known_ones(tmp_path: Path) -> None:

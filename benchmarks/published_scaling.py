@@ -1,26 +1,46 @@
-"""Presentation of a validation: predicted against published efficiencies."""
+"""Predictions of the scaling planner against published results: ``python benchmarks/published_scaling.py FILE.csv``.
+
+Each source is predicted with constants that were fitted to the other sources only.
+"""
 
 from __future__ import annotations
 
 import json as json_text
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from paceline.core.output.charts import write_chart
+from harness import parser_of
+from paceline.core.output.charts import new_figure, write_chart
 from paceline.core.output.tables import new_table, print_table
 from paceline.core.output.wording import counted
-from paceline.planner.published.rows import read
-from paceline.planner.published.validation import Checked, by_source, cross_validate, score
-from paceline.tools.plan.plot import plot_validation
+from paceline.errors import UsageError
+from published.rows import read
+from published.validation import Checked, by_source, cross_validate, score
 
 WORST = 10
+NAMED = 7
+"""Sources with a color of their own."""
+
+
+def main() -> None:
+    parser = parser_of(__doc__ or "", rounds=None)
+    parser.add_argument("file", help="CSV file of published results")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw a chart (.svg, .png or .pdf)")
+    arguments = parser.parse_args()
+    try:
+        report_validation(arguments.file, arguments.json, arguments.plot)
+    except UsageError as error:
+        parser.error(str(error))
 
 
 def report_validation(path: str, json: bool, plot: str | None) -> None:
@@ -98,3 +118,31 @@ def _print(result: dict[str, Any]) -> None:
     for row in result["worst"]:
         table.add_row(Text(row["row"]), Text(row["source"]), f"{row['predicted']:.0%}", f"{row['reported']:.0%}")
     print_table(table)
+
+
+def plot_validation(rows: Sequence[Checked]) -> Figure:
+    """Draw predicted over reported efficiency, with the intervals."""
+    figure = new_figure(7, 8.5)
+    axes = figure.add_subplot()
+    sources = [source for source, _ in Counter(row.row.source for row in rows).most_common()]
+    top = max(1.05, *(row.row.efficiency for row in rows))
+    axes.plot([0, top], [0, top], color="gray", linewidth=1)
+    for place, source in enumerate(sources):
+        own = [row for row in rows if row.row.source == source]
+        color = f"C{place}" if place < NAMED else "0.6"
+        label = source if place < NAMED else ("other sources" if place == NAMED else None)
+        reported = [row.row.efficiency for row in own]
+        axes.vlines(reported, [row.low for row in own], [row.high for row in own], color=color, alpha=0.08, linewidth=2)
+        axes.plot(reported, [row.predicted for row in own], ".", color=color, markersize=4, label=label)
+    axes.set_xlim(0, top)
+    axes.set_ylim(0, top)
+    axes.set_aspect("equal")
+    axes.set_xlabel("reported efficiency")
+    axes.set_ylabel("predicted without the row's source; bars: 80 % interval")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    main()
