@@ -302,3 +302,75 @@ def test_a_state_that_is_malformed_for_one_rank_is_refused_before_anything_is_lo
     for kind, message, same in pools.run(2, malformed_for_rank_1, str(tmp_path)):
         assert (kind, same) == ("CheckpointError", True)
         assert "malformed" in message
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.adapter = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+FINE_TUNING: dict[str, Callable[[nn.Sequential], object]] = {
+    "unfreeze": lambda net: net[0].requires_grad_(True),
+    "freeze": lambda net: net[1].requires_grad_(False),
+    "append": lambda net: net.append(nn.Linear(4, 2)),
+    "adapt": lambda net: net.__setitem__(1, Adapted(net[1])),
+    "replace": lambda net: net.__setitem__(2, nn.Linear(4, 3)),
+    "remove": lambda net: net.__delitem__(2),
+}
+
+
+def fine_tuned(world: World, folder: str, change: str, steps_after: int) -> bool:
+    """Change a wrapped module in mid-training, save, and compare the resumed training with the uninterrupted one."""
+
+    def start(seed: int) -> tuple[Checkpointer, Any, Any, Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        net[0].requires_grad_(False)
+        model = DistributedDataParallel(net, bucket_cap_mb=1e-4, unused_parameters="allow")
+        torch.manual_seed(seed)  # a new layer may differ between ranks until it is restored
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        checkpointer = Checkpointer(folder)
+        checkpointer.register("model", model)
+        checkpointer.register("optimizer", optimizer)
+
+        def apply() -> None:
+            FINE_TUNING[change](net)
+            known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if new := [p for p in net.parameters() if p.requires_grad and id(p) not in known]:
+                optimizer.add_param_group({"params": new, "lr": 0.05})
+
+        def train(first: int, last: int) -> None:
+            for step in range(first, last):
+                inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + world.rank))
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+
+        return checkpointer, model, apply, train
+
+    checkpointer, whole, apply, train = start(seed=1)
+    train(0, 2)
+    apply()
+    train(2, 2 + steps_after)
+    checkpointer.save(2 + steps_after)
+    train(2 + steps_after, 7)
+    checkpointer.close()
+    checkpointer, model, apply, train = start(seed=2 + world.rank)
+    apply()
+    assert checkpointer.restore() == 2 + steps_after
+    checkpointer.close()
+    train(2 + steps_after, 7)
+    return digest(model.state_dict()) == digest(whole.state_dict()) and model.bucket_layout() == whole.bucket_layout()
+
+
+@pytest.mark.parametrize("change", FINE_TUNING)
+@pytest.mark.parametrize(("ranks", "steps_after"), [(1, 2), (2, 0), (3, 2)])
+def test_a_module_that_was_changed_after_wrapping_is_resumed_with_the_same_bits(
+    pools: Pools, tmp_path: Path, change: str, ranks: int, steps_after: int
+) -> None:
+    assert all(pools.run(ranks, fine_tuned, str(tmp_path), change, steps_after))

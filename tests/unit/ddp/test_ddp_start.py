@@ -29,7 +29,7 @@ from paceline.core.state.digests import weights_sha256
 from paceline.core.state.unwrapping import AveragingWrapper, unwrap
 from paceline.core.torch_internals.distributed.c10d import get_known_groups
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import CheckpointMismatch, ReplicaMismatch, UsageError, WorldError
+from paceline.errors import ReplicaMismatch, UsageError, WorldError
 from processes import until
 from trainings import digest
 from twins import Pools
@@ -299,22 +299,17 @@ def test_a_lazy_layer_asks_for_a_dummy_forward(pools: Pools, size: int) -> None:
     pools.run(size, lazy)
 
 
-def bad_layouts(world: World) -> list[tuple[str, str]]:
+def other_layouts(world: World) -> None:
     model = DistributedDataParallel(Net(), bucket_cap_mb=TINY)
     layout = model.bucket_layout()
-    bad = [layout[:-1], [*layout, layout[0]], [["nobody"]]]
-    results = [caught(model.load_bucket_layout, one) for one in bad]
-    model.load_bucket_layout([])
-    assert model.bucket_layout() == layout
+    for other in ([], layout[:-1], [*layout, layout[0]], [["nobody"]]):
+        model.load_bucket_layout(other)
+        assert model.bucket_layout() == layout
     step(model)
-    return results
 
 
-def test_a_layout_of_another_model_is_refused(pools: Pools) -> None:
-    for missing, twice, foreign in pools.run(2, bad_layouts):
-        assert missing[0] == twice[0] == CheckpointMismatch.__name__
-        assert foreign[0] == CheckpointMismatch.__name__
-        assert "'nobody'" in foreign[1]
+def test_a_layout_of_another_model_has_no_effect(pools: Pools) -> None:
+    pools.run(2, other_layouts)
 
 
 # -- state dicts -------------------------------------------------------------------------------------------------------

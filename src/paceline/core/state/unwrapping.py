@@ -23,7 +23,7 @@ class AveragingWrapper(Protocol):
         """Return the names of the parameters in each bucket, in launch order, without the wrapper's prefix."""
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
-        """Rebuild the buckets according to `layout`."""
+        """Rebuild the buckets according to `layout`, if it fits the parameters that are averaged."""
 
     def holds_local_gradients(self) -> bool:
         """Return whether gradients of a local backward pass (under ``no_sync``) are not synchronized yet."""

@@ -13,7 +13,6 @@ from paceline.core.torch_internals.tensors import copy_each
 from paceline.ddp.options.buckets import Bucket, assign
 from paceline.ddp.reducer.gradient_views import AllBucketViews, BucketViews, shared
 from paceline.ddp.transport.channel import Channel
-from paceline.errors import CheckpointMismatch
 
 _LISTS = 2
 """Number of internal lists that hold each view: one in its bucket, and one in the bucket set."""
@@ -98,23 +97,16 @@ class BucketSet:
     def named_layout(self) -> list[list[str]]:
         return [[self._names[index] for index in indices] for indices in self.layout]
 
-    def use_named(self, layout: list[list[str]]) -> None:
-        held = sorted(name for names in layout for name in names)
-        for name in held:
-            if name not in self._names:
-                raise CheckpointMismatch(
-                    f"the bucket layout names {name!r}, which this model does not train; load it into the model it "
-                    "was saved from"
-                )
-        index_of = {name: index for index, name in enumerate(self._names)}
+    def use_named(self, layout: list[list[str]]) -> bool:
+        """Rebuild the buckets according to `layout` and return True, unless it has other parameters."""
+        index_of = {name: index for index, name in enumerate(self._names) if index not in self.unbucketed}
+        if sorted(name for names in layout for name in names) != sorted(index_of):
+            return False
         indices = [[index_of[name] for name in names] for names in layout]
-        inside = sorted(name for index, name in enumerate(self._names) if index not in self.unbucketed)
-        if held != inside or any(len({self._kind(index) for index in part}) != 1 for part in indices):
-            raise CheckpointMismatch(
-                f"the bucket layout of {len(held)} parameters does not fit this model of "
-                f"{len(self._names)} parameters; load it into the model it was saved from"
-            )
+        if any(len({self._kind(index) for index in part}) != 1 for part in indices):
+            return False
         self._use(indices)
+        return True
 
     def _use(self, layout: list[list[int]]) -> None:
         """Allocate buckets for `layout`, and move gradients over from the old ones."""

@@ -174,11 +174,15 @@ class Reducer(Step):
         return self.buckets.named_layout()
 
     def restore_layout(self, layout: list[list[str]]) -> None:
-        """Use the layout from a checkpoint, given as parameter names, instead of observing the order of arrival."""
+        """Use the layout from a checkpoint, given as parameter names, instead of observing the order of arrival.
+
+        A layout of other parameters than the module's current ones has no effect.
+        """
         self.resync_aborted()
-        self.buckets.use_named(layout)
-        self.arrivals.observed = []  # the layout now defines the order of arrival
-        self._follow_layout()
+        self.follow_module_on_all_ranks()  # first, because the layout was saved after the same change
+        if self.buckets.use_named(layout):
+            self.arrivals.observed = []  # the layout now defines the order of arrival
+            self._follow_layout()
 
     def check_finite(self, enabled: bool) -> None:
         """Turn the check of gradients for NaN and Inf on or off, starting with the next backward pass."""

@@ -296,10 +296,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
         """Rebuild the buckets according to a `layout` from :meth:`bucket_layout`; call this method on all ranks.
 
-        A layout from a single rank is empty and has no effect; a single rank needs no layout.
-
-        Raises:
-            CheckpointMismatch: if the layout does not fit this model.
+        A layout of other parameters than those that this model trains has no effect. Neither has one from a single
+        rank, which is empty.
         """
         if layout:
             self._engine.restore_layout(layout)
