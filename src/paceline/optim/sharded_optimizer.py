@@ -9,6 +9,7 @@ Results of elementwise optimizers are bit-identical with and without sharding. T
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -112,6 +113,8 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """State of this rank's share. Its keys are the rank's pieces, not the user's parameters."""
+        # Here too, because torch creates a missing state with a step, and only some ranks may have no piece.
+        _refuse_torch_checkpoint()
         return self._inner.state if self._is_made else {}
 
     @state.setter
@@ -183,7 +186,12 @@ class ShardedOptimizer(Optimizer):
         return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject, strides)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard, like :meth:`local_state`; see :meth:`full_state_dict` for the whole state."""
+        """Return this rank's shard, like :meth:`local_state`; see :meth:`full_state_dict` for the whole state.
+
+        Raises:
+            UsageError: if ``torch.distributed.checkpoint`` calls this, because it would save only one rank's shard.
+        """
+        _refuse_torch_checkpoint()
         return self.local_state()
 
     def full_state_dict(self, to: int | None = None) -> dict[str, Any] | None:
@@ -222,3 +230,12 @@ class ShardedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a ShardedOptimizer cannot be copied or pickled; create another one and load its state_dict()")
+
+
+def _refuse_torch_checkpoint() -> None:
+    """Refuse calls of the caller by ``torch.distributed.checkpoint``, which keeps one of the tensors of equal names."""
+    if sys._getframe(2).f_globals.get("__name__", "").startswith("torch.distributed.checkpoint."):
+        raise UsageError(
+            "torch.distributed.checkpoint would save or load only one rank's shard of a ShardedOptimizer; use "
+            "optimizer.full_state_dict() on all ranks and optimizer.load_state_dict(), or paceline.Checkpointer"
+        )

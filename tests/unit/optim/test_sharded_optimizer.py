@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -579,3 +585,27 @@ def test_parameters_of_another_form_are_named(pools: Pools) -> None:
         assert "create a new ShardedOptimizer after load_state_dict(assign=True)" in found["assign"]
         assert "now have torch.bfloat16 and torch.float16" in found["in_part"]
         assert "parameter '1.weight' has shape (3, 2) and strides (2, 1), but had (2, 3)" in found["in_shape"]
+
+
+def saved_by_torch(world: World) -> list[str]:
+    model = wrap(world, nn.Linear(1, 1))  # rank 1 has no piece of it
+    optimizer = ShardedOptimizer(model, AdamW, by="tensor")
+    full = optimizer.full_state_dict()
+    errors = []
+    for _ in range(2):
+        for options in (None, StateDictOptions(strict=False), StateDictOptions(full_state_dict=True, cpu_offload=True)):
+            errors.append(refused(get_optimizer_state_dict, model, optimizer, options=options))
+        errors.append(refused(set_optimizer_state_dict, model, optimizer, full))
+        errors.append(refused(dcp.save, {"optimizer": optimizer}, checkpoint_id="never written"))
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.state_dict()["state"].keys() <= optimizer.full_state_dict()["state"].keys()
+    return errors
+
+
+def test_torchs_distributed_checkpoint_is_refused_with_the_remedy(pools: Pools) -> None:
+    # It saved the shard of one rank.
+    for errors in pools.run(3, saved_by_torch):
+        assert len(errors) == 10
+        assert all("optimizer.full_state_dict()" in error for error in errors)
