@@ -198,9 +198,10 @@ def test_an_export_takes_the_newest_that_is_whole_to_the_last_byte(
     flip(run_folder / "step-00000003" / "model.safetensors")
     done = command("export", run_folder, "--out", tmp_path / "m.pt")
     assert "'model' of step 2, 7 tensors" in done.out
-    assert done.err.startswith("warning: step 3 is skipped: ")
+    assert done.err.startswith("warning: the checkpoint ")
+    assert "step-00000003 is damaged and skipped: the content of model.safetensors" in done.err
     line = refused(command("export", run_folder / "step-00000003", "--out", tmp_path / "n.pt"))
-    assert "step-00000003 cannot be used: the content of model.safetensors" in line
+    assert "step-00000003 is damaged: the content of model.safetensors" in line
 
 
 def test_an_export_never_replaces_a_file_or_enters_a_checkpoint(

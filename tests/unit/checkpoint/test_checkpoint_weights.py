@@ -16,11 +16,13 @@ from torch import nn
 
 import paceline
 from paceline.checkpoint import Checkpointer, load_weights
+from paceline.checkpoint.format import verify
 from paceline.errors import CheckpointError, CheckpointMismatch, NoCheckpoint, UsageError
+from paceline.tools.checkpoints.export import export
 
 
-def save(folder: Path, step: int = 1, **objects: Any) -> Path:
-    with Checkpointer(folder) as checkpointer:
+def save(folder: Path, step: int = 1, keep: int = 3, **objects: Any) -> Path:
+    with Checkpointer(folder, keep) as checkpointer:
         for name, each in objects.items():
             checkpointer.register(name, each)
         return checkpointer.save(step)
@@ -129,3 +131,46 @@ def test_a_compiled_sub_module_leaves_no_trace_in_names_and_its_version_and_extr
     for model, its_body in ((fresh["model"], fresh_body), (again, again_body), (plain, plain_body)):
         assert (its_body.seen, its_body.extra.tolist()) == (5, [1.0] * 3)
         assert all(map(torch.equal, model.parameters(), saved["model"].parameters()))
+
+
+@pytest.mark.parametrize(
+    ("function", "reads_first", "newer"),
+    [("read_manifest", False, 2), ("read_manifest", True, 2), ("read_manifest", True, 1), ("read_whole", True, 2)],
+)
+@pytest.mark.parametrize("load", [load_weights, export])
+def test_a_checkpoint_that_a_run_deletes_or_replaces_while_it_is_read_is_followed_by_the_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, reads_first: bool, newer: int, load: Any
+) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    run, out = tmp_path / "run", tmp_path / "out.pt"
+    save(run, 1, model=first)
+    read, calls = getattr(verify, function), []
+
+    def read_and_prune(folder: Path, step: int) -> Any:
+        calls.append(step)
+        listed = read(folder, step) if len(calls) > 1 or reads_first else None
+        if len(calls) == 1:
+            save(run, newer, keep=1, model=second)
+        return listed or read(folder, step)
+
+    monkeypatch.setattr(verify, function, read_and_prune)
+    weights = load(run) if load is load_weights else (load(run, "model", out), torch.load(out))[1]
+    assert equal(dict(weights), dict(second.state_dict()))
+    assert calls[0] == 1
+    assert calls[-1] == newer
+
+
+def test_a_run_whose_checkpoints_are_all_deleted_while_they_are_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(folder: Path, step: int) -> Any:
+        shutil.rmtree(folder)
+        raise verify.Damaged("model.safetensors is missing")
+
+    monkeypatch.setattr(verify, "read_whole", read)
+    path = tmp_path / "step-00000001"
+    for place, message in ((path, "was deleted while it was read"), (tmp_path, "no intact checkpoint")):
+        path.mkdir()
+        (tmp_path / "step-00000002").mkdir(exist_ok=True)
+        with pytest.raises(NoCheckpoint, match=message):
+            load_weights(place)

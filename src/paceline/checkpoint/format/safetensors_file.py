@@ -183,3 +183,5 @@ def _opened(path: Path) -> Iterator[Any]:
     # KeyError: a dtype that torch does not have. TypeError: a dimension that is too large for torch.
     except (SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"it is not a safetensors file ({str(error).partition(chr(10))[0]})") from None
+    except RuntimeError as error:  # torch could not map the file, for example because it has just been deleted
+        raise OSError(str(error)) from None

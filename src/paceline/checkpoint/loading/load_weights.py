@@ -58,7 +58,7 @@ def load_weights(
         )
     place = Path(path)
     if place.is_dir():
-        step, node, tensors = _read_folder(place, name)
+        step, node, tensors = read_folder(place, name)
     elif place.is_file():
         step, tensors = step_of(place.resolve().parent.name) or 0, _read_file(place)
         node = {"state": {"OrderedDict": {"dict": {key: {"tensor": key} for key in tensors}}}, "metadata": None}
@@ -87,23 +87,23 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
     return OrderedDict(tensors | {alias: tensors[target] for alias, target in aliases.items()})
 
 
-def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tensor]]:
-    """Return the step, node and tensors of the object `name`; `folder` belongs to a checkpoint or a run."""
-    step = step_of(folder.resolve().name)
-    if step is not None:
-        listed = step_folders.intact(folder, step, verify.read_whole)
-    elif (newest := step_folders.newest(folder, set())) is not None:
-        folder, listed = newest
-    else:
-        raise NoCheckpoint(f"there is no intact checkpoint in {folder}; check the path")
-    return listed.step, *read_object(folder, listed, name)
+def read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tensor]]:
+    """Return the step, node and tensors of the object `name`; `folder` belongs to a checkpoint or a run.
 
-
-def read_object(folder: Path, listed: Manifest, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the node and tensors of the object `name` in a checkpoint, verified against its manifest `listed`.
-
-    The shards of an optimizer are merged.
+    The checkpoint is verified. The shards of an optimizer are merged.
     """
+
+    def read(path: Path, step: int) -> tuple[int, Any, dict[str, torch.Tensor]]:
+        return step, *_read_object(path, verify.read_whole(path, step), name)
+
+    if (step := step_of(folder.resolve().name)) is not None:
+        return step_folders.intact(folder, step, read)
+    if (newest := step_folders.newest(folder, set(), read)) is not None:
+        return newest[1]
+    raise NoCheckpoint(f"there is no intact checkpoint in {folder}; check the path")
+
+
+def _read_object(folder: Path, listed: Manifest, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     saved = Saved.open(_ALONE, lambda: (folder, listed))
     if name in saved.objects:
         saved.outline(name)  # refuses malformed nodes

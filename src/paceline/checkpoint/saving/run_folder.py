@@ -39,7 +39,7 @@ def newest_rescued(folder: Path) -> tuple[Path, Manifest] | None:
     if not folder.is_dir():
         return None
     # Without warnings, because users cannot repair a checkpoint in memory.
-    return newest(folder, named=set(steps_in(folder)))
+    return newest(folder, set(steps_in(folder)), read_whole)
 
 
 class RunFolder:

@@ -52,19 +52,36 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(step for step in map(step_of, folders) if step is not None)
 
 
-def newest(folder: Path, named: set[int]) -> tuple[Path, Manifest] | None:
-    """Return the path and manifest of the newest intact checkpoint in `folder`, or None.
+def identity(path: Path) -> tuple[int, int] | None:
+    """Return a value that changes when the folder `path` is replaced or loses a file; None if it does not exist."""
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return about.st_ino, about.st_mtime_ns
 
-    Warn about each damaged one, unless its step is in `named`, and add it to `named`.
+
+def newest(folder: Path, named: set[int], read: Callable[[Path, int], Value]) -> tuple[Path, Value] | None:
+    """Return the path of the newest intact checkpoint in `folder` and the result of `read` for it, or None.
+
+    Warn about each damaged one, unless its step is in `named`, and add it to `named`. If a running job deletes or
+    replaces a checkpoint while it is read, start over with the newest.
     """
-    for step in reversed(steps_in(folder)):
+    steps = steps_in(folder)
+    while steps:
+        step = steps.pop()
         path = folder / step_name(step)
+        before = identity(path)
         try:
-            return path, read_whole(path, step)
-        except Damaged as damage:
-            if step not in named:
+            return path, read(path, step)
+        except (Damaged, CheckpointError) as error:
+            if before is None or identity(path) != before:
+                steps = steps_in(folder)
+            elif isinstance(error, CheckpointError):
+                raise
+            elif step not in named:
                 named.add(step)
-                warn(f"the checkpoint {path} is damaged and skipped: {damage}", CheckpointWarning)
+                warn(f"the checkpoint {path} is damaged and skipped: {error}", CheckpointWarning)
     return None
 
 
@@ -73,9 +90,8 @@ def intact(path: Path, step: int, read: Callable[[Path, int], Value]) -> Value:
     try:
         return read(path, step)
     except Damaged as damage:
-        raise NoCheckpoint(
-            f"the checkpoint {path} is damaged: {damage}; choose another step, or the newest intact one"
-        ) from None
+        fault = f"is damaged: {damage}" if path.is_dir() else "was deleted while it was read"
+        raise NoCheckpoint(f"the checkpoint {path} {fault}; choose another step, or the newest intact one") from None
 
 
 class Storage:
@@ -123,7 +139,7 @@ class Storage:
 
     def newest(self) -> tuple[Path, Manifest] | None:
         """Return the newest intact checkpoint, or None; warn once about each damaged one."""
-        return newest(self.folder, self._named)
+        return newest(self.folder, self._named, read_whole)
 
     def path(self, step: int) -> Path:
         return self.folder / step_name(step)

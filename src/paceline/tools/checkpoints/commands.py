@@ -10,6 +10,8 @@ import json as json_text
 import math
 import sys
 import time
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,8 +60,8 @@ def list_checkpoints(
     from paceline.core.output.tables import print_table
     from paceline.tools.checkpoints import inspection
 
-    place, steps = inspection.locate(folder)
-    checkpoints = list(inspection.inspect(place, steps, every_byte=not quick))
+    place, _ = inspection.locate(folder)
+    checkpoints = list(inspection.inspect(folder, every_byte=not quick))
     complete = [entry for entry in checkpoints if not entry.damages]
     latest = complete[-1].step if complete else None
     best = inspection.best_of(complete)
@@ -91,14 +93,11 @@ def verify_checkpoints(folder: Folder, json: Json = False) -> None:
     """
     from paceline.tools.checkpoints import inspection
 
-    place, steps = inspection.locate(folder)
     entries = []
-    for entry in inspection.inspect(place, steps, every_byte=True):
+    for entry in inspection.inspect(folder, every_byte=True):
         entries.append(entry)
         if not json:
             _echo_verdict(entry)
-    if not entries:
-        raise NoCheckpoint(f"the checkpoints in {folder} have just been deleted; check whether a run is deleting them")
     damaged = [entry.step for entry in entries if entry.damages]
     if json:
         print_json({"damaged": damaged, "checkpoints": [_summary(entry) for entry in entries]})
@@ -121,18 +120,19 @@ def export_object(
     from paceline.tools.checkpoints import inspection
 
     target = exporting.check_target(out)
-    chosen, skipped = inspection.newest(*inspection.locate(folder))
-    for entry in skipped:
-        warn(f"step {entry.step} is skipped: {entry.damages[0]}")
-    assert chosen.manifest is not None, "a chosen checkpoint is not damaged"
+    inspection.locate(folder)  # refuses a folder without checkpoints
     try:
-        count, size = exporting.export(chosen.path, chosen.manifest, name, target)
+        with warnings.catch_warnings(record=True) as skipped:
+            warnings.simplefilter("always")
+            step, count, size = exporting.export(Path(folder), name, target)
     # Must come first, because NoCheckpoint is also a CheckpointError.
     except UsageError:
         raise
     except CheckpointError as error:
         raise NoCheckpoint(str(error)) from error
-    typer.echo(f"{out}: {name!r} of step {chosen.step}, {_tensors(count)}, {nbytes(size)}")
+    for warning in skipped:
+        warn(str(warning.message))
+    typer.echo(f"{out}: {name!r} of step {step}, {_tensors(count)}, {nbytes(size)}")
 
 
 def _echo_verdict(entry: Inspected) -> None:

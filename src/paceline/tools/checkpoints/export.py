@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.format import manifest, safetensors_file, state_codec
-from paceline.checkpoint.format.manifest import Manifest
-from paceline.checkpoint.loading.load_weights import read_object
+from paceline.checkpoint.loading.load_weights import read_folder
 from paceline.checkpoint.step_names import step_of
 from paceline.checkpoint.storage import step_folders
 from paceline.core.output.files import check_file
@@ -35,13 +34,13 @@ def check_target(file: str) -> Path:
     return path
 
 
-def export(checkpoint: Path, contents: Manifest, name: str, target: Path) -> tuple[int, int]:
-    """Write the state of the object `name` in the folder `checkpoint` to `target`; return the tensors and bytes.
+def export(folder: Path, name: str, target: Path) -> tuple[int, int, int]:
+    """Write the state of the object `name` to `target`; return its step, number of tensors, and bytes.
 
-    The suffix of `target` selects the format. The file is written whole or not at all. A safetensors file stores each
-    tied weight under all of its names.
+    The `folder` of a run selects its newest intact checkpoint, and the suffix of `target` selects the format. The file
+    is written whole or not at all. A safetensors file stores each tied weight under all of its names.
     """
-    node, tensors = read_object(checkpoint, contents, name)
+    step, node, tensors = read_folder(folder, name)
     state = state_codec.decode(node["state"], tensors)
     is_torch = target.suffix in TORCH_ENDINGS
     if is_torch:
@@ -70,7 +69,7 @@ def export(checkpoint: Path, contents: Manifest, name: str, target: Path) -> tup
     finally:
         with suppress(OSError):
             draft.unlink()  # exists only after an error or Ctrl-C
-    return len(tensors), target.stat().st_size
+    return step, len(tensors), target.stat().st_size
 
 
 def _flat(state: Any, name: str) -> dict[str, torch.Tensor]:

@@ -62,27 +62,22 @@ def locate(folder: str | os.PathLike[str]) -> tuple[Path, list[int]]:
     return place, steps
 
 
-def inspect(folder: Path, steps: Sequence[int], every_byte: bool) -> Iterator[Inspected]:
-    """Yield the checkpoints of a run's `steps`, in this order.
+def inspect(folder: str | os.PathLike[str], every_byte: bool) -> Iterator[Inspected]:
+    """Yield the checkpoints in `folder`, a run or a single checkpoint.
 
     With `every_byte`, all bytes are read; otherwise only file sizes and lists of tensors are checked.
     """
-    for step in steps:
-        inspected = _inspect(folder / step_name(step), step, every_byte)
-        if inspected.path.is_dir():  # checked last, because a checkpoint that is being deleted looks damaged
-            yield inspected
-
-
-def newest(folder: Path, steps: Sequence[int]) -> tuple[Inspected, list[Inspected]]:
-    """Return the newest complete checkpoint, and all newer, incomplete ones."""
-    skipped: list[Inspected] = []
-    for entry in inspect(folder, steps[::-1], every_byte=True):
-        if not entry.damages:
-            return entry, skipped
-        skipped.append(entry)
-    if not skipped:
-        raise NoCheckpoint(f"the checkpoints in {folder} have just been deleted; check whether a run is deleting them")
-    raise NoCheckpoint(f"the checkpoint {skipped[0].path} cannot be used: {skipped[0].damages[0]}; choose another one")
+    is_any_left = False
+    while not is_any_left:
+        place, steps = locate(folder)
+        for step in steps:
+            path, before = place / step_name(step), None
+            # Again after a change, because a checkpoint that is being deleted or replaced looks damaged.
+            while (now := step_folders.identity(path)) != before:
+                before, inspected = now, _inspect(path, step, every_byte)
+            if before is not None:
+                is_any_left = True
+                yield inspected
 
 
 def best_of(complete: Sequence[Inspected]) -> int | None:
