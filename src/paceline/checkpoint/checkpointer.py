@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from paceline.checkpoint.format import state_codec
 from paceline.checkpoint.format.metadata import Keep
 from paceline.checkpoint.format.state_codec import Encoder
 from paceline.checkpoint.loading.restore import restore
+from paceline.checkpoint.objects.optimizer_states import forget_changed, was_trained
 from paceline.checkpoint.objects.protocols import Stateful
 from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.recovery.emergency_save import Contents
@@ -32,8 +33,9 @@ from paceline.checkpoint.saving.save import capture_all
 from paceline.core.processes import consensus
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import CHECKPOINT, recorder
+from paceline.core.telemetry.users_code import warn
 from paceline.core.torch_internals.distributed.dtensor import local_of
-from paceline.errors import UsageError
+from paceline.errors import CheckpointWarning, UsageError
 
 Object = TypeVar("Object", bound=Stateful)
 
@@ -129,6 +131,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder(None if per_rank else local_of))
         self._registered[name] = entry
+        if entry.is_optimizer and was_trained(entry.object):
+            _forget_changed_settings([entry])
         self._recovery.watch(entry)
         return object
 
@@ -204,6 +208,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             DesyncError: if `step` differs between ranks.
         """
         world, entries = self._world(), list(self._registered.values())
+        if step and not self._recovery.boundary.has_seen_steps:
+            _forget_changed_settings(entries)
         self._finish(world)  # only one save is written at a time
         order, captured = capture_all(world, step, entries, lambda: self._keep.note(notes.check(metadata, protect)))
         if world.rank != 0:
@@ -267,8 +273,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Random generators are restored if the number of ranks is the same; otherwise they keep their state, and rank 0
         warns unless the model has virtual ranks.
 
-        Optimizers are compared by class, groups, names and shapes of parameters, and their settings at registration, so
-        register them before training.
+        Optimizers are compared by class, groups, names and shapes of parameters, and the settings that each group had
+        when it was registered or added. If an optimizer is registered after training has begun, rank 0 warns about
+        settings that may have changed; they are restored without a comparison.
 
         Checkpoints later than `step` are kept, and a restore without `step` uses them, so save a new branch to another
         folder.
@@ -355,3 +362,14 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             self._in_flight = True  # the next call waits for it
             raise
         self.due.written()
+
+
+def _forget_changed_settings(trained: Iterable[Registered]) -> None:
+    """Forget settings that may have changed because an optimizer was `trained` before it was registered."""
+    for entry in trained:
+        if (keys := forget_changed(entry.object, entry.options)) and consensus.here().rank == 0:
+            warn(
+                f"{entry.name!r} was trained before it was registered, and its {', '.join(keys)} may have changed; a "
+                "restore uses the saved values without comparing them with the script; register it before training",
+                CheckpointWarning,
+            )

@@ -17,16 +17,19 @@ import pytest
 import torch
 from test_checkpoint_roundtrip import Holder, equal
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
+    CyclicLR,
     LambdaLR,
     OneCycleLR,
+    ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
 
 from paceline.checkpoint import Checkpointer, CheckpointWarning
 from paceline.errors import CheckpointMismatch
+from paceline.optim import ShardedOptimizer
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -230,3 +233,88 @@ def test_a_state_comes_back_in_its_own_dtype(tmp_path: Path) -> None:
         optimizer = checkpointer.register("optimizer", make(0.0))
         checkpointer.restore()
     assert equal(optimizer.state_dict()["state"], make(1 / 3).state_dict()["state"])
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+@pytest.mark.parametrize("is_added_late", [False, True])
+def test_a_group_that_joins_in_mid_training_is_compared_by_the_settings_it_joined_with(
+    tmp_path: Path, kind: str, is_added_late: bool
+) -> None:
+    # It was described by its settings at the save, which a schedule had changed.
+    def open_with(lr: float | None) -> tuple[Any, Optimizer, Checkpointer]:
+        model = net()
+        optimizer: Any = ShardedOptimizer(model[1], SGD, lr=0.1) if kind == "sharded" else sgd()(model[1])
+        group = {"params": list(model[0].parameters()), "lr": lr}
+        if lr is not None and not is_added_late:
+            optimizer.add_param_group(group)
+        checkpointer = Checkpointer(tmp_path)
+        checkpointer.register("model", model)
+        checkpointer.register("optimizer", optimizer)
+        if lr is not None and is_added_late:
+            optimizer.add_param_group(group)
+        return model, optimizer, checkpointer
+
+    model, optimizer, checkpointer = open_with(None)
+    with checkpointer:
+        step(model, optimizer)
+        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        step(model, optimizer)
+        checkpointer.save(2)
+    for lr, allow, expected in ((0.01, False, 0.005), (0.01, True, 0.005), (0.02, True, 0.01)):
+        _, optimizer, checkpointer = open_with(lr)
+        said = f"lr of group 1 of 'optimizer' is {lr} in this run and 0.01"
+        with checkpointer, nullcontext() if lr == 0.01 else pytest.warns(CheckpointWarning, match=said):
+            checkpointer.restore(allow_changed_settings=allow)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.05, expected]
+    with open_with(0.02)[2] as checkpointer, pytest.raises(CheckpointMismatch, match=said):
+        checkpointer.restore()
+
+
+LATE: dict[str, tuple[Make, Any, int, str]] = {
+    "one cycle": (adam(), lambda optimizer: OneCycleLR(optimizer, 0.2, 12), 2, "betas"),
+    "cyclic": (sgd(), lambda optimizer: CyclicLR(optimizer, 0.01, 0.1, 4), 2, "momentum"),
+    "plateau": (adam(), lambda optimizer: ReduceLROnPlateau(optimizer, patience=0), 2, "lr"),
+    "plateau, without a state": (sgd(momentum=0), lambda optimizer: ReduceLROnPlateau(optimizer, patience=0), 4, "lr"),
+    "known rates": (sgd(), lambda optimizer: StepLR(optimizer, 2, 0.5), 2, ""),
+    "unchanged": (adam(Adagrad), lambda optimizer: StepLR(optimizer, 2, 0.5), 0, ""),
+}
+
+
+@pytest.mark.parametrize("allow", [False, True])
+@pytest.mark.parametrize(("make", "schedule", "registered_at", "forgotten"), LATE.values(), ids=LATE)
+def test_settings_that_changed_before_the_registration_are_named_and_restored_as_saved(
+    tmp_path: Path, make: Make, schedule: Any, registered_at: int, forgotten: str, allow: bool
+) -> None:
+    # The save said nothing, and the restore refused the changed betas, momentum or rate.
+    def train(model: nn.Module, optimizer: Optimizer, scheduler: Any, steps: int) -> None:
+        for _ in range(steps):
+            step(model, optimizer)
+            scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+            optimizer.zero_grad()
+
+    def registered(parts: tuple[Any, ...]) -> Checkpointer:
+        checkpointer = Checkpointer(tmp_path)
+        for name, each in zip(("model", "optimizer", "scheduler"), parts, strict=True):
+            checkpointer.register(name, each)
+        return checkpointer
+
+    def started() -> tuple[Any, ...]:
+        optimizer = make(model := net())
+        return model, optimizer, schedule(optimizer)
+
+    parts = started()
+    train(*parts, registered_at)
+    said = f"'optimizer' was trained before it was registered, and its {forgotten} may have changed"
+    with pytest.warns(CheckpointWarning, match=said) if forgotten else nullcontext():
+        checkpointer = registered(parts)
+        train(*parts, 4 - registered_at)
+        checkpointer.save(4)
+    checkpointer.close()
+    with registered(resumed := started()) as checkpointer:
+        checkpointer.restore(allow_changed_settings=allow)
+    for each in (parts, resumed):
+        train(*each, 2)
+    assert equal(parts[0].state_dict(), resumed[0].state_dict())
+    assert equal(parts[1].state_dict(), resumed[1].state_dict())

@@ -5,7 +5,8 @@ the saved ones, and accepts Adam's state for SGD and one group's state for anoth
 copy of a bf16 parameter, to the parameter's dtype. A checkpoint therefore also contains:
 
     class      the name of the optimizer's class
-    options    per group, the settings at registration, before training and schedules change them
+    options    per group, the settings when it was registered or added, before training and schedules change them,
+               without those that may have changed earlier
     names      per group, the parameters' names, prefixed with the name of the registered module, or null
     shapes, dtypes
 """
@@ -13,6 +14,7 @@ copy of a bf16 parameter, to the parameter's dtype. A checkpoint therefore also 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,15 +30,43 @@ from paceline.core.strict_json import shown
 from paceline.core.torch_internals.distributed.dtensor import has_sharded
 from paceline.errors import CheckpointMismatch
 
-_RATES = ("lr", "initial_lr")
-
 Options = list[dict[str, Any]]
 
 
-def options_of(optimizer: Optimizer) -> Options:
-    """Return a copy of the settings of each group of `optimizer`."""
-    # Copied, because a learning rate can be a tensor that schedulers fill in place.
-    return [copy.deepcopy(settings_of(group)) for group in optimizer.param_groups]
+def remembered_options(optimizer: Optimizer) -> Options:
+    """Return a copy of the settings of each group of `optimizer`; groups that are added later extend the list."""
+    options = [_copied(group) for group in optimizer.param_groups]
+    # Weak, so that the optimizer is freed without waiting for the garbage collector.
+    alive, add = weakref.ref(optimizer), vars(optimizer).get("add_param_group")
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        current = alive()
+        assert current is not None, "the optimizer is gone"
+        if add is None:
+            type(current).add_param_group(current, param_group)
+        else:
+            add(param_group)
+        options.append(_copied(current.param_groups[-1]))
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+    return options
+
+
+def was_trained(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` has stepped or loaded a state, as far as it shows."""
+    # Adagrad's constructor creates its states, with step 0. LRScheduler sets _opt_called when the optimizer steps.
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping) and state]
+    return bool(getattr(optimizer, "_opt_called", False) or any(state.get("step", 1) for state in states))
+
+
+def forget_changed(optimizer: Optimizer, options: Options) -> list[str]:
+    """Remove the `options` that a schedule may have changed since `optimizer` was created; return their names."""
+    removed: dict[str, Any] = {}
+    for group in options:
+        for key, default in optimizer.defaults.items():
+            if key in group and group[key] != default and not (key == "lr" and "initial_lr" in group):
+                removed[key] = group.pop(key)
+    return list(removed)
 
 
 def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -56,7 +86,7 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
 def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -> dict[str, Any]:
     """Describe `optimizer`, which had `options` when it was registered, as plain values."""
     groups = [group["params"] for group in optimizer.param_groups]
-    options = options + options_of(optimizer)[len(options) :]  # including groups that were added later
+    options = [*options, *({} for _ in groups[len(options) :])]  # a group can be added without add_param_group()
     return {
         "class": getattr(optimizer, "optimizer_class", type(optimizer)).__qualname__,
         "options": [{name: _plain(value) for name, value in group.items()} for group in options],
@@ -97,8 +127,8 @@ def check(name: str, live: Mapping[str, Any], saved: Mapping[str, Any], step: in
 def changes(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Describe the settings that differ, such as ``momentum of group 0 of 'optimizer' is 0.5 in this run and 0.9``."""
     return [
-        f"{'lr' if key in _RATES else key} of group {index} of {name!r} is {shown(options[key])} in this run "
-        f"and {shown(saved_options[key])}"
+        f"{key} of group {index} of {name!r} is {shown(_value(options, key))} in this run "
+        f"and {shown(_value(saved_options, key))}"
         for index, (options, saved_options) in enumerate(zip(live["options"], saved["options"], strict=False))
         for key in _changed(options, saved_options)
     ]
@@ -112,26 +142,26 @@ def apply_options(optimizer: Optimizer, options: Options, live: Mapping[str, Any
     groups = zip(optimizer.param_groups, options, live["options"], saved["options"], strict=False)
     for group, originals, current, stored in groups:
         for key in _changed(current, stored):
-            if key not in _RATES:
+            if key != "lr":
                 group[key] = copy.deepcopy(originals[key])
                 continue
             # The loaded rate is the saved initial rate times the schedule's factor.
-            group["lr"] = group["lr"] * (current[key] / stored[key]) if stored[key] else copy.deepcopy(originals["lr"])
-            if key == "initial_lr":
-                group[key] = copy.deepcopy(originals[key])
+            rate, saved_rate = _value(current, "lr"), _value(stored, "lr")
+            group["lr"] = group["lr"] * (rate / saved_rate) if saved_rate else copy.deepcopy(originals["lr"])
+            if "initial_lr" in group:
+                group["initial_lr"] = copy.deepcopy(_value(originals, "lr"))
 
 
 def follow(scheduler: LRScheduler) -> None:
     """Make `scheduler` continue from the new rates of its optimizer, after both have loaded their states."""
     groups = scheduler.optimizer.param_groups
-    if any("initial_lr" not in group for group in groups):
-        return
-    # SequentialLR and ChainedScheduler contain schedulers instead of base rates.
+    # SequentialLR and ChainedScheduler contain schedulers instead of base rates. Groups may have been added since the
+    # scheduler was created.
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
         if hasattr(part, "base_lrs"):
-            part.base_lrs = [group["initial_lr"] for group in groups]
+            part.base_lrs = [group.get("initial_lr", base) for group, base in zip(groups, part.base_lrs, strict=False)]
     if isinstance(scheduler, LambdaLR):  # its function of the step may have changed as well
-        for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=False):
             group["lr"] = base * factor(scheduler.last_epoch)
     scheduler._last_lr = [group["lr"] for group in groups]
 
@@ -172,17 +202,21 @@ def _check_group(name: str, index: int, aspect: str, group: list[Any], saved_gro
         )
 
 
+def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+    # Copied, because a learning rate can be a tensor that schedulers fill in place.
+    return copy.deepcopy(settings_of(group))
+
+
+def _value(options: Mapping[str, Any], key: str) -> Any:
+    """Return an option; for the learning rate, the initial one, which a schedule does not change."""
+    return options.get("initial_lr", options[key]) if key == "lr" else options[key]
+
+
 def _changed(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Return the names of options that differ. With a schedule, initial learning rates are compared."""
-    common = [key for key in current if key in saved]
-    if "initial_lr" in common:
-        common.remove("lr")
+    """Return the names of options that differ."""
+    pairs = {key: (_value(current, key), _value(saved, key)) for key in current if key in saved and key != "initial_lr"}
     # NaN differs from itself, but is the same setting.
-    return [
-        key
-        for key in common
-        if current[key] != saved[key] and not (current[key] != current[key] and saved[key] != saved[key])
-    ]
+    return [key for key, (now, then) in pairs.items() if now != then and not (now != now and then != then)]
 
 
 def _plain(value: Any) -> Any:

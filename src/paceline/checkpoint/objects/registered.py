@@ -45,14 +45,14 @@ class Registered:
     peers: Mapping[str, Registered] = field(default_factory=dict)
     """All registered objects. An optimizer's parameters get their names from the modules among them."""
     options: optimizer_states.Options = field(default_factory=list)
-    """An optimizer's settings at registration."""
+    """An optimizer's settings before training, as far as they are known."""
 
     @classmethod
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
         """Return an entry for `object` and its current settings; `peers` are all registered objects."""
         _check_registrable(name, object, peers)
         per_rank = per_rank or isinstance(object, Sharded)
-        options = optimizer_states.options_of(object) if isinstance(object, Optimizer) else []
+        options = optimizer_states.remembered_options(object) if isinstance(object, Optimizer) else []
         return cls(name, object, per_rank, peers, options)
 
     @property
@@ -174,7 +174,7 @@ class Registered:
 
     def load_layout(self, node: Mapping[str, Any]) -> None:
         if node["buckets"] is not None and isinstance(self.object, AveragingWrapper):
-            with _refused(f"the bucket layout of {self.name!r} does not fit", "build the model that was saved"):
+            with _refused(f"the bucket layout of {self.name!r} is malformed", "use another checkpoint"):
                 self.object.load_bucket_layout(node["buckets"])
 
     def _description(self) -> dict[str, Any]:

@@ -97,6 +97,11 @@ class Boundary:
         return self._snapshots is not None and not self._has_stepped
 
     @property
+    def has_seen_steps(self) -> bool:
+        """Whether a registered optimizer has stepped, or a step was restored."""
+        return self._has_stepped or self.step > 0
+
+    @property
     def joins(self) -> bool:
         """Whether a model is inside ``join``, which lets ranks take different numbers of steps."""
         return any(map(joins, self._refresh_watched().modules))
