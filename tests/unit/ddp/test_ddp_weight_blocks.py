@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from device_watch import queued_operations
 from models import Trip, chain
 from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
@@ -73,6 +74,11 @@ def beside_one_process(world: World, case: str) -> None:
     for mine, expected in zip(ours.net.parameters(), twin.net.parameters(), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+
+def on_a_device(world: World, case: str) -> None:
+    with queued_operations():
+        beside_one_process(world, case)
 
 
 # -- blocks without a backward -----------------------------------------------------------------------------------------
@@ -164,25 +170,58 @@ def one_backward_of_two_blocks(side: Side, batch: Tensor, number: int) -> None:
     side.step()
 
 
-def zeroed_in_place_while_accumulating(side: Side, batch: Tensor, number: int) -> None:
-    with side.local():
-        side.backward(batch + 1)
-    side.optimizer.zero_grad(set_to_none=False)
-    side.backward(batch)
-    side.step()
+# -- micro-batches under no_sync() that the program drops, or only changes ---------------------------------------------
 
 
-def scaled_while_accumulating(side: Side, batch: Tensor, number: int) -> None:
-    """Changes every gradient, one of them to zero, which drops none."""
-    x, share = side.part(batch), 1 if side.wrapped else 0.5
-    for sync in side.local(), nullcontext():
-        with sync, side.weight(len(x)):
-            (share * side.loss(x)).backward()
-        if number % 2:
-            for place, each in enumerate(side.net.parameters()):
-                each.grad.mul_(place != 0)  # type: ignore[union-attr]
-        number = 0
-    side.step()
+def dropped(drop: Callable[[nn.Parameter], object], factor: float = 1) -> Callable[[Side, Tensor, int], None]:
+    """A step in which the first micro-batch is dropped, and the second has a gradient times `factor`."""
+
+    def run(side: Side, batch: Tensor, number: int) -> None:
+        x, share = side.part(batch), 1 if side.wrapped else 0.5
+        with side.local():
+            side.backward(batch + 1)
+        for parameter in side.net.parameters():
+            drop(parameter)
+        for sync, times in (side.local(), factor), (nullcontext(), 1):
+            with sync, side.weight(len(x)):
+                (share * times * side.loss(x)).backward()
+        side.step()
+
+    return run
+
+
+def changed(change: Callable[[nn.Module], object], factor: float = 1) -> Callable[[Side, Tensor, int], None]:
+    """A step in which the first micro-batch has a gradient times `factor`, which is changed and still counts."""
+
+    def run(side: Side, batch: Tensor, number: int) -> None:
+        x, share = side.part(batch), 1 if side.wrapped else 0.5
+        for sync, times in (side.local(), factor), (nullcontext(), 1):
+            with sync, side.weight(len(x)):
+                (share * times * side.loss(x)).backward()
+            if times == factor and number % 2:
+                change(side.net)
+            number = 0
+        side.step()
+
+    return run
+
+
+def to_none(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def mask(net: nn.Module) -> None:
+    for place, parameter in enumerate(net.parameters()):
+        parameter.grad.mul_(place != 0)  # type: ignore[union-attr]
+
+
+def clone(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]
+
+
+def drop_one(net: nn.Module) -> None:
+    next(net.parameters()).grad = None
 
 
 # -- kept gradients ----------------------------------------------------------------------------------------------------
@@ -242,6 +281,16 @@ def decay_by_new_tensors(side: Side, batch: Tensor, number: int) -> None:
     side.optimizer.step()
 
 
+def decay_in_place_after_the_forward(side: Side, batch: Tensor, number: int) -> None:
+    x = side.part(batch)
+    with side.weight(len(x)):
+        loss = side.loss(x)
+        for each in side.net.parameters() if number else ():
+            each.grad.mul_(0.9)  # type: ignore[union-attr]
+        loss.backward()
+    side.optimizer.step()
+
+
 def weight_decay_after_a_local_forward(side: Side, batch: Tensor, number: int) -> None:
     x = side.part(batch)
     for is_last in False, True:
@@ -274,8 +323,24 @@ UNUSED: dict[str, Callable[[Side, Tensor, int], None]] = {
     "skipped micro-batch": skipped_micro_batch,
     "left before their backwards": blocks_left_before_their_backwards,
     "one backward of two blocks": one_backward_of_two_blocks,
-    "zeroed in place while accumulating": zeroed_in_place_while_accumulating,
-    "scaled while accumulating": scaled_while_accumulating,
+}
+DROPPED: dict[str, Callable[[Side, Tensor, int], None]] = {
+    "None": dropped(to_none),
+    "zeroed": dropped(lambda parameter: parameter.grad.zero_()),  # type: ignore[union-attr]
+    "data zeroed": dropped(lambda parameter: parameter.grad.data.zero_()),  # type: ignore[union-attr]
+    "data replaced": dropped(lambda parameter: setattr(parameter.grad, "data", torch.zeros_like(parameter))),
+    "numpy": dropped(lambda parameter: parameter.grad.numpy().fill(0)),  # type: ignore[union-attr]
+    "zeroed before a zero gradient": dropped(lambda parameter: parameter.grad.zero_(), 0),  # type: ignore[union-attr]
+    "None before a zero gradient": dropped(to_none, 0),
+}
+CHANGED: dict[str, Callable[[Side, Tensor, int], None]] = {
+    "one masked": changed(mask),
+    "one None": changed(drop_one),
+    "replaced": changed(clone),
+    "zero, masked": changed(mask, 0),
+    "zero, clipped": changed(lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0), 0),
+    "zero, replaced": changed(clone, 0),
+    "zero, one None": changed(drop_one, 0),
 }
 KEPT: dict[str, Callable[[Side, Tensor, int], None]] = {
     "two losses whose forwards come first": two_losses_whose_forwards_come_first,
@@ -284,16 +349,31 @@ KEPT: dict[str, Callable[[Side, Tensor, int], None]] = {
     "weight decay first": weight_decay_first,
     "decay in place": decay_in_place,
     "decay by new tensors": decay_by_new_tensors,
+    "decay in place after the forward": decay_in_place_after_the_forward,
     "weight decay after a local forward": weight_decay_after_a_local_forward,
     "kept while accumulating": kept_while_accumulating,
 }
-CASES = UNUSED | KEPT
+CASES = UNUSED | DROPPED | CHANGED | KEPT
 
 
 @pytest.mark.parametrize("case", UNUSED)
 def test_a_block_without_a_backward_changes_no_step(ranks: Ranks, case: str) -> None:
     """Its weight stayed pending, and the next step was divided by it, too."""
     ranks.run(beside_one_process, case)
+
+
+@pytest.mark.parametrize("case", DROPPED)
+def test_a_micro_batch_whose_gradients_are_all_dropped_does_not_count(ranks: Ranks, case: str) -> None:
+    """Dropped through ``p.grad.data``, its weight still divided the mean."""
+    ranks.run(beside_one_process, case)
+    ranks.run(on_a_device, case)
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_micro_batch_of_which_some_gradient_is_left_or_none_was_nonzero_counts(ranks: Ranks, case: str) -> None:
+    """Its weight was forgotten after a clip that changed nothing, and masking some gradients was refused."""
+    ranks.run(beside_one_process, case)
+    ranks.run(on_a_device, case)
 
 
 @pytest.mark.parametrize("case", KEPT)
@@ -320,20 +400,23 @@ def test_one_backward_of_two_blocks_over_a_kept_gradient_is_refused(ranks: Ranks
         assert "p.grad already held gradients" in message
 
 
-def drops_one_of_the_gradients(world: World) -> str:
+def kept_and_added_to_before_an_output(world: World) -> str:
     side = Side(world, wrapped=True)
-    with side.local():
-        side.backward(torch.ones(7, 3, dtype=torch.float64))
-    side.net[0].weight.grad = None  # type: ignore[index]
-    with pytest.raises(UsageError) as caught:
-        side.backward(torch.ones(7, 3, dtype=torch.float64))
-    return str(caught.value)
+    side.net.scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    side.model = DistributedDataParallel(side.net, unused_parameters="allow")
+    for _ in range(2):
+        with side.weight(7):
+            loss = side.loss(torch.ones(7, 3, dtype=torch.float64)) + side.net.scale.sum()  # type: ignore[operator]
+            try:
+                loss.backward()
+            except UsageError as error:
+                return str(error)
+    return ""
 
 
-def test_gradients_of_a_micro_batch_of_which_some_are_dropped_are_refused(ranks: Ranks) -> None:
-    for message in ranks.run(drops_one_of_the_gradients):
-        assert "the gradient of '0.weight' was set to None or zero" in message
-        assert "the gradient of '0.bias' was not" in message
+def test_a_kept_gradient_that_a_loss_adds_to_before_the_backward_reaches_an_output_is_refused(ranks: Ranks) -> None:
+    for message in ranks.run(kept_and_added_to_before_an_output):
+        assert "'scale' had a gradient before this weighted step" in message
 
 
 def weight_decay_after_the_forward(world: World) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -75,6 +76,10 @@ def train(world: World, case: str) -> list[str]:
         elif case == "weights on the device":
             with model.weight((x[:, 0] < 9).sum()):  # type: ignore[arg-type]
                 model(x).square().sum().backward()
+        elif case == "weights while accumulating":
+            for sync in model.no_sync(), model.no_sync(), nullcontext():
+                with sync, model.weight(3 + world.rank):
+                    model(x).square().sum().backward()
         elif case == "accumulation":
             with model.no_sync():
                 model(x).square().mean().backward()
@@ -90,7 +95,7 @@ def train(world: World, case: str) -> list[str]:
 
 
 CASES = ["small buckets", "weights", "weights on the device", "accumulation", "zeroed", "clipped", "reduce_dtype"]
-CASES += COMPRESSORS
+CASES += ["weights while accumulating", *COMPRESSORS]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -68,9 +68,20 @@ def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
         multiply_each(small[0], factor)
 
 
+def stored_elements(gradient: Tensor) -> Tensor:
+    """Return the elements that a gradient stores: all of a dense one, the values of a sparse one."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def has_nonzero(gradient: Tensor) -> bool:
+    """Return whether an element is nonzero; waits for the device."""
+    return bool(stored_elements(gradient).any())
+
+
 def norm_each(tensors: Tensors) -> Tensors:
     """Return the largest absolute value in each of the nonempty `tensors`; NaN if a tensor contains NaN."""
-    return torch._foreach_norm(tensors, math.inf)
+    reals = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]
+    return torch._foreach_norm(reals, math.inf)
 
 
 def content_of(tensors: Sequence[Tensor]) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from paceline.core.state.device_streams import is_queued
+from paceline.core.state.device_streams import is_queued, read_later
 from paceline.core.torch_internals.autograd import GraphTask, is_accumulated, queue_callback
-from paceline.core.torch_internals.tensors import has_overlap, multiply_each
+from paceline.core.torch_internals.tensors import has_nonzero, has_overlap, multiply_each, norm_each, stored_elements
 from paceline.errors import UsageError
 
 
@@ -48,13 +48,13 @@ class KeptGradients:
         self.found: dict[int, Seen] | None = None
         """For each parameter id, the gradient that existed at the latest forward; None before the first forward."""
         # None before the first backward. Copies are needed only if more weights may follow, under no_sync().
-        self._copies: list[tuple[Tensor, Tensor]] | None = None
+        self.copies: list[tuple[Tensor, Tensor]] | None = None
         self._weight = 0.0
         self._is_settled = False
 
     def look(self, parameters: Sequence[Tensor]) -> None:
         """Record the gradients that exist before a backward pass; called after each forward in a block."""
-        if self._copies is not None:
+        if self.copies is not None:
             return
         self.found = {}
         for parameter in parameters:
@@ -80,62 +80,45 @@ class KeptGradients:
             elsewhere: parameters that another wrapper averages in the backward.
             is_last: whether the backward is synchronized, so that no other backward follows.
         """
-        if self._copies is None:
-            self._copies, kept, new = [], [], []
+        if self.copies is None:
+            self.copies, kept, changed = [], [], {}
             for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
                 if parameter.grad is not None and index not in elsewhere:
-                    if self._is_new(parameter) and parameter.requires_grad and is_accumulated(parameter):
-                        new += [parameter] if _may_count(parameter.grad) else []
-                    elif self._is_kept(name, parameter):
+                    seen = None if self.found is None else self.found.get(id(parameter))
+                    is_unchanged = self.found is None or (seen is not None and seen.is_unchanged(parameter.grad))
+                    if is_unchanged or not (parameter.requires_grad and is_accumulated(parameter)):
                         kept.append(parameter)
-            if kept or new:
+                    elif _may_count(parameter.grad):
+                        changed[parameter] = name if seen is not None and seen.tensor() is parameter.grad else ""
+            if kept or changed:
                 self._weight = weight()
                 self._keep(kept, is_last=is_last)
-                self._keep_if_more_arrives(new, is_last=is_last)
-        elif self._copies:
+                self._keep_if_more_arrives(changed, is_last=is_last)
+        elif self.copies:
             previous, self._weight = self._weight, weight()
-            for parameter, gradient in self._copies:
+            for parameter, gradient in self.copies:
                 if parameter.grad is not None:
                     more = gradient * (self._weight - previous)
                     parameter.grad = parameter.grad + more if more.is_sparse else parameter.grad.add_(more)
             self._is_settled = is_last
 
-    def _is_new(self, parameter: Tensor) -> bool:
-        """Return whether the gradient is a different tensor from the one recorded at the forward."""
-        if self.found is None:
-            return False
-        found = self.found.get(id(parameter))
-        return found is None or found.tensor() is not parameter.grad
-
-    def _is_kept(self, name: str, parameter: Tensor) -> bool:
-        gradient = parameter.grad
-        if gradient is None or self._is_new(parameter) or self.found is None:
-            return gradient is not None
-        if self.found[id(parameter)].is_unchanged(gradient):
-            return True
-        if _is_any(gradient):
-            raise UsageError(
-                f"{name!r} had a gradient before this weighted step, and it has changed since the forward pass, so the "
-                "wrapper cannot tell which part this step added; call optimizer.zero_grad() before the forward pass"
-            )
-        return False  # optimizer.zero_grad(set_to_none=False)
-
     @torch.no_grad()
     def _keep(self, parameters: Sequence[Tensor], *, is_last: bool) -> None:
         if parameters:
-            assert self._copies is not None
+            assert self.copies is not None
             if not is_last:
-                self._copies += [(param, param.grad.clone()) for param in parameters if param.grad is not None]
+                self.copies += [(param, param.grad.clone()) for param in parameters if param.grad is not None]
             self._is_settled = is_last
             multiply(parameters, self._weight)
 
-    def _keep_if_more_arrives(self, parameters: Sequence[Tensor], *, is_last: bool) -> None:
-        """Keep gradients that appeared between the forward and the backward pass that is starting.
+    def _keep_if_more_arrives(self, names: Mapping[Tensor, str], *, is_last: bool) -> None:
+        """Keep gradients that appeared or changed between the forward and the backward pass that is starting.
 
-        If the gradient was computed by this backward pass itself before it reached an output (a head outside the
-        forward), no other gradient arrives, and it is not kept.
+        If the change was made by this backward pass itself before it reached an output (a head outside the forward), no
+        other gradient arrives. Then a new tensor is not kept, and one that existed at the forward is refused; `names`
+        has an empty name for a new one.
         """
-        if not parameters:
+        if not names:
             return
         handles: dict[Tensor, RemovableHandle] = {}
         running = GraphTask()
@@ -149,9 +132,19 @@ class KeptGradients:
             while handles:
                 handles.popitem()[1].remove()
 
+        def check(_running: GraphTask) -> None:
+            mixed = [name for parameter in handles if (name := names[parameter])]
+            ended(None)
+            if mixed:
+                raise UsageError(
+                    f"{mixed[0]!r} had a gradient before this weighted step, and this backward pass added to it before "
+                    "it reached an output of the wrapper, so the wrapper cannot separate the two; call "
+                    "optimizer.zero_grad() before the forward pass"
+                )
+
         task = weakref.ref(running, ended)  # on an exception, autograd drops the callback without calling it
-        queue_callback(partial(ended, running))
-        for parameter in parameters:
+        queue_callback(partial(check, running))
+        for parameter in names:
             handles[parameter] = parameter.register_hook(partial(arrives, parameter))
 
     def check_no_more(self) -> None:
@@ -164,54 +157,61 @@ class KeptGradients:
             )
 
 
+Answer: TypeAlias = bool | Callable[[], bool]
+"""A value, or a function that waits for the device and returns it."""
+
+
 class LocalGradients:
-    """Detects that the program has dropped the gradients of weighted micro-batches under ``no_sync``."""
+    """Detects that the program has dropped the gradients of weighted micro-batches under ``no_sync``.
+
+    They count as dropped if all gradients of the wrapper are None or zero now, although one was nonzero when the latest
+    of these backward passes ended. Only values decide: a program may drop gradients without raising a version
+    (``p.grad.data.zero_()``), and it may clip or mask the gradients of micro-batches that still count.
+    """
 
     def __init__(self) -> None:
-        self._recorded: list[tuple[str, Tensor, Seen]] = []
+        self.forget()
 
     def forget(self) -> None:
         """Forget the gradients, because they are averaged or dropped."""
-        self._recorded = []
+        self._existed = True
+        self._were_nonzero: Answer = False
 
-    def record(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Record the gradients in ``p.grad``; called at the end of each of these backward passes."""
-        self._recorded = [
-            (name, parameter, Seen.of(parameter.grad))
-            for name, parameter in zip(names, parameters, strict=True)
-            if parameter.grad is not None
-        ]
+    def record(self, parameters: Sequence[Tensor]) -> None:
+        """Record whether ``p.grad`` holds nonzero gradients; called at the end of each of these backward passes."""
+        self._existed = any(parameter.grad is not None for parameter in parameters)
+        self._were_nonzero = _are_nonzero(parameters)
 
-    def are_dropped(self) -> bool:
-        """Return whether all recorded gradients are None or zero now.
+    def are_dropped(self, parameters: Sequence[Tensor]) -> Answer:
+        if all(parameter.grad is None for parameter in parameters):
+            return self._existed  # None drops gradients that were zero, too
+        were = self._were_nonzero
+        are = were is not False and _are_nonzero(parameters)
+        if callable(were) or callable(are):
+            return lambda: read(were) and not read(are)
+        return were and not are
 
-        Raises:
-            UsageError: if some are and others are unchanged.
-        """
-        untouched, dropped = [], []
-        for name, parameter, recorded in self._recorded:
-            if recorded.is_unchanged(parameter.grad):
-                untouched.append(name)
-            elif parameter.grad is None or not _is_any(parameter.grad):
-                dropped.append(name)
-        # If all gradients have changed, the program may have clipped them, and the zero ones may have been zero before.
-        if dropped and untouched:
-            raise UsageError(
-                f"the gradient of {dropped[0]!r} was set to None or zero after a micro-batch inside model.weight() and "
-                f"no_sync(), but the gradient of {untouched[0]!r} was not, so the wrapper cannot tell whether this "
-                "micro-batch still counts; to drop it, call model.zero_grad() on the wrapper; to keep it, set "
-                "gradients to None only after the step's last backward pass"
-            )
-        return bool(dropped) and len(dropped) == len(self._recorded)
+
+def read(answer: Answer) -> bool:
+    return answer() if callable(answer) else answer
+
+
+def _are_nonzero(parameters: Iterable[Tensor]) -> Answer:
+    """Return whether any gradient is nonzero now."""
+    queued: dict[torch.device, list[Tensor]] = {}
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        if not is_queued(gradient.device):
+            if has_nonzero(gradient):
+                return True
+        elif (elements := stored_elements(gradient)).numel():
+            queued.setdefault(gradient.device, []).append(elements)
+    answers = [read_later(torch.stack(norm_each(gradients)).any()) for gradients in queued.values()]
+    return bool(answers) and (lambda: any(answer() for answer in answers))
 
 
 def _may_count(gradient: Tensor) -> bool:
     """Return whether the gradient may be nonzero; does not wait for the device."""
-    return is_queued(gradient.device) or _is_any(gradient)
-
-
-def _is_any(gradient: Tensor) -> bool:
-    return bool((gradient._values() if gradient.is_sparse else gradient).any())
+    return is_queued(gradient.device) or has_nonzero(gradient)
 
 
 def multiply(parameters: Iterable[Tensor], weight: float) -> None:

@@ -131,7 +131,7 @@ class Ledger:
         self.status.weight = self._total_weight()
 
     def _total_weight(self) -> float:
-        return sum((block.weight for block in self._counted), 0.0)
+        return sum((block.weight for block in self._counted if not any(drop() for drop in block.drops)), 0.0)
 
     # -- forwards -----------------------------------------------------------------------------------------------
 
@@ -243,10 +243,11 @@ class Ledger:
         if self.status.weighting & WEIGHTED:
             self.kept.multiply(names, parameters, self._total_weight, elsewhere, is_last=is_last)
             if not (is_last or self.gradients_are_set_aside):
-                queue_callback(partial(self._local_gradients.record, names, parameters))
+                queue_callback(partial(self._local_gradients.record, parameters))
 
     def _count(self, block: Block) -> None:
         block.is_claimed = True
+        block.drops.clear()
         if block not in self._counted:
             self._counted.append(block)
             self.status.weighting |= WEIGHTED
@@ -257,11 +258,18 @@ class Ledger:
 
         A backward pass that is just starting still counts.
         """
-        if (
-            not self.local_tasks
-            or self.gradients_are_set_aside
-            or (any(parameter.grad is not None for parameter in parameters) and not self._local_gradients.are_dropped())
-        ):
+        if not self.local_tasks or self.gradients_are_set_aside:
+            return
+        dropped = self._local_gradients.are_dropped(parameters)
+        if callable(dropped):
+            if in_backward and self.status.weighting == WEIGHTED and not self.kept.copies:
+                # On a GPU, this is asked when the weights are added up, so that micro-batches do not wait.
+                for block in self._counted:
+                    if block is not self.current:
+                        block.drops.append(dropped)
+                return
+            dropped = dropped()
+        if not dropped:
             return
         self.local_tasks.clear()
         if not in_backward:

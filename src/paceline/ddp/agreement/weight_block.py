@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeGuard
 
@@ -67,6 +67,8 @@ class Block:
         """Whether the block's backward pass has begun."""
         self.is_on_its_way = isinstance(weight, Tensor) and is_queued(weight.device)
         """Whether reading the weight may have to wait."""
+        self.drops: list[Callable[[], bool]] = []
+        """Functions that wait for the device and return whether the program has dropped the block's gradients."""
         if isinstance(weight, Tensor) and self.is_on_its_way:
             self._read = read_later(weight)
         else:

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.core.state.device_streams import is_capturing
 from paceline.core.torch_internals.autograd import Accumulators, GraphTask, has_ended, queue_callback
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
+from paceline.core.torch_internals.tensors import has_nonzero, stored_elements
 from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.kept_gradients import multiply
 from paceline.ddp.agreement.weight_block import UNWEIGHTED, WEIGHTED, Block, compute_scale
@@ -27,7 +28,6 @@ from paceline.ddp.extensions.graph_capture import CHECK_FINITE, cannot_capture
 from paceline.ddp.extensions.shared_parameters import NOTHING_SHARED, Sharing
 from paceline.ddp.reducer.forwards import Forward
 from paceline.ddp.reducer.reducer import Reducer
-from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import DesyncError
 
 
@@ -187,9 +187,8 @@ class LocalEngine:
         """Return the name of a parameter whose gradient may have bypassed the wrapper inside ``model.weight()``."""
         if self._ledger.blocks.without_forward():
             for index, (name, parameter) in enumerate(zip(self._trained.names, self._trained.parameters, strict=True)):
-                if parameter.grad is None or index in self._sharing.left_to_others:
-                    continue
-                if bool(stored_elements(parameter.grad).any()):
+                gradient = None if index in self._sharing.left_to_others else parameter.grad
+                if gradient is not None and has_nonzero(gradient):
                     return name
         return None
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.state.device_streams import is_queued
-from paceline.core.torch_internals.tensors import norm_each
+from paceline.core.torch_internals.tensors import norm_each, stored_elements
 from paceline.ddp.options.buckets import Bucket
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Extension
-from paceline.ddp.transport.sparse import stored_elements
 
 
 class FiniteCheck(Extension):
@@ -60,10 +59,9 @@ class Magnitudes:
     def add(self, indices: Collection[int], gradients: Collection[Tensor]) -> None:
         """Add the `gradients` of the parameters `indices`; for a sparse gradient, pass its stored values."""
         pairs = [(index, gradient) for index, gradient in zip(indices, gradients, strict=True) if gradient.numel()]
-        reals = [as_real(gradient) if gradient.is_complex() else gradient for _, gradient in pairs]
-        if not reals:
+        if not pairs:
             return
-        for (index, gradient), largest in zip(pairs, norm_each(reals), strict=True):
+        for (index, gradient), largest in zip(pairs, norm_each([gradient for _, gradient in pairs]), strict=True):
             places, norms = self._largest.setdefault(gradient.device, ([], []))
             places.append(index)
             norms.append(largest)
@@ -76,8 +74,3 @@ class Magnitudes:
             for index, is_finite in zip(places, torch.stack(norms).isfinite().tolist(), strict=True)
             if not is_finite
         ]
-
-
-def as_real(gradient: Tensor) -> Tensor:
-    """View a complex gradient as real numbers, after resolving a lazy conjugation."""
-    return torch.view_as_real(gradient.resolve_conj())

@@ -14,9 +14,9 @@ from operator import attrgetter
 from torch import Tensor
 
 from paceline.core.torch_internals.amp import have_unscaled
+from paceline.core.torch_internals.tensors import has_nonzero
 from paceline.ddp.consistency.module_changes import Trained
 from paceline.ddp.reducer.bucket_set import BucketSet
-from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import UsageError
 
 _version_of: Callable[[Tensor], int] = attrgetter("_version")
@@ -50,10 +50,8 @@ class Averages:
         """Return the name of a parameter whose gradient the wrapper has not averaged; None if there is none."""
         for index, (name, parameter) in enumerate(zip(self._trained.names, self._trained.parameters, strict=True)):
             gradient = parameter.grad
-            if gradient is None or self._is_average(index, gradient):
-                continue
             # Zeros do not count: torch.distributed.checkpoint sets them so that the optimizer creates its state.
-            if bool(stored_elements(gradient).any()):
+            if gradient is not None and not self._is_average(index, gradient) and has_nonzero(gradient):
                 return name
         return None
 

@@ -14,6 +14,7 @@ import torch
 
 from paceline.core.torch_internals.autograd import Accumulators
 from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.core.torch_internals.tensors import has_nonzero
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.digest import StatusDigest, width
 from paceline.ddp.agreement.ledger import Ledger
@@ -34,7 +35,6 @@ from paceline.ddp.reducer.step import Step
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.exposed_time import ExposedTime
 from paceline.ddp.transport.finisher import AllReduce, Finisher, TreeSums
-from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import CommunicationError, UsageError
 
 
@@ -236,10 +236,8 @@ class Reducer(Step):
         self.follow_module()
         self.ledger.forget_dropped(self.trained.parameters, in_backward=False)
         self.ledger.count_unused_blocks(self.local_gradient)
-        backward = self.begin()
-        if not (self.ledger.status.weighting or backward.grads_were_none) and any(
-            bool(stored_elements(gradient).any()) for gradient in present(self.trained.parameters).values()
-        ):
+        self.begin()
+        if not self.ledger.status.weighting and any(map(has_nonzero, present(self.trained.parameters).values())):
             self.ledger.status.weighting = UNWEIGHTED  # no weights would divide these gradients
         self.complete()
 

@@ -25,11 +25,6 @@ def sparse_by_layer(module: nn.Module) -> set[int]:
     return {id(layer.weight) for layer in layers}
 
 
-def stored_elements(gradient: Tensor) -> Tensor:
-    """Return the elements that a gradient stores: all of a dense one, the values of a sparse one."""
-    return gradient._values() if gradient.is_sparse else gradient
-
-
 def as_dense(gradient: Tensor) -> Tensor:
     """Return `gradient` as a dense tensor."""
     # In torch 2.13, to_dense() returns zeros for expanded values, such as sum()'s gradients; `* 1` copies them.

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from paceline.core.torch_internals.tensors import has_nonzero
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.agreement.weight_block import total_weight
 from paceline.ddp.engine.connection import Connection
 from paceline.ddp.engine.local import GradientEngine
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.options.config import Options
-from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import UsageError
 
 
@@ -306,7 +306,7 @@ class SyncControl(Joinable):
             return False
         gradients = [parameter.grad for parameter in self._replica.all_parameters()]
         # They may have been dropped or zeroed in the meantime.
-        return any(gradient is not None and bool(stored_elements(gradient).any()) for gradient in gradients)
+        return any(gradient is not None and has_nonzero(gradient) for gradient in gradients)
 
     @property
     def total_weight(self) -> float:

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from paceline.core.torch_internals.fake_tensors import without_memory
+from paceline.core.torch_internals.tensors import stored_elements
 from paceline.ddp.options.buckets import MIB
-from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
 from paceline.tools.memory_estimate.models import BuiltModel, described, empty
