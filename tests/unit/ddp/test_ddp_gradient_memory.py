@@ -61,6 +61,10 @@ def by_data_while_the_old_memory_is_kept(module: nn.Module) -> None:
         parameter.grad.data = halve(parameter.grad)
 
 
+def in_shared_memory(module: nn.Module) -> None:
+    module.share_memory()  # moves the memory of a whole bucket
+
+
 def by_assignment(module: nn.Module) -> None:
     for parameter in module.parameters():
         parameter.grad = halve(parameter.grad)
@@ -83,6 +87,7 @@ def exchanged(module: nn.Module) -> None:
 EDITS = [
     by_data,
     by_data_while_the_old_memory_is_kept,
+    in_shared_memory,
     by_assignment,
     detached_in_place,
     transposed,
@@ -94,11 +99,13 @@ def edited(world: World, edit: Callable[[nn.Module], None], to_none: bool, optio
     model, twin = DistributedDataParallel(net(), **options), net()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
     warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
-    for _ in range(4):
+    for step in range(4):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=to_none)
         model(mine(world)).square().mean().backward()
         twin(WHOLE).square().mean().backward()
+        if step and edit is in_shared_memory and not to_none:
+            assert all(p.grad.is_shared() for p in model.parameters())  # as another process may read it
         close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
         edit(model.module)
         edit(twin)
@@ -114,8 +121,8 @@ def edited(world: World, edit: Callable[[nn.Module], None], to_none: bool, optio
 def test_a_gradient_that_was_replaced_or_pointed_elsewhere_is_averaged_in_the_next_step(
     pools: Pools, to_none: bool, options: dict[str, Any]
 ) -> None:
-    """After ``p.grad.data = …`` the reducer took the user's memory for its bucket, and never averaged again."""
-    for edit in EDITS[:2] if to_none else EDITS:
+    """After ``p.grad.data = …`` and ``share_memory()`` the reducer took the user's memory for its bucket."""
+    for edit in EDITS[:3] if to_none else EDITS:
         pools.run(2, edited, edit, to_none, options)
 
 

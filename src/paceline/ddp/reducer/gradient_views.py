@@ -43,6 +43,7 @@ class BucketViews:
         self._memory = torch.utils.dlpack.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
         # torch returns this same object to any Python code that asks one of these tensors for its storage.
         self.storage = self._memory.untyped_storage()
+        self._start = flat.data_ptr()
         self._parameters = parameters
         self.views = self._make_views()
         self.addresses = list(map(_address, self.views))
@@ -73,7 +74,9 @@ class BucketViews:
             lists: the number of our lists that hold each view.
             others: indices of gradients that stay in ``p.grad``, which then counts as a user.
         """
-        if self._references() != self._references_alone:  # something other than our own views references the memory
+        # `share_memory_()` moves the storage of the views, which then belongs to the user.
+        has_moved = self._memory.data_ptr() != self._start
+        if has_moved or self._references() != self._references_alone:  # not only our own views reference the memory
             return True
         counts, unshared = list(map(sys.getrefcount, self.views)), _BASE_COUNT + lists
         if max(counts) <= unshared:
@@ -133,7 +136,9 @@ def shared(gradients: Mapping[int, Tensor]) -> list[int]:
     return [
         index
         for index, tensor, count in zip(gradients, tensors, counts, strict=True)
-        if count > unshared or count_uses(tensor.untyped_storage()) > _UNSHARED_COUNT
+        if count > unshared
+        or count_uses(tensor.untyped_storage()) > _UNSHARED_COUNT
+        or (tensor.is_cpu and tensor.is_shared())  # maybe with another process
     ]
 
 
