@@ -62,6 +62,8 @@ class Status:
     """Digest of the first forward's inputs, reported in the first synchronization; 0 otherwise."""
     compares: bool = False
     """Whether this rank requests a comparison of the replicas; used when ``check_replicas_every`` is not set."""
+    settings: int = 0
+    """Digest of the optimizers' settings; see :mod:`.optimizer_settings`."""
     data: Origin = NO_DATA
     """The source of the batches since the last synchronization."""
 

@@ -16,6 +16,7 @@ from paceline.core.torch_internals.autograd import current_task, queue_callback
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.kept_gradients import KeptGradients, LocalGradients
 from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
+from paceline.ddp.agreement.optimizer_settings import OptimizerSettings
 from paceline.ddp.agreement.weight_block import BY_SLICE, UNCOUNTED, UNWEIGHTED, WEIGHTED, Block, Blocks
 
 
@@ -44,6 +45,7 @@ class Ledger:
         self.forwards_since_sync = self.synchronizations = 0
         self.local_tasks = []
         self.status = Status()
+        self.settings = OptimizerSettings()
         self.notes: Sequence[tuple[float, float]] = ()
         """Weight and weighting of each rank in the latest synchronization."""
         self.stop_agreed = False
@@ -71,6 +73,7 @@ class Ledger:
         self.add_up()
         compares = self.synchronizations >= self.compare_at
         values: dict[str, Any] = {"compares": compares, "data": data_position.report(size)}
+        values["settings"] = self.settings.digest()
         if self.synchronizations == 0:
             values["inputs"] = self.inputs or 0
         # A copy, because control blocks may be read after the ledger has counted further.
@@ -89,7 +92,8 @@ class Ledger:
             if status.weighting & ~BY_SLICE != WEIGHTED:
                 return None
             self.add_up()  # the digest holds the weight
-        return (status.weighting, status.forwards, status.optimizer_steps, *data_position.report(size))
+        numbers = status.weighting, status.forwards, status.optimizer_steps, self.settings.digest()
+        return (*numbers, *data_position.report(size))
 
     def synchronized(self) -> None:
         """Count a synchronized step, which consumes the weights and the pending forward passes."""

@@ -53,7 +53,9 @@ class StepGuard:
 
     def guard(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on, guard optimizer steps over `parameters`, which are averaged."""
-        self._ours = {id(parameter) for parameter in parameters}
+        self._ours = self._ledger.settings.averaged = {
+            id(parameter): index for index, parameter in enumerate(parameters)
+        }
 
     def before(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Check gradients before the optimizer steps; raises the errors of :meth:`check_whole` and ``read_late()``.
@@ -115,12 +117,17 @@ class StepGuard:
             self._outermost = None
             self._stepped()
             self._ledger.status.optimizer_steps += 1
+            settings = self._ledger.settings
+            if settings.counted_at != self._ledger.synchronizations:
+                settings.counted_at = self._ledger.synchronizations
+                settings.stepped.clear()
+            settings.stepped[optimizer] = None
             if self._ledger.local_tasks:  # the step did not call its closure
                 self.check_whole("optimizer.step(closure)")
 
     def known(self) -> set[int]:
         """Return the ids of the parameters that the wrapper averages, and of the ignored ones."""
-        return self._ours | {id(parameter) for parameter in self._all_parameters()}
+        return self._ours.keys() | {id(parameter) for parameter in self._all_parameters()}
 
     @property
     def has_peers(self) -> bool:

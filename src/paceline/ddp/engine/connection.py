@@ -109,6 +109,7 @@ def connect(
     recorder.groups[channel.name] = channel.members
     ledger, every, has_peers = replica.ledger, options.check_replicas_every, channel.size > 1
     ledger.has_peers = has_peers
+    ledger.settings.is_compared = has_peers and options.init_sync is not False
     if has_peers and options.init_sync is not False and not every:
         ledger.compare_at = 1
     joined_steps = JoinedSteps(wrapper, channel, lambda: replica.module)

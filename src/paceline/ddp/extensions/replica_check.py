@@ -8,6 +8,7 @@ digest of each parameter, and combines the digests into one number. A small coll
 synchronized backward pass, when all ranks are at the same step. Only if the numbers differ are all digests gathered, to
 find the parameter.
 
+The digest of optimizer settings in the ranks' status is compared in every step; here a difference gets its name.
 Optimizer state is not compared: a difference is found once it has changed a parameter. Nor are buffers: a broadcast
 makes them equal in every step, and with ``broadcast_buffers=False`` they may differ, as BatchNorm's statistics do.
 
@@ -30,12 +31,16 @@ from paceline.core.state.digests import quick_digest
 from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.optimizer_settings import find_difference
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
 from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.errors import ReplicaMismatch
 
 _WHAT = "comparison of replicas"
+_EQUAL_SETTINGS = (
+    "use equal settings on all ranks; give a scheduler a metric of all ranks, such as paceline.mean_over_ranks(loss)"
+)
 
 
 class ReplicaCheck(Extension):
@@ -101,6 +106,12 @@ class ReplicaCheck(Extension):
             is_postponed = not (is_asked or stands_apart)
             ledger.compare_at = (1 if is_postponed else 2) * ledger.synchronizations + 1
             ledger.compares_out_of_turn = False
+        if len({status.settings for status in statuses}) > 1 and not stands_apart:
+            settings = self._channel.all_gather_object(ledger.settings.by_parameter())
+            difference = find_difference(settings)
+            # Ranks may train different parameters. A rank without settings has already dropped its optimizer.
+            ledger.settings.is_compared = len(set(map(frozenset, filter(None, settings)))) < 2
+            return difference and f"{difference}; {_EQUAL_SETTINGS}"
         if stands_apart or not (is_asked or self._is_due(steps)):
             return None
         self._checked_at = steps

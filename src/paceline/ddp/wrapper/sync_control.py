@@ -167,7 +167,8 @@ class SyncControl(Joinable):
         the line of code if one starts from a mean.
 
         The average is accumulated into ``p.grad``, as in an ordinary backward pass. A block without a backward pass
-        does not count.
+        does not count, nor does a micro-batch under :meth:`no_sync` if all of the wrapper's gradients have been set to
+        None or zero since.
 
         Args:
             weight: a count, or any number >= 0, or a tensor of one element. The host does not wait for a tensor on a

@@ -1,0 +1,82 @@
+"""Settings of optimizers that differ between ranks are found in the first backward after the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from models import chain
+from paceline.core.processes.world import World
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import ReplicaMismatch
+from paceline.optim import ShardedOptimizer
+from twins import Pools
+
+Make = Callable[[nn.Module, int], Optimizer]
+
+
+def adamw(net: nn.Module, rank: int, **options: Any) -> Optimizer:
+    return AdamW(net.parameters(), **{"lr": 0.01} | options)
+
+
+def with_local_group(net: nn.Module, rank: int) -> Optimizer:
+    local = {"params": [nn.Parameter(torch.ones(2))], "lr": 0.1 * (rank + 1)}
+    return SGD([{"params": list(net.parameters())}, local], lr=0.01)
+
+
+def with_key_of_the_program(net: nn.Module, rank: int) -> Optimizer:
+    return SGD([{"params": list(net.parameters()), "rank": rank}], lr=0.01)
+
+
+DIFFERENT: dict[str, tuple[Make, str, Any, str]] = {
+    "lr": (adamw, "lr", 0.02, "rank 0 has 0.01, rank 1 has 0.02 as lr in group 0 of AdamW"),
+    "betas": (adamw, "betas", (0.8, 0.9), "rank 1 has (0.8, 0.9) as betas in group 0"),
+    "lr in a tensor": (lambda net, rank: adamw(net, rank, lr=torch.tensor(0.5)), "lr", 0.25, "rank 1 has 0.25 as lr"),
+    "sharded": (lambda net, _: ShardedOptimizer(net.parameters(), SGD, lr=0.5), "lr", 0.25, "rank 1 has 0.25 as lr"),
+}
+LEGITIMATE: dict[str, Make] = {
+    "equal": adamw,
+    "a group of the rank's own": with_local_group,
+    "a key of the program's": with_key_of_the_program,
+    "sharded by hand": lambda net, rank: SGD(net[rank].parameters(), lr=0.01 * (rank + 1)),  # type: ignore[index]
+}
+
+
+def steps_until_refused(world: World, case: str) -> tuple[int, str]:
+    make, name, value, _ = DIFFERENT.get(case) or (LEGITIMATE[case], "", None, "")
+    net = chain(3, 4, 4, 2)
+    model = DistributedDataParallel(net, check_replicas_every=100)
+    optimizer = make(nn.Sequential(*(part for part in net if isinstance(part, nn.Linear))), world.rank)
+    for step in range(5):
+        try:
+            model(torch.ones(2, 3)).sum().backward()
+        except ReplicaMismatch as error:
+            return step, str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+        if name and step == 2 and world.rank == 1:
+            group = optimizer.param_groups[0]
+            if isinstance(group[name], torch.Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = value
+    return 5, ""
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_a_setting_that_differs_is_named_before_a_step_is_taken_with_it(pools: Pools, case: str) -> None:
+    """A rate that differed was found up to as many steps later as had been taken, and without its name."""
+    for step, text in pools.run(2, steps_until_refused, case):
+        assert step == 3
+        assert DIFFERENT[case][-1] in text
+
+
+@pytest.mark.parametrize("case", LEGITIMATE)
+def test_settings_of_different_parameters_and_unknown_ones_may_differ(pools: Pools, case: str) -> None:
+    for step, _ in pools.run(2, steps_until_refused, case):
+        assert step == 5
