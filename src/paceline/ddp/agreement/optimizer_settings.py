@@ -31,14 +31,13 @@ class OptimizerSettings:
         self.averaged: Mapping[int, int] = {}
         """Index of each averaged parameter, by id."""
         self.stepped: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
-        """The optimizers that stepped last, after :attr:`counted_at` synchronizations, in order."""
-        self.counted_at = 0
+        """The optimizers that stepped last, each once; cleared when one of them steps again."""
         self._values, self._digest = list[Any](), 0
 
     def digest(self) -> int:
         """Return a number that is equal on all ranks if the settings are; 0 if they are not compared."""
         values = [value for optimizer in self.stepped for group in optimizer.param_groups for value in group.values()]
-        if self.is_compared and (len(values) != len(self._values) or not all(map(is_, values, self._values))):
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             self._digest = crc32(repr(sorted(str(settings) for _, settings in self._groups())).encode())
             # The content of a tensor may change.
             self._values = [] if any(isinstance(value, Tensor) for value in values) else values
@@ -73,5 +72,6 @@ def find_difference(ranks: Sequence[Mapping[int, Mapping[str, str]]]) -> str | N
         for name in next(iter(held.values())):
             values = {rank: settings[name] for rank, settings in held.items() if name in settings}
             if len(set(values.values())) > 1:
-                return f"ranks differ: {who_has(values, f'as {name}')}"
+                remedy = "use equal settings on all ranks; give a scheduler paceline.mean_over_ranks(loss)"
+                return f"ranks differ: {who_has(values, f'as {name}')}; {remedy}"
     return None

@@ -117,11 +117,10 @@ class StepGuard:
             self._outermost = None
             self._stepped()
             self._ledger.status.optimizer_steps += 1
-            settings = self._ledger.settings
-            if settings.counted_at != self._ledger.synchronizations:
-                settings.counted_at = self._ledger.synchronizations
-                settings.stepped.clear()
-            settings.stepped[optimizer] = None
+            stepped = self._ledger.settings.stepped
+            if optimizer in stepped:
+                stepped.clear()
+            stepped[optimizer] = None
             if self._ledger.local_tasks:  # the step did not call its closure
                 self.check_whole("optimizer.step(closure)")
 

@@ -38,9 +38,6 @@ from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.errors import ReplicaMismatch
 
 _WHAT = "comparison of replicas"
-_EQUAL_SETTINGS = (
-    "use equal settings on all ranks; give a scheduler a metric of all ranks, such as paceline.mean_over_ranks(loss)"
-)
 
 
 class ReplicaCheck(Extension):
@@ -111,7 +108,7 @@ class ReplicaCheck(Extension):
             difference = find_difference(settings)
             # Ranks may train different parameters. A rank without settings has already dropped its optimizer.
             ledger.settings.is_compared = len(set(map(frozenset, filter(None, settings)))) < 2
-            return difference and f"{difference}; {_EQUAL_SETTINGS}"
+            return difference
         if stands_apart or not (is_asked or self._is_due(steps)):
             return None
         self._checked_at = steps
