@@ -135,7 +135,7 @@ class Restarts:
         if self.count == in_vain:
             number += f" of {self.limit}"
         elif in_vain:
-            number += f", {in_vain} of {self.limit} without progress"
+            number += f", {self._past.next_in_vain} of {self.limit} without progress"
         self._learn_virtual_ranks(reached)
         return self._start_again(where, number, now)
 

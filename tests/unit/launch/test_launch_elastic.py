@@ -127,7 +127,7 @@ def test_an_error_of_a_device_is_tried_in_other_places_before_the_job_ends(tmp_p
     again = "from the beginning, 5 steps back, because no rank could save step 5"
     assert said[:2] == [
         f"starting all ranks again {again} (restart 1)",
-        f"starting 1 rank instead of 2 {again} (restart 2, 1 of 9 without progress): "
+        f"starting 1 rank instead of 2 {again} (restart 2, 2 of 9 without progress): "
         "place 1 is left out after two failures, for 600 s",
     ]
     assert said[2] is None  # the same error at the same step, in another place, too

@@ -56,12 +56,12 @@ def test_by_default_a_start_without_progress_is_repeated_three_times(tmp_path: P
     restarts = Restarts(tmp_path, None)
     start(tmp_path, [5, 4])
     decided = []
-    for _ in range(2 + LIMIT):
+    for _ in range(1 + LIMIT):
         decided.append(restarts.decide(Cause()))
         restarts.begin()
         start(tmp_path, [5, 5], restored=5)
     again = "starting all ranks again from the beginning, 5 steps back, because no rank could save step 5"
-    assert decided[-2:] == [f"{again} (restart 4, 3 of 3 without progress)", None]
+    assert decided[-2:] == [f"{again} (restart 3, 3 of 3 without progress)", None]
     assert decided[0] == f"{again} (restart 1)"
 
 
@@ -81,7 +81,7 @@ def test_progress_sets_the_count_back_and_only_steps_that_are_new_are_progress(t
 
 def test_the_same_error_at_the_same_step_is_not_retried(tmp_path: Path) -> None:
     mistake, other = Cause("ValueError: x\nscript.py, line 7"), Cause("ValueError: y\nscript.py, line 7")
-    restarts = Restarts(tmp_path, None)
+    restarts = Restarts(tmp_path, 9)
     decided = []
     for step, ended_by in [(5, mistake), (6, mistake), (6, other), (6, Cause()), (6, mistake), (6, mistake)]:
         start(tmp_path, [step, step], restored=step)
@@ -95,6 +95,7 @@ WRONG, FULL, KILLED, LEFT = Cause("ValueError"), Cause("OSError", may_pass=True)
 BARE = Cause("ValueError", has_optimizer=False)
 NEW, MADE = Reached("a", 0, 0, has_begun=True), Reached("a", 0, 0)
 FIVE, SIX = Reached("a", 0, 5, has_begun=True), Reached("a", 5, 6, has_begun=True)
+NEW_FOLDER = Reached("b", 0, 5, has_begun=True)
 DONE = Reached("a", 0, 5, has_begun=True, has_ended=True)
 LONG = 2 * EARLY_S
 NOTHING, AFTER_FIVE = Past(), Past({"a": 5}, has_trained=True)
@@ -132,9 +133,9 @@ NOTHING, AFTER_FIVE = Past(), Past({"a": 5}, has_trained=True)
         (Failure(Cause(is_kill=True, step=3)), NOTHING, None, Verdict.OVER),
         (Failure(KILLED, [NEW], LONG), NOTHING, None, Verdict.RESTART),
         # The same error again.
-        (Failure(WRONG, [FIVE]), Past({"a": 5}, 0, ("ValueError", ("a", 5))), None, Verdict.REPEATED),
-        (Failure(FULL, [FIVE]), Past({"a": 5}, 0, ("OSError", ("a", 5))), 9, Verdict.REPEATED),
-        (Failure(WRONG, [SIX]), Past({"a": 5}, 0, ("ValueError", ("a", 5))), None, Verdict.RESTART),
+        (Failure(WRONG, [FIVE]), Past({"a": 5}, 0, ("ValueError", 5)), None, Verdict.REPEATED),
+        (Failure(FULL, [FIVE]), Past({"a": 5}, 0, ("OSError", 5)), 9, Verdict.REPEATED),
+        (Failure(WRONG, [SIX]), Past({"a": 5}, 0, ("ValueError", 5)), None, Verdict.RESTART),
         (Failure(WRONG), Past({}, 1, ("ValueError", None)), 9, Verdict.REPEATED),
         (Failure(FULL), Past({}, 1, Failure(FULL).error), 9, Verdict.RESTART),  # perhaps many steps later
         (Failure(Cause("E", step=7)), Past({}, 1, ("E", 7)), 9, Verdict.REPEATED),
@@ -144,6 +145,12 @@ NOTHING, AFTER_FIVE = Past(), Past({"a": 5}, has_trained=True)
         (Failure(LEFT, [FIVE]), Past({"a": 5}, LIMIT), None, Verdict.IN_VAIN),
         (Failure(LEFT, [SIX]), Past({"a": 5}, LIMIT), None, Verdict.RESTART),
         (Failure(LEFT, [SIX]), Past({"a": 5}, 0), 0, Verdict.IN_VAIN),
+        (Failure(LEFT, [NEW_FOLDER]), Past({"a": 5}, LIMIT - 1), None, Verdict.IN_VAIN),
+        (Failure(LEFT, [replace(NEW_FOLDER, completed=6)]), Past({"a": 5}, LIMIT - 1), None, Verdict.RESTART),
+        (Failure(LEFT, [NEW_FOLDER]), Past({"a": 9, "b": 4}, LIMIT - 1), None, Verdict.RESTART),  # both folders go on
+        (Failure(LEFT, [FIVE]), Past({"a": 5}, 1), 2, Verdict.IN_VAIN),
+        (Failure(LEFT, [NEW]), Past({}, LIMIT - 1), None, Verdict.RESTART),
+        (Failure(WRONG, [NEW_FOLDER]), Past({"a": 5}, 0, ("ValueError", 5)), None, Verdict.REPEATED),
         (Failure(LEFT), AFTER_FIVE, None, Verdict.RESTART),  # it did not come to its Checkpointer again
         (Failure(LEFT, [DONE]), NOTHING, None, Verdict.OVER),
         (Failure(LEFT, [DONE]), NOTHING, 1, Verdict.RESTART),

@@ -124,7 +124,8 @@ class Failure:
         cause = self.cause
         if cause.error is None or (cause.may_pass and not self.reached and cause.step is None):
             return None
-        steps: tuple[object, ...] = tuple(sorted(self.completed.items())) or (cause.step,)
+        # Without the folders' keys, because a script may use a new folder in each start.
+        steps: tuple[object, ...] = tuple(sorted(self.completed.values())) or (cause.step,)
         return (cause.error, *steps)
 
     @property
@@ -160,10 +161,17 @@ class Past:
     has_trained: bool = False
     """Whether a start is known to have completed a step, or to have resumed from one."""
 
+    @property
+    def next_in_vain(self) -> int:
+        """Number of the next restart, counting from 1 after the latest start that made progress."""
+        return self.in_vain + any(self.best.values())
+
     def with_one_more(self, failure: Failure) -> Past:
         """Return the summary with `failure` added."""
         completed = failure.completed
-        is_progress = any(step > self.best.get(key, 0) for key, step in completed.items())
+        # A script may use a new folder in each start, so a new folder is compared with the furthest of the others.
+        furthest = max(self.best.values(), default=0)
+        is_progress = any(step > self.best.get(key, furthest) for key, step in completed.items())
         best = {**self.best, **{key: max(step, self.best.get(key, 0)) for key, step in completed.items()}}
         has_trained = self.has_trained or failure.has_trained
         return Past(best, 0 if is_progress else self.in_vain + 1, failure.error, has_trained)
@@ -189,4 +197,4 @@ def verdict(failure: Failure, past: Past, limit: int | None) -> Verdict:
     if is_over and (limit is None or any(record.is_unsaved for record in reached)):
         return Verdict.OVER
     allowed = LIMIT if limit is None else limit
-    return Verdict.RESTART if past.with_one_more(failure).in_vain <= allowed and allowed else Verdict.IN_VAIN
+    return Verdict.RESTART if past.with_one_more(failure).next_in_vain <= allowed and allowed else Verdict.IN_VAIN
