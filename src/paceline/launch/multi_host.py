@@ -17,6 +17,8 @@ from torch.distributed import DistError
 from paceline.core.output.messages import say
 from paceline.core.processes.missing_ranks import reason_of
 from paceline.core.telemetry.black_box import FOLDER
+from paceline.core.telemetry.step_progress import ECHO_S
+from paceline.core.torch_internals.distributed.elastic import ignore_echoes
 from paceline.errors import UsageError
 from paceline.launch.host_limits import cores
 from paceline.launch.job import farewell, tied, title_of
@@ -41,6 +43,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
 
     _check_meeting_point(options)
     _prepare_environment(nproc)
+    ignore_echoes(ECHO_S)
     with tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
         options.log_dir = options.log_dir or temporary
         options.max_restarts = options.max_restarts or 0  # torchrun's default

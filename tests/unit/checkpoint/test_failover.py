@@ -12,6 +12,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,7 +322,26 @@ def test_ranks_that_are_far_from_meeting_the_others_are_told_before_they_are_end
     assert told == [0]
 
 
-def test_a_rank_that_is_told_to_end_looks_whether_another_one_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_any_second_signal_ends_a_rank_at_once_unless_it_is_an_echo(
+    monkeypatch: pytest.MonkeyPatch, second: signal.Signals
+) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
+    stops = StopRequests(Boundary(list, None), None, saves=True)
+    for now, number, count in ((1.0, signal.SIGTERM, 0), (1.4, second, 0), (1.6, second, 1)):
+        monkeypatch.setattr(
+            "paceline.checkpoint.recovery.preemption.time", SimpleNamespace(monotonic=lambda now=now: now)
+        )
+        stops.note(number, None)
+        assert sent == [(os.getpid(), second)] * count
+
+
+def test_a_rank_that_is_told_to_end_looks_whether_another_one_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.checkpoint.recovery.preemption.ECHO_S", 60.0)
     barrier = StepBarrier(tmp_path, 0, 2, 30)
     stops = StopRequests(Boundary(list, barrier), barrier.record, saves=True)
     stops.note(signal.SIGTERM, None)  # nobody is: it ends after the step
@@ -330,4 +350,4 @@ def test_a_rank_that_is_told_to_end_looks_whether_another_one_is_gone(tmp_path: 
         os._exit(0)
     os.waitpid(other, 0)
     with pytest.raises(CommunicationError, match="rank 1 ended"):
-        stops.note(signal.SIGUSR1, None)  # another one: the same again would end the process on a slow machine
+        stops.note(signal.SIGUSR1, None)

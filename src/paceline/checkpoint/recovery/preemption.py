@@ -88,7 +88,7 @@ class StopRequests:
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handle signal `number`: record the first request, and end the process on the second."""
         now, bit = time.monotonic(), 1 << STOP_SIGNALS.index(signal.Signals(number))
-        is_second = bool(self._boundary.wish & bit) and now - self._noted > ECHO_S
+        is_second = bool(self._boundary.wish) and now - self._noted > ECHO_S
         if os.getpid() != self._process or is_second:  # a forked child ends immediately
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -100,7 +100,7 @@ class StopRequests:
                 f"rank {barrier.rank}: {named_ranks(gone)} ended; look for the error of that rank"
             ).because_of(gone)
         # Only the first request sets the time, so that echoes do not postpone the second request.
-        if not self._boundary.wish & bit:
+        if not self._boundary.wish:
             self._noted = now
         self._boundary.wish |= bit
         self._publish(Stopping.ASKED)

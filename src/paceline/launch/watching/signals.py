@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from paceline.core.telemetry.step_progress import ECHO_S
+
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 # torchelastic's signal handler may raise at any point, so install it only for this signal, which is never sent.
 SPARE = signal.SIGURG
-
-# timeout(1) signals the process and then its group. Two signals within this time, in seconds, count as one request.
-ECHO_S = 0.2
 
 HELD_BACK = {*FORWARDED, signal.SIGUSR2}
 """Signals that batch systems, service managers and terminals send to all processes of a job."""

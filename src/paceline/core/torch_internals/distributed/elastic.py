@@ -1,11 +1,14 @@
-"""Replaces torchelastic's way of starting ranks; names a slow module that most ranks import."""
+"""Replaces torchelastic's way of starting ranks and its signal handler; names a slow module that most ranks import."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import IO, Any
 
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 OPTIMIZERS_NEED = "torch._dynamo"
@@ -31,6 +34,19 @@ def starting_ranks_with(start: Start) -> Iterator[None]:
         yield
     finally:
         SubprocessHandler._popen = original  # type: ignore[method-assign]
+
+
+def ignore_echoes(seconds: float) -> None:
+    """Make torchelastic's launcher ignore signals that arrive within `seconds` after one that it has handled."""
+    stop, stopped_at = api._terminate_process_handler, -seconds
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal stopped_at
+        if time.monotonic() - stopped_at > seconds:
+            stopped_at = time.monotonic()
+            stop(signum, frame)
+
+    api._terminate_process_handler = handle
 
 
 def close_outputs(handlers: Iterable[SubprocessHandler]) -> None:
