@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 
+from paceline.core.telemetry.failure_callbacks import with_causes
 from paceline.errors import UsageError
 
 FILES, RANK_FILES = 24, 10
@@ -34,3 +36,17 @@ def check_files(count: int) -> None:
             f"the limit on open files is {limit}, and {count} ranks need about {needed}; raise it: "
             f"ulimit -n {max(1024, needed)}"
         )
+
+
+def reached(error: BaseException) -> str | None:
+    """Return which limit of the host `error` or its cause has reached, and the remedy; None if it is another error."""
+    text = "\n".join(map(str, with_causes(error)))
+    files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    if "Too many open files" in text:
+        return f"the limit on open files, {files}, is reached; raise it: ulimit -n {max(1024, 2 * files)}"
+    if re.search("start new thread|Resource temporarily unavailable", text):
+        return (
+            f"no process or thread can be started; raise the limit of the user (ulimit -u, now {processes}) or of the "
+            "control group (pids.max), or start fewer ranks"
+        )
+    return "no temporary folder can be written to; name one in TMPDIR" if "No usable temporary" in text else None

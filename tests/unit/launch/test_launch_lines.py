@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from loops import loop
+from paceline.launch.rank import printed_lines
 from processes import Running, paceline, script
 
 PRINTS = """
@@ -123,6 +124,22 @@ time.sleep(120)
         job.wait_for("ready-0", "ready-1")
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.wait() == 128 + signal.SIGTERM
+
+
+def blocked_for_half_a_second() -> None:
+    blocked()
+    printed_lines.STUCK_S = printed_lines.AT_END_S = 0.5
+
+
+@pytest.mark.parametrize("options", [(), ("--tee", "3")])
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_launcher_ends_with_the_jobs_code_if_nobody_reads_its_output(
+    tmp_path: Path, options: tuple[str, ...], code: int
+) -> None:
+    text = f"import sys\nfor _ in range(160): print('x' * 100_000)\nsys.exit({code})"
+    arguments = ("run", *options, script(tmp_path, text))
+    done = paceline(tmp_path, *arguments, fork="all", first=blocked_for_half_a_second)
+    assert done.returncode == (1 if code else 0)
 
 
 def as_on_a_terminal() -> None:

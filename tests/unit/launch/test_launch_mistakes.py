@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from loops import loop
+from paceline.core.processes.missing_ranks import reason_of
 from paceline.errors import UsageError
 from paceline.launch import agent
 from paceline.launch.job import Job
-from processes import paceline, script
+from processes import paceline, run_here, script
 
 LOOP = loop(
     6,
@@ -51,6 +53,38 @@ def test_too_low_a_limit_is_one_line(monkeypatch: pytest.MonkeyPatch, limit: int
     monkeypatch.setattr(agent, "run", lambda *_: pytest.fail("started"))
     with pytest.raises(UsageError, match=f"^{re.escape(told)}$"):
         agent.launch(Job(["true"], 2))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (BlockingIOError(11, "Resource temporarily unavailable"), "no process or thread can be started; raise "),
+        (RuntimeError("can't start new thread"), "no process or thread can be started; raise "),
+        (OSError(24, "Too many open files"), "the limit on open files, "),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), "no temporary folder can be "),
+    ],
+)
+def test_a_limit_that_is_reached_while_ranks_start_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, error: Exception, told: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        try:
+            raise error
+        finally:
+            os.kill(2**22, 0)  # as torchelastic, which then fails to end a rank
+
+    monkeypatch.setattr(agent, "start_processes", fail)
+    monkeypatch.setenv("PACELINE_PRELOAD", "0")
+    report, name = tmp_path / "report", script(tmp_path, "")
+    assert run_here(monkeypatch, "run", "--nproc", "1", "--report", str(report), str(tmp_path / name)) == 1
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: {told}")
+    assert '"exit_code": 1' in report.read_text()
+
+
+def test_an_error_without_a_message_is_named_by_its_class() -> None:
+    assert reason_of(TimeoutError()) == "TimeoutError"
+    assert reason_of(RuntimeError("\n[a.cpp:7] no answer.")) == "no answer"
 
 
 def test_mistakes_end_the_job_and_early_kills_do_not(tmp_path: Path) -> None:

@@ -177,6 +177,6 @@ def missing_from(store: Store, keys: Sequence[str], seconds: float = 0) -> list[
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of torch's `error`, without source location and advice."""
-    line = (str(error).splitlines() or [""])[0]
+    """Return the first line of torch's `error`, or its class, without source location and advice."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[\S+:\d+\] ", "", line).partition(" This is typically caused")[0].rstrip(".")

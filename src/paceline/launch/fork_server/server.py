@@ -51,6 +51,7 @@ def serve(setting: str, parent: int, die_with: Callable[[int], None]) -> None:
         die_with(parent)
         launcher = socket.socket(fileno=int(number))
         launcher.set_inheritable(False)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
         _send(launcher, refused=preload(modules) or unfit())
         request, descriptors = _fork_on_request(launcher)
     # The server must not return, because its interpreter would then run the script.
@@ -113,7 +114,10 @@ def unfit() -> str:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns about these threads
-        attempt = os.fork()
+        try:
+            attempt = os.fork()
+        except OSError as error:
+            return f"no process can be forked: {error.strerror}"
     if attempt == 0:
         os._exit(0)
     os.waitpid(attempt, 0)

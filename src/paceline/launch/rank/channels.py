@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import FileIO, TextIOWrapper
 from typing import IO, Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
@@ -66,6 +69,21 @@ class RankFiles(LogsSpecs):
         self._printed = printed
         self._open: list[IO[Any]] = []
         self.errors: dict[int, str] = {}
+        self.teed: set[int] = set()
+        """Ranks whose stderr torchelastic shows, with their tracebacks."""
+
+    @contextmanager
+    def teeing(self) -> Iterator[None]:
+        """Make torchelastic copy logs to channels, because the launcher's own streams may block. Not thread-safe.
+
+        Call this for each start, because it closes the files of the previous one.
+        """
+        self.close()
+        channels = self._printed.open(None, [1, 2]) if self._printed is not None and self._tee != Std.NONE else {}
+        raw = {number: FileIO(channel.writer, "w", closefd=False) for number, channel in channels.items()}
+        out, err = (TextIOWrapper(raw[n], "utf-8", write_through=True) if n in raw else None for n in (1, 2))
+        with redirect_stdout(out or sys.stdout), redirect_stderr(err or sys.stderr):
+            yield
 
     @property
     def root_log_dir(self) -> str:
@@ -73,15 +91,14 @@ class RankFiles(LogsSpecs):
         return str(self._root_log_dir or "")
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Close the files of the previous start, and create the files of the next one."""
-        self.close()
+        """Create the files of a start."""
         if self._named is not None:
             dest = self._named.reify(envs)
         else:
             dest = self._unnamed(len(envs))
             for rank, environment in envs.items():
                 environment[FILE] = dest.error_files[rank]
-        self.errors = dest.error_files
+        self.errors, self.teed = dest.error_files, set(dest.tee_stderrs)
         if self._printed is not None:
             for rank in envs:
                 streams = {number: paths for number, paths in ((1, dest.stdouts), (2, dest.stderrs)) if not paths[rank]}

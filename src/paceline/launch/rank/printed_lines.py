@@ -29,6 +29,8 @@ PROMPT_S = 0.25
 MOST = 2**23
 """Maximum number of pending bytes. Beyond it, ranks wait, unless the reader has been blocked for :data:`STUCK_S`."""
 STUCK_S = 5.0
+AT_END_S = 15.0
+"""When the ranks have ended, the launcher exits if nothing could be written for this time, in seconds."""
 
 
 class Stream:
@@ -49,7 +51,7 @@ class Stream:
 
     def add(self, text: bytes, owner: Channel | None = None) -> None:
         """Append `text`, on a new line if the incomplete line of another channel is at the end."""
-        if owner is not None and self.is_full and self.is_stuck:  # drop text from ranks, but never from the launcher
+        if owner is not None and self.is_full and self.is_stuck():  # drop text from ranks, but never from the launcher
             self._left_out += text.count(b"\n")
         elif text:
             left_out, self._left_out = self._left_out, 0
@@ -73,10 +75,9 @@ class Stream:
         """Whether ranks have to wait before they can print more."""
         return len(self.pending) > MOST
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether text is pending, but nothing could be written for :data:`STUCK_S`."""
-        return bool(self.pending) and time.monotonic() - self._wrote_at > STUCK_S
+    def is_stuck(self, seconds: float = STUCK_S) -> bool:
+        """Return whether text is pending, but nothing could be written for this time."""
+        return bool(self.pending) and time.monotonic() - self._wrote_at > seconds
 
     @property
     def written(self) -> int:
@@ -100,7 +101,7 @@ class Stream:
 class Channel:
     """The pipe or pseudo-terminal that a rank prints to, with its incomplete line."""
 
-    def __init__(self, stream: Stream, rank: int, prefix: bytes) -> None:
+    def __init__(self, stream: Stream, rank: int | None, prefix: bytes) -> None:
         self.stream, self.rank, self._prefix = stream, rank, prefix
         self.reader, self.writer = _pseudo_terminal() if stream.is_terminal else os.pipe()
         os.set_blocking(self.reader, False)
@@ -175,10 +176,13 @@ class PrintedLines:
         self._woken, self._wake = os.pipe()
         self._thread: threading.Thread | None = None
 
-    def open(self, rank: int, numbers: Iterable[int]) -> dict[int, Channel]:
-        """Return a channel for each of a rank's streams (1 and 2), except streams that are closed in the launcher."""
+    def open(self, rank: int | None, numbers: Iterable[int]) -> dict[int, Channel]:
+        """Return a channel for each of a rank's streams (1 and 2), except streams that are closed in the launcher.
+
+        Without a `rank`, return channels for lines that already name their rank.
+        """
         channels: dict[Stream, Channel] = {}
-        prefix = b"rank %d | " % rank if self._prefix_ranks else b""
+        prefix = b"rank %d | " % rank if self._prefix_ranks and rank is not None else b""
         by_number = {}
         for number in numbers:
             if (stream := self._streams.get(number)) is not None:
@@ -188,8 +192,9 @@ class PrintedLines:
             self._channels += channels.values()
         if self._thread is None:
             # A daemon thread, so that it does not keep the launcher alive after an error.
-            self._thread = threading.Thread(target=self._run, name="paceline-lines", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="paceline-lines", daemon=True)
+            thread.start()  # which fails if the limit on threads is reached
+            self._thread = thread
         os.write(self._wake, b".")
         return by_number
 
@@ -222,7 +227,9 @@ class PrintedLines:
             os.write(self._wake, b".")
             while self._thread.is_alive():
                 self._thread.join(0.1)
-                if self._is_stopped() and any(stream.is_stuck for stream in self._streams.values()):
+                seconds = STUCK_S if self._is_stopped() else AT_END_S
+                if any(stream.is_stuck(seconds) for stream in self._streams.values()):
+                    messages.say(f"note: the output was not read for {seconds:.0f} s, so the rest of it is lost")
                     return
         os.close(self._woken)
         os.close(self._wake)
@@ -276,7 +283,7 @@ class PrintedLines:
         poll.register(self._woken, select.POLLIN)
         with self._changed:
             for channel in self._channels:
-                if not channel.stream.is_full or channel.stream.is_stuck:
+                if not channel.stream.is_full or channel.stream.is_stuck():
                     poll.register(channel.reader, select.POLLIN)
                 if channel.stream.is_full or (channel.rest and channel.stream.is_terminal):
                     timeout = PROMPT_S * 1000

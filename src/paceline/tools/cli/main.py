@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 from typing import Annotated, Any, NamedTuple, NoReturn
 
@@ -12,6 +13,7 @@ from paceline import __version__
 from paceline.core.output.commands import INTERRUPTED, Commands, Verbatim, load_torch, options_of, or_near
 from paceline.core.output.messages import drop_unwritten, end_echo, say
 from paceline.errors import UsageError
+from paceline.launch.host_limits import reached
 from paceline.tools.bench.bench_command import bench
 from paceline.tools.checkpoints.commands import checkpoint
 from paceline.tools.compare.modes import MODES, choose_ways
@@ -212,6 +214,9 @@ def env() -> None:
 def main() -> NoReturn:
     """Entry point of ``paceline`` and ``python -m paceline``."""
     arguments = sys.argv[1:]
+    # The parent process may ignore SIGCHLD, which discards the exit codes of ranks, or block signals such as SIGTERM.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # For a group without a command, typer reports an error; show the help instead.
     if not arguments or arguments in (["train"], ["bench"], ["checkpoint"]):
         arguments.append("--help")
@@ -229,9 +234,12 @@ def main() -> NoReturn:
     except Exception as error:
         # A click error, such as an unknown option. Check an attribute instead of the class, because some versions of
         # typer bundle their own copy of click.
-        if not hasattr(error, "format_message"):
+        if limit := reached(error):
+            say(f"error: {limit}")
+            code = 1
+        elif not hasattr(error, "format_message"):
             raise
-        if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
+        elif (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
             code = _refuse(f"No such option: {option}{_near_option(option, error)}")
         else:
             code = _refuse(error.format_message())
