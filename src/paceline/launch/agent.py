@@ -83,6 +83,8 @@ class Agent:
         self._report = report
         self._fork_server = fork_server
         self._preemption = Preemption(boxes.path)
+        self.shown: set[object] = set()
+        """Tracebacks that have been printed, and ranks whose stderr the user sees; see :func:`root_cause.once`."""
         self._context: Any = None
         """torchelastic's context, which holds the processes and the threads that copy their logs."""
         self._begin()
@@ -131,7 +133,7 @@ class Agent:
             prefixes = {
                 rank: template.safe_substitute(role_name=job.role, rank=rank, local_rank=rank) for rank in ranks
             }
-        with _STARTING, self._fork_server.starting():
+        with _STARTING, self._fork_server.starting(), self._files.teeing():
             # torchelastic's signal handlers may raise at any point, so give it a signal that is never sent.
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = SPARE.name
             self._context = start_processes(
@@ -144,6 +146,7 @@ class Agent:
                 **job.start_options,
             )
         self._watch_processes({rank: handler.proc for rank, handler in self._context.subprocess_handlers.items()})
+        self.shown |= self._files.teed
         self._boxes.began(self._ranks.pids())
 
     # watch
@@ -158,7 +161,7 @@ class Agent:
                 return self._has_made_room() or self._decide()
             if not self._ranks.running():
                 return False
-            self._ranks.show_slow_errors(self._say)
+            self._ranks.show_slow_errors(self._say, self.shown)
             self._make_room()
 
     def _decide(self) -> bool:
@@ -180,7 +183,8 @@ class Agent:
         if self._restarts.refusal is not None:
             self._say(self._restarts.refusal)
         if restart is not None:
-            self._start_again("\n".join([*root_cause.details(ends), f"{root_cause.headline(ends)}; {restart}"]))
+            details = root_cause.details(ends, self.shown)
+            self._start_again("\n".join([*details, f"{root_cause.headline(ends)}; {restart}"]))
         return restart is not None
 
     def _start_again(self, message: str) -> None:
@@ -279,8 +283,8 @@ def launch(job: Job) -> int:
             code = farewell(stop.number, stop.saved)
             if stop.saved is not None:
                 code = job.supervision.requeue_exit_code or code
-        except UsageError:
-            report.end(2)
+        except Exception as error:
+            report.end(2 if isinstance(error, UsageError) else 1)
             raise
     return report.end(code)
 
@@ -302,7 +306,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         try:
             has_succeeded = agent.run()
         except Stopped as stop:  # all ranks have exited
-            if raised := root_cause.raised(agent.outcome()):
+            if raised := root_cause.raised(agent.outcome(), agent.shown):
                 printed.say("\n".join(raised))
             rescued = restarts.keep_rescued(printed.say)
             raise stop if stop.saved is not None else Stopped(stop.number, rescued) from None
@@ -318,5 +322,5 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
                 printed.say(f"error: the job ended, but no step is saved in {lost}; see its first warning")
             return 0 if lost is None else 1
         mistake = root_cause.usage(ends)
-        printed.say(f"error: {mistake}" if mistake is not None else root_cause.report(ends))
+        printed.say(f"error: {mistake}" if mistake is not None else root_cause.report(ends, agent.shown))
         return 2 if mistake is not None or restarts.verdict is Verdict.MISTAKE else 1

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from paceline.launch.failures.root_cause import headline
+from paceline.launch.watching.rank_processes import RankProcesses
 from processes import Running, gone_after, paceline, script
 
 # Rank 0 waits in a collective that the other never joins.
@@ -131,3 +135,38 @@ def test_workers_of_a_killed_rank_leave_no_folder_behind(tmp_path: Path) -> None
     done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, WORKERS), fork="all")  # looks for files that stay
     assert done.returncode == 1
     assert "rank 1 failed first (signal SIGKILL" in done.stderr
+
+
+def with_odd_signals() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
+
+
+@pytest.mark.parametrize("preload", ["1", "0"], ids=["forked", "spawned"])
+def test_a_killed_rank_is_noticed_and_a_signal_obeyed_if_the_parent_ignores_or_blocks_them(
+    tmp_path: Path, preload: str
+) -> None:
+    """The kernel discards exit codes if SIGCHLD is ignored, and a killed rank counted as a success."""
+    text = """
+import os, sys, time
+if os.environ["RANK"] == "1": os.kill(os.getpid(), 9)
+time.sleep(60)
+"""
+    name = script(tmp_path, text)
+    done = paceline(tmp_path, "run", "--nproc", "2", name, first=with_odd_signals, PACELINE_PRELOAD=preload)
+    assert done.returncode == 1
+    assert "rank 1 failed first (signal SIGKILL" in done.stderr
+    with Running(tmp_path, "run", script(tmp_path, STUBBORN), first=with_odd_signals, PACELINE_PRELOAD=preload) as job:
+        job.wait_for("ready-0")
+        job.process.send_signal(signal.SIGTERM)
+        job.wait_for("told-0")
+
+
+def test_a_rank_whose_exit_code_another_wait_took_has_failed() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitpid(process.pid, 0)
+    ranks = RankProcesses({0: process}, {0: ""}, lambda: None)
+    ranks.poll()
+    assert ranks.failed() == [0]
+    assert headline(ranks.reported_ends()).startswith("rank 0 failed first (exit code unknown, because ")
+    ranks.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
-from paceline.launch.failures.root_cause import End, failures, headline, report, usage
+from paceline.launch.failures.root_cause import End, failures, headline, raised, report, usage
 from paceline.launch.rank.failure_record import Record, blamed_by
 
 
@@ -141,7 +142,8 @@ def test_the_report_ends_with_the_headline_below_the_only_traceback() -> None:
         End(3, -signal.SIGKILL, 6.0, stopped=True),
         End(4, -signal.SIGTERM, 6.0, True, gone(0, 4.2)),
     ]
-    assert report(ends).splitlines() == [
+    shown: set[object] = set()
+    assert report(ends, shown).splitlines() == [
         "rank 1 also failed (exit code 1: KeyError: y)",
         "ranks 2, 4 failed because of rank 0",
         "rank 3 was stopped because of rank 0",
@@ -149,11 +151,22 @@ def test_the_report_ends_with_the_headline_below_the_only_traceback() -> None:
         "  rank 0 | ValueError: x",
         "error: rank 0 failed first (exit code 1: ValueError: x)",
     ]
+    again = report(ends, shown).splitlines()  # after a restart, or if the rank was slow to exit
+    assert again[-2:] == ["the traceback of rank 0 is shown above", "error: " + headline(ends)]
+    assert report(ends, {0}).splitlines() == again  # its stderr is copied to the launcher's
 
 
 def test_ranks_that_fail_alike_share_a_line() -> None:
     ends = [End(rank, 1, 5.0, record=told("OSError: no data", 4.0 + rank)) for rank in range(4)]
-    assert report(ends).splitlines()[0] == "ranks 1, 2, 3 also failed (exit code 1: OSError: no data)"
+    assert report(ends, set()).splitlines()[0] == "ranks 1, 2, 3 failed in the same way"
+    ends[0] = replace(ends[0], record=told("KeyError: x", 4.0))
+    assert report(ends, set()).splitlines()[0] == "ranks 1, 2, 3 also failed (exit code 1: OSError: no data)"
+
+
+def test_errors_that_differ_only_in_the_ranks_number_are_alike() -> None:
+    ends = [End(rank, 1, 5.0, record=told(f"ValueError: rank {rank}: no data", 4.0 + rank)) for rank in range(11)]
+    assert report(ends, set()).splitlines()[0] == f"ranks {', '.join(map(str, range(1, 11)))} failed in the same way"
+    assert sum("no data" in line for line in raised(ends, set())) == 1
 
 
 def test_the_first_usage_error_is_taken() -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -90,7 +89,7 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
         sys.__excepthook__(kind, error, trace)
         # Gloo and NCCL report a lost rank with a RuntimeError.
         behind = BEHIND_S // 2 if isinstance(error, RuntimeError) else 0
-        _tell_torchrun("".join(traceback.format_exception(kind, error, trace)), behind)
+        _tell_torchrun(f"{kind.__name__}: {error}{place_in(trace)}", behind)  # its traceback is on stderr
 
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -43,7 +43,7 @@ from paceline.core.output.files import check_file, write_file
 from paceline.core.output.wording import signal_name
 from paceline.errors import UsageError
 from paceline.launch.failures.places import Change
-from paceline.launch.failures.root_cause import End, failures, headline, missed
+from paceline.launch.failures.root_cause import UNKNOWN, End, failures, headline, missed
 from paceline.launch.rank.failure_record import Record
 
 OPTION = "--report"
@@ -140,7 +140,7 @@ def _kind(end: End, first: End | None, early_exits: Sequence[End]) -> str:
 
 
 def _entry(end: End, kind: str, host: str) -> dict[str, Any]:
-    state, has_code = end.state, not end.stopped and end.code >= 0
+    state, has_code = end.state, not end.stopped and 0 <= end.code < UNKNOWN
     is_killed = end.code < 0 and not (end.stopped or end.hang)
     return {
         "rank": end.rank,

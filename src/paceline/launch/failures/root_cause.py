@@ -14,6 +14,8 @@ from paceline.launch.failures.verdict import Cause
 from paceline.launch.rank.failure_record import CUT, Record
 
 MAYBE, LOST_A_PEER = 1, 2
+UNKNOWN = 256
+"""Replaces an exit code that is not known. It is larger than any exit code."""
 _FRAME = re.compile(r'[\s|]*File ".*')  # with the bars of exception groups
 SETTLE_S = 0.3  # time to wait for other ranks to fail independently
 CAUSE_S = 1.0  # time to wait if all known failures are consequences
@@ -58,6 +60,8 @@ class End:
             return ""
         if self.hang:
             return self.hang
+        if self.code == UNKNOWN:
+            return "exit code unknown, because another wait() took it or something in the launcher ignores SIGCHLD"
         if self.code >= 0:
             return f"exit code {self.code}"
         if self.code == -signal.SIGKILL:
@@ -170,24 +174,41 @@ def headline(ends: Sequence[End]) -> str:
     return f"{who} {did} while the others still needed it, {so}; all ranks must do the same number of steps"
 
 
-def report(ends: Sequence[End]) -> str:
+def report(ends: Sequence[End], shown: set[object]) -> str:
     """Return the full report of a failed run, with the headline last."""
-    return "\n".join([*details(ends), f"error: {headline(ends)}"])
+    return "\n".join([*details(ends, shown), f"error: {headline(ends)}"])
 
 
-def details(ends: Sequence[End]) -> list[str]:
-    """Return the remarks on other ranks, followed by the traceback of the rank in the headline."""
+def details(ends: Sequence[End], shown: set[object]) -> list[str]:
+    """Return the remarks on other ranks, followed by the traceback of the rank in the headline; see :func:`once`."""
     failed = failures(ends)
-    shown = _complaint(failed) if missed(ends) else failed[0] if failed else None
+    first = _complaint(failed) if missed(ends) else failed[0] if failed else None
     # The stacks of a hang have already been shown.
     absent = [line for end in missed(ends) for line in quoted(end.rank, end.stacks)]
-    return remarks(ends) + absent + (quoted(shown.rank, shown.record.trace) if shown and shown.record else [])
+    trace = once(first.rank, first.record.trace, shown) if first and first.record else []
+    return remarks(ends) + absent + trace
 
 
-def raised(ends: Sequence[End]) -> list[str]:
+def raised(ends: Sequence[End], shown: set[object]) -> list[str]:
     """Return the tracebacks of all errors that are not consequences, for a job stopped by a signal."""
     notes = [(end.rank, end.record) for end in ends if end.record and end.record.blamed is None]
-    return [line for rank, note in notes for line in quoted(rank, note.trace)]
+    return [line for rank, note in notes for line in once(rank, note.trace, shown)]
+
+
+def once(rank: int, trace: str, shown: set[object]) -> list[str]:
+    """Return the lines of a rank's traceback, or a reference if `shown`, which is updated, contains it or the rank.
+
+    Tracebacks are the same if they differ only in the rank's number.
+    """
+    key, count = nameless(rank, trace), len(shown)
+    shown.add(key)
+    is_new = len(shown) > count and rank not in shown
+    return quoted(rank, trace) if is_new else [f"the traceback of rank {rank} is shown above"]
+
+
+def nameless(rank: int, text: str) -> str:
+    """Return an error's text without the number of the `rank` that raised it."""
+    return re.sub(rf"\b([Rr]ank\W?){rank}\b", r"\1N", text)
 
 
 def quoted(rank: int, text: str) -> list[str]:
@@ -202,11 +223,14 @@ def remarks(ends: Sequence[End]) -> list[str]:
     others = [end for end in ends if end not in culprits]
     consequences = [end for end in others if end in failed and end.suspicion]
     lines = doings((end.rank, _doing(end)) for end in by_rank if end.state and (early_exits or end not in culprits))
-    by_detail: dict[str, list[int]] = {}
+    alike: dict[str, list[End]] = {}
     for end in failed:
         if end in others and end not in consequences:
-            by_detail.setdefault(end.detail, []).append(end.rank)
-    lines += [f"{named_ranks(sorted(ranks))} also failed ({detail})" for detail, ranks in by_detail.items()]
+            alike.setdefault(nameless(end.rank, end.detail), []).append(end)
+    same = {nameless(end.rank, end.detail) for end in culprits if end.record}
+    for key, group in alike.items():
+        ranks = named_ranks(sorted(end.rank for end in group))
+        lines.append(f"{ranks} failed in the same way" if key in same else f"{ranks} also failed ({group[0].detail})")
     because = f"because of {named_ranks(sorted(end.rank for end in culprits))}"
     if consequences:
         lines.append(f"{named_ranks(sorted(end.rank for end in consequences))} failed {because}")

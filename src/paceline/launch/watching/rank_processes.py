@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, cast
 
-from paceline.launch.failures.root_cause import End, patience, quoted, usage
+from paceline.launch.failures.root_cause import UNKNOWN, End, once, patience, usage
 from paceline.launch.rank.failure_record import read, read_leaving
 
 SLOW_S = 5.0
@@ -53,7 +54,7 @@ class RankProcesses:
         else:
             time.sleep(min(timeout, 0.05))
         for rank in running:
-            code = self._processes[rank].poll()
+            code = exit_code(self._processes[rank])
             if code is not None:
                 self.ends[rank] = End(rank, code, time.time(), rank in self.signalled)
                 if code != 0:
@@ -96,13 +97,13 @@ class RankProcesses:
                 return
             self.poll(0.02)
 
-    def show_slow_errors(self, say: Callable[[str], None]) -> None:
+    def show_slow_errors(self, say: Callable[[str], None], shown: set[object]) -> None:
         """Show errors that ranks raised a while ago if those ranks are still running and keep the others waiting."""
         for rank in self.running():
             record = read(self._error_files[rank]) if rank not in self._shown else None
             if record is not None and time.time() - record.at > SLOW_S:
                 self._shown.add(rank)
-                trace = "\n".join(quoted(rank, record.trace))
+                trace = "\n".join(once(rank, record.trace, shown))
                 say(f"{trace}\nrank {rank} raised this {SLOW_S:.0f} s ago and is still running")
 
     def send(self, rank: int, number: signal.Signals) -> None:
@@ -116,3 +117,13 @@ class RankProcesses:
         for descriptor in self._watched.values():
             os.close(descriptor)
         self._watched = {}
+
+
+def exit_code(process: Any) -> int | None:
+    """Return the exit code of a ``Popen`` or a ``ForkedRank``: None while it runs, :data:`UNKNOWN` if it is lost."""
+    if isinstance(process, subprocess.Popen) and process.returncode is None:
+        try:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # discarded, or taken by another wait(); poll() would return 0
+            process.returncode = UNKNOWN
+    return cast("int | None", process.poll())

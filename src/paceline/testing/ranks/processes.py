@@ -96,6 +96,8 @@ class RankRun:
         Finally, call `harvest` with the folder that contains the ranks' files.
         """
         check_fork()
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # otherwise the ranks' exit codes are lost
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with (
             tempfile.TemporaryDirectory(prefix="paceline-test-", ignore_cleanup_errors=True) as folder,
             loopback_listener() as listener,  # before the forks, so that all ranks know the port

@@ -23,6 +23,7 @@ from paceline.launch.fork_server.client import ForkedRank
 from paceline.launch.job import Job, black_boxes, fork_server, rank_environment, tied, timeout_environment
 from paceline.launch.loopback import LOOPBACK, LoopbackStores
 from paceline.launch.rank.channels import Logs, RankFiles
+from paceline.launch.watching.rank_processes import exit_code
 from paceline.tools.notebook.cell_parser import Start
 
 COMMAND = [sys.executable, "-u", "-m", "paceline.tools.notebook"]
@@ -143,7 +144,7 @@ class Processes:
 
     def _wait_until_ready(self, rank: int, deadline: float) -> None:
         process = self.ranks[rank]
-        while (code := process.process.poll()) is None and time.monotonic() < deadline:
+        while (code := exit_code(process.process)) is None and time.monotonic() < deadline:
             if process.connection.poll(0.05):
                 with suppress(EOFError, OSError):  # the rank is exiting
                     process.connection.recv()
@@ -154,7 +155,7 @@ class Processes:
 
     def end_of(self, rank: int) -> str | None:
         """Return how this rank's process ended, including its phase; None if it is running."""
-        code = self.ranks[rank].process.poll()
+        code = exit_code(self.ranks[rank].process)
         if code is None:
             return None
         how = End(rank, code, time.time()).how
