@@ -330,7 +330,7 @@ def test_any_second_signal_ends_a_rank_at_once_unless_it_is_an_echo(
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
     stops = StopRequests(Boundary(list, None), None, saves=True)
-    for now, number, count in ((1.0, signal.SIGTERM, 0), (1.4, second, 0), (1.6, second, 1)):
+    for now, number, count in ((1.0, signal.SIGTERM, 0), (1.4, signal.SIGHUP, 0), (1.6, second, 1)):
         monkeypatch.setattr(
             "paceline.checkpoint.recovery.preemption.time", SimpleNamespace(monotonic=lambda now=now: now)
         )
