@@ -231,20 +231,39 @@ def _quantized() -> Tensor:
         return torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8)
 
 
+class Packed(Tensor):
+    """Has no elements to copy or compare, like a quantized weight."""
+
+    @staticmethod
+    def __new__(cls) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 2))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any) -> Packed:
+        if function is not torch.ops.aten.detach.default:
+            raise NotImplementedError(f"Packed has no {function}")
+        return Packed()
+
+
 UNFIT: dict[str, Callable[[], Tensor]] = {
     "expanded, of dtype torch.float32": lambda: torch.zeros(1, 3).expand(2, 3),
     "of dtype torch.float8_e4m3fn": lambda: torch.zeros(4, dtype=torch.float8_e4m3fn),
+    "of dtype torch.bits8": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.bits8),
     "of dtype torch.uint16": lambda: torch.zeros(4, dtype=torch.uint16),
-    "sparse, of layout torch.sparse_coo and dtype torch.float32": lambda: torch.eye(3).to_sparse(),
-    "sparse, of layout torch.sparse_csr and dtype torch.float32": _csr,
-    "quantized, of dtype torch.qint8": _quantized,
-    "on the meta device, of dtype torch.float32": lambda: torch.zeros(2, device="meta"),
+    "a {kind} of dtype torch.float32 and layout torch.sparse_coo on cpu": lambda: torch.eye(3).to_sparse(),
+    "a {kind} of dtype torch.float32 and layout torch.sparse_csr on cpu": _csr,
+    "a {kind} of dtype torch.qint8 and layout torch.strided on cpu": _quantized,
+    "a {kind} of dtype torch.float32 and layout torch.strided on meta": lambda: torch.zeros(2, device="meta"),
+    "a Packed of dtype torch.float32 and layout torch.strided on cpu": Packed,
 }
+COMPARED = ({"init_sync": "verify"}, {"init_sync": False, "check_replicas_every": 1})
 
 
 def unfit(world: World) -> None:
     for said, make in UNFIT.items():
-        for as_parameter, options in ((True, {}), (False, {}), (False, {"init_sync": False})):
+        comparable = said.startswith(("expanded", "of dtype"))
+        sent: list[tuple[bool, dict[str, Any]]] = [(True, {}), (False, {}), (False, {"init_sync": False})]
+        for as_parameter, options in (*sent, *((True, {} if comparable else options) for options in COMPARED)):
             net = nn.Linear(1, 1)
             if as_parameter:
                 net.odd = nn.Parameter(make(), requires_grad=False)
@@ -252,20 +271,24 @@ def unfit(world: World) -> None:
                 net.register_buffer("odd", make())
             with pytest.raises(UsageError) as caught:
                 DistributedDataParallel(net, **options)
-            assert str(caught.value).startswith(f"'odd' is {said}"), caught.value
+            kind = type(net.odd).__name__
+            assert str(caught.value).startswith(f"'odd' is {said.format(kind=kind)}"), caught.value
 
 
 def test_a_tensor_that_cannot_be_broadcast_is_named_with_its_dtype(pools: Pools) -> None:
-    """It was "most likely because one of them ended", from inside the broadcast."""
+    """It was "most likely because one of them ended", from inside the broadcast; comparing it could end in a crash."""
     pools.run(2, unfit)
 
 
 def unfit_but_ignored(world: World) -> None:
-    net = nn.Linear(1, 1)
-    net.register_buffer("odd", torch.zeros(4, dtype=torch.uint16))
-    net._ddp_params_and_buffers_to_ignore = ["odd"]
-    model = DistributedDataParallel(net)
-    model(torch.ones(1, 1)).sum().backward()
+    for odd in (nn.Buffer(torch.zeros(4, dtype=torch.uint16)), nn.Parameter(Packed(), requires_grad=False)):
+        net = nn.Linear(5, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        net.odd = odd
+        net._ddp_params_and_buffers_to_ignore = ["odd"]
+        model = DistributedDataParallel(net, check_replicas_every=1)
+        for _ in range(2):
+            step(model, optimizer)
 
 
 def test_a_tensor_that_cannot_be_broadcast_may_be_ignored(pools: Pools) -> None:
@@ -273,15 +296,49 @@ def test_a_tensor_that_cannot_be_broadcast_may_be_ignored(pools: Pools) -> None:
 
 
 def trained_unfit(world: World) -> None:
-    for odd in (torch.eye(3).to_sparse(), torch.zeros(4).to(torch.float8_e5m2)):
+    for odd in (torch.eye(3).to_sparse(), torch.zeros(4).to(torch.float8_e5m2), Packed()):
         net = nn.Linear(1, 1)
         net.odd = nn.Parameter(odd)
-        with pytest.raises(UsageError, match=rf"'odd' is .*{net.odd.dtype}, whose gradient cannot be"):
+        kind = "Packed" if isinstance(odd, Packed) else str(odd.dtype)
+        with pytest.raises(UsageError, match=rf"'odd' is .*{kind}.*, whose gradient cannot be"):
             DistributedDataParallel(net)
+    with torch.inference_mode():
+        net = nn.Linear(1, 1)
+    with pytest.raises(UsageError, match=INFERENCE):
+        DistributedDataParallel(net)
 
 
-def test_a_parameter_whose_gradient_cannot_be_averaged_is_named_with_its_dtype(pools: Pools) -> None:
-    pools.run(2, trained_unfit)
+INFERENCE = r"'weight' was created under torch\.inference_mode\(\), .* build, load and convert the model outside"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_parameter_whose_gradient_cannot_be_averaged_is_named_with_its_dtype(pools: Pools, size: int) -> None:
+    pools.run(size, trained_unfit)
+
+
+def unfit_later(world: World) -> None:
+    net = nn.Linear(5, 1)
+    model = DistributedDataParallel(net)
+    step(model)
+    with torch.inference_mode():
+        net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+    loss = model(torch.ones(4, 5)).sum()
+    with pytest.raises(UsageError, match=INFERENCE):
+        loss.backward()
+    another = DistributedDataParallel(nn.Linear(5, 1))
+    step(another)  # also while the other wrapper's loss is alive
+    if world.size > 1:
+        net = nn.Linear(5, 1)
+        model, optimizer = DistributedDataParallel(net, check_replicas_every=1), torch.optim.SGD(net.parameters(), 0.1)
+        step(model, optimizer)
+        net.base = nn.Parameter(Packed(), requires_grad=False)
+        with pytest.raises(UsageError, match=r"'base' is a Packed .* cannot be compared"):
+            step(model)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_parameter_that_is_replaced_by_an_unfit_one_is_named(pools: Pools, size: int) -> None:
+    pools.run(size, unfit_later)
 
 
 def lazy(world: World) -> None:

@@ -18,7 +18,7 @@ PIECE = 2**14
 def tensor_digest(tensor: Tensor) -> bytes:
     """Return the SHA-256 of a tensor's elements in logical order, on any device and with any strides."""
     # In logical order, so that channels-last and contiguous replicas compare equal.
-    plain = tensor.detach().cpu().contiguous()
+    plain = tensor.detach().cpu().resolve_conj().contiguous()
     size = plain.numel() * plain.element_size()
     if size == 0:
         return hashlib.sha256(b"").digest()
@@ -35,7 +35,7 @@ def quick_digest(tensor: Tensor) -> Tensor:
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
+        flat = torch.view_as_real(flat.resolve_conj()).view(-1)
     bytes_ = flat.view(torch.uint8)
     aligned = len(bytes_) // 8 * 8
     if bytes_.storage_offset() % 8:

@@ -36,7 +36,8 @@ class Accumulators:
 
     def _find(self) -> None:
         self._content = content_of(self._parameters)
-        trained = ((index, parameter) for index, parameter in enumerate(self._parameters) if parameter.requires_grad)
+        # Inference tensors have no nodes; check_averaged() refuses them.
+        trained = ((i, p) for i, p in enumerate(self._parameters) if p.requires_grad and not p.is_inference())
         self._nodes = {index: _accumulate_node(parameter) for index, parameter in trained}
 
     def _present_nodes(self) -> dict[int, Any]:

@@ -44,6 +44,17 @@ def has_overlap(tensor: Tensor) -> bool:
     return torch._debug_has_internal_overlap(tensor) == 1
 
 
+def has_elements(tensor: Tensor) -> bool:
+    """Return whether the elements of `tensor` can be read like those of a dense tensor; quantized weights refuse."""
+    if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    try:  # with none of the elements of a subclass, so that nothing is copied
+        read = tensor if type(tensor) in (Tensor, nn.Parameter) else torch.cat([tensor.detach().reshape(-1)[:0]])
+        return type(read).__torch_dispatch__ is Tensor.__torch_dispatch__
+    except Exception:
+        return False
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is ordinary and strided: not a subclass, quantized, on ``meta``, or lazily conjugated."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:

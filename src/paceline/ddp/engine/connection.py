@@ -12,7 +12,6 @@ from torch import nn
 
 from paceline.comm.forking import finalize
 from paceline.core.telemetry.spans import recorder
-from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.initial_sync import make_equal
 from paceline.ddp.consistency.module_changes import OnChange
@@ -25,7 +24,7 @@ from paceline.ddp.extensions.replica_check import ReplicaCheck
 from paceline.ddp.extensions.shared_parameters import SharedParameters
 from paceline.ddp.extensions.unused_parameters import UnusedParameters
 from paceline.ddp.options.config import Options
-from paceline.ddp.options.module_checks import check_broadcast, check_lookups
+from paceline.ddp.options.module_checks import check_lookups, check_synchronized
 from paceline.ddp.reducer.extension import Extension
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.transport.channel import Channel
@@ -97,8 +96,8 @@ def connect(
     if makes_equal:
         named_buffers = list(replica.buffers.named().items()) if options.syncs_buffers else []
         broadcast = replicated if init_sync is True else named_buffers
-        backend = str(dist.get_backend(wrapper.process_group))
-        check_broadcast([(name, local_of(tensor)) for name, tensor in broadcast], backend)
+        check_synchronized(broadcast, str(dist.get_backend(wrapper.process_group)))
+        check_synchronized(replicated if init_sync or options.check_replicas_every else [])
         if options.virtual_ranks or dist.get_world_size(wrapper.process_group) > 1:
             is_first = dist.get_rank(wrapper.process_group) == 0
             check_lookups(replica.module, wrapper.parameters_to_ignore, warns=is_first)

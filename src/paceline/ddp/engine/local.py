@@ -26,6 +26,7 @@ from paceline.ddp.engine.replica import Replica
 from paceline.ddp.extensions.finite_check import Magnitudes
 from paceline.ddp.extensions.graph_capture import CHECK_FINITE, cannot_capture
 from paceline.ddp.extensions.shared_parameters import NOTHING_SHARED, Sharing
+from paceline.ddp.options.module_checks import check_averaged
 from paceline.ddp.reducer.forwards import Forward
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.errors import DesyncError
@@ -78,6 +79,7 @@ class LocalEngine:
 
     def _inspect_module(self) -> None:
         if (change := self._watch.detect()) is not None:
+            check_averaged(change.named)
             self.close()
             self._follow(change.named)
             self._watch.follow(change.named)

@@ -32,6 +32,7 @@ from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.optimizer_settings import find_difference
+from paceline.ddp.options.module_checks import check_synchronized
 from paceline.ddp.reducer.backward import Backward
 from paceline.ddp.reducer.extension import Exchanged, Extension
 from paceline.ddp.transport.channel import Channel, Pausing
@@ -127,6 +128,7 @@ class ReplicaCheck(Extension):
 
     def _parameters(self) -> dict[str, Tensor]:
         named = [(name, parameter) for name, parameter in self._named_parameters() if not is_lazy(parameter)]
+        check_synchronized(named)
         return {name: quick_digest(local_of(parameter)) for name, parameter in named}
 
     def _digests(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from paceline.core.state.unwrapping import plain_name
 from paceline.core.telemetry.users_code import warn
-from paceline.core.torch_internals.tensors import has_overlap
+from paceline.core.torch_internals.distributed.dtensor import local_of
+from paceline.core.torch_internals.tensors import has_elements, has_overlap
 from paceline.errors import UsageError, WrapError
 
 
@@ -72,45 +73,44 @@ def check_averaged(named: Sequence[tuple[str, nn.Parameter]]) -> None:
                 f"parameter {name!r} has an optimizer that steps in backward (_apply_optimizer_in_backward), before "
                 "gradients are averaged; use an optimizer after backward"
             )
-        obstacle = _unfit_layout(parameter) or ("" if parameter.dtype in _SUMMED else f"of dtype {parameter.dtype}")
-        if obstacle:
+        if parameter.is_inference():
+            raise UsageError(
+                f"parameter {name!r} was created under torch.inference_mode(), so autograd cannot train it; build, "
+                "load and convert the model outside of torch.inference_mode()"
+            )
+        if obstacle := _unfit(local_of(parameter), _SUMMED):
             raise UsageError(
                 f"parameter {name!r} is {obstacle}, whose gradient cannot be averaged over ranks; keep a dense one in "
                 "float32 or another of the usual dtypes, or freeze it"
             )
 
 
-def check_broadcast(named: Sequence[tuple[str, Tensor]], backend: str) -> None:
-    """Refuse parameters and buffers that `backend` cannot broadcast."""
-    unfit = _NEVER_BROADCAST if "gloo" not in backend else (*_NEVER_BROADCAST, torch.int16)
+def check_synchronized(named: Sequence[tuple[str, Tensor]], backend: str | None = None) -> None:
+    """Refuse parameters and buffers that ranks cannot compare or, if `backend` is given, that it cannot broadcast."""
+    sent = None if backend is None else _BROADCAST - {torch.int16} if "gloo" in backend else _BROADCAST
     for name, tensor in named:
-        obstacle = _unfit_layout(tensor)
-        # the only one-byte floating-point dtypes are the float8 dtypes
-        if not obstacle and (tensor.dtype in unfit or (tensor.dtype.itemsize == 1 and tensor.is_floating_point())):
-            obstacle = f"of dtype {tensor.dtype}"
-        if not obstacle and has_overlap(tensor):
-            obstacle = f"expanded, of dtype {tensor.dtype}, with elements that share memory,"
+        local = local_of(tensor)
+        obstacle = _unfit(local, sent)
+        if sent and not obstacle and has_overlap(local):
+            obstacle = f"expanded, of dtype {local.dtype}, with elements that share memory,"
         if obstacle:
             raise UsageError(
-                f"{name!r} is {obstacle} and cannot be broadcast to the other ranks; make it contiguous, dense and of "
-                "a usual dtype, or name it in module._ddp_params_and_buffers_to_ignore and make it equal yourself"
+                f"{name!r} is {obstacle} and cannot be {'broadcast to' if sent else 'compared with'} the other "
+                "ranks; make it an ordinary tensor, contiguous, dense and of a usual dtype, or name it in "
+                "module._ddp_params_and_buffers_to_ignore and make it equal yourself"
             )
 
 
-_SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
-_NEVER_BROADCAST = (torch.uint16, torch.uint32, torch.uint64)
+_SUMMED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_BROADCAST = {*_SUMMED, torch.complex32, *_INTEGERS}
 
 
-def _unfit_layout(tensor: Tensor) -> str:
-    """Describe a tensor that is quantized, nested, sparse or on the meta device; empty for ordinary tensors."""
-    if tensor.is_quantized:
-        return f"quantized, of dtype {tensor.dtype}"
-    if tensor.is_nested:
-        return f"a nested tensor of dtype {tensor.dtype}"
-    if tensor.layout is not torch.strided:
-        sparse = "sparse, " if "sparse" in str(tensor.layout) else ""
-        return f"{sparse}of layout {tensor.layout} and dtype {tensor.dtype}"
-    return f"on the meta device, of dtype {tensor.dtype}, without values" if tensor.is_meta else ""
+def _unfit(tensor: Tensor, dtypes: Collection[torch.dtype] | None = None) -> str:
+    """Describe a tensor without readable elements or, if given, with none of `dtypes`; empty for other tensors."""
+    if not has_elements(tensor):
+        return f"a {type(tensor).__name__} of dtype {tensor.dtype} and layout {tensor.layout} on {tensor.device}"
+    return "" if dtypes is None or tensor.dtype in dtypes else f"of dtype {tensor.dtype}"
 
 
 def check_devices(
