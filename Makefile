@@ -43,8 +43,11 @@ install-recipes: $(VENV)/.recipes  ## the same, with what every recipe needs
 train: $(VENV)/.digits  ## train a digit classifier with two ranks, in seconds
 	$(BIN)/paceline train digits --nproc 2 $(ARGS)
 
-# Each worker takes tests that stand together, so that they share their ranks; byte code is kept for the many processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal -q
+# Tests run on CPU ranks, forked from processes that run backward passes, which is impossible if torch sees a GPU. Byte
+# code is kept for the many processes.
+TESTED := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE=
+# Each worker takes tests that stand together, so that they share their ranks.
+PYTEST := $(TESTED) $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 test: $(VENV)/.dev  ## run the tests, but for the slow ones; minutes
 	$(PYTEST) -m 'not slow and not engines' $(ARGS)
@@ -60,7 +63,7 @@ test-engines: $(VENV)/.dev  ## run jobs under Slurm, mpirun, Ray and on two host
 	@test "$$(id -u)" = 0 || { echo "make test-engines needs root: it installs packages, and starts slurmd"; exit 2; }
 	apt-get install -y -qq slurm-wlm munge openmpi-bin iproute2
 	$(PIP) -e '.[test,engines]'
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m engines tests/engines $(ARGS)
+	$(TESTED) $(BIN)/python -m pytest -q -m engines tests/engines $(ARGS)
 
 # A torch of its own, and so an environment of its own, of several GB; what else is pinned stays so.
 TORCH = .venv-torch-$(VERSION)
@@ -70,7 +73,7 @@ test-torch:  ## run the whole test suite with another torch: make test-torch VER
 	grep -v '^torch==' constraints.txt > $(TORCH)/constraints.txt
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TORCH)/constraints.txt \
 		-e '.[test]' torch==$(VERSION)
-	PYTHONDONTWRITEBYTECODE= $(TORCH)/bin/python -m pytest -n 2 --dist worksteal -q $(ARGS)
+	$(TESTED) $(TORCH)/bin/python -m pytest -n 2 --dist worksteal -q $(ARGS)
 
 check: $(VENV)/.dev  ## lint, format, types, layers, and the size of rooms
 	$(BIN)/ruff check .

@@ -40,7 +40,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     if not config.pluginmanager.is_registered(controller):
         config.pluginmanager.register(controller, "paceline ranks")
-    if controller.has_gpus():  # tests with ranks run first: a process that has used CUDA cannot be forked
+    if controller.has_gpus():  # tests with ranks run first, because later forks cannot use GPUs or autograd
         items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 

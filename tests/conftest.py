@@ -10,7 +10,8 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# The tests are of CPU ranks, of which there are more than GPUs; scripts/gpu_check.py checks these.
+# The tests use CPU ranks and fork them from processes that run backward passes, which is impossible if torch sees a
+# GPU. scripts/gpu_check.py checks GPUs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import os
 import re
+import shutil
 import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import paceline.testing.pytest_plugin.controller  # or each run inside would load it, and forget it
 from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
@@ -509,10 +513,14 @@ def test_forked(world): pass
 
 def test_leaves():
     dist.destroy_process_group()
+
+@pytest.mark.ranks(2)
+def test_forked_too_late(world):
+    raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
 """,
         passed=2,
         skipped=1,
-        failed=2,
+        failed=3,
         errors=2,
     )
     assert "the fixture 'world' is for tests with ranks; mark the test with @pytest.mark.ranks(2)" in printed
@@ -520,6 +528,7 @@ def test_leaves():
     assert "a method of a unittest.TestCase cannot run with several numbers of ranks (1, 2); give one number" in printed
     assert "NCCL needs 2 GPUs, and this host has 0" in printed
     assert "the test process itself is in a process group, which ranks would inherit" in printed
+    assert "run the tests with ranks separately (pytest -m ranks) or" in printed
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -653,6 +662,77 @@ def test_it(request):
     )
     command = (sys.executable, "-m", "pytest", *OPTIONS)
     pytester.run(*command, timeout=TIMEOUT_S).assert_outcomes(passed=1)
+
+
+# -- beside GPUs -------------------------------------------------------------------------------------------------------
+
+DEVICE = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <cstdlib>
+struct Idle final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
+  c10::Device exchangeDevice(c10::Device device) const override { return device; }
+  c10::Device getDevice() const override { return {type(), 0}; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
+  c10::DeviceIndex deviceCount() const noexcept override { return *std::getenv("CUDA_VISIBLE_DEVICES") ? 1 : 0; }
+} idle;
+c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::PrivateUse1, &idle);
+"""
+"""A device that does nothing. As for a GPU, the first backward pass starts a thread for it, unless it is hidden."""
+
+
+def use_device(library: Path, visible: str) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    ctypes.CDLL(str(library))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_after_a_backward_pass_beside_a_visible_device_ranks_name_the_remedy_which_works(tmp_path: Path) -> None:
+    """torch only said: "Unable to handle autograd's threading in combination with fork-based multiprocessing"."""
+    library, home = tmp_path / "idle.so", Path(torch.__file__).parent
+    source = script(tmp_path, DEVICE, "idle.cpp")
+    place = ("-I", home / "include", "-L", home / "lib", tmp_path / source, "-lc10", "-o", library)
+    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", *map(str, place)], check=True)
+    text = """
+def test_before():
+    torch.ones(1, requires_grad=True).sum().backward()
+
+@pytest.mark.ranks(2)
+def test_step(world):
+    model = paceline.DistributedDataParallel(nn.Linear(4, 2))
+    model(torch.ones(2, 4)).sum().backward()
+
+@pytest.mark.ranks(2)
+def test_sum(world):
+    dist.all_reduce(torch.ones(1))
+"""
+    for visible, options, said in (
+        ("0", (), "1 failed, 2 passed"),
+        ("0", ("-m", "ranks"), "2 passed"),
+        ("", (), "3 passed"),
+    ):
+        printed = in_a_process(tmp_path, text, partial(use_device, library, visible), *OPTIONS, *options)
+        assert said in printed, printed
+        assert ("hide the GPUs (CUDA_VISIBLE_DEVICES= pytest)" in printed) == ("failed" in said), printed
+        assert "Unable to handle" not in printed
+
+
+def test_gpus_are_hidden_before_the_projects_tests_can_use_torch() -> None:
+    root = Path(__file__).parents[3]
+    commands = [line for line in (root / "Makefile").read_text().splitlines() if "-m pytest" in line]
+    assert len(commands) == 3
+    assert all("$(TESTED) " in line for line in commands)
+    assert "\nTESTED := CUDA_VISIBLE_DEVICES= " in (root / "Makefile").read_text()
+    check = "import conftest, os, sys; assert os.environ['CUDA_VISIBLE_DEVICES'] == '' and 'torch' not in sys.modules"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(root / "tests")}
+    subprocess.run([sys.executable, "-c", check], env=environment, check=True, timeout=TIMEOUT_S)
+
+
+# -- in a process of their own -----------------------------------------------------------------------------------------
 
 
 def in_a_process(folder: Path, text: str, first: Callable[[], None], *options: str) -> str:

@@ -27,12 +27,15 @@ from paceline.testing.pytest_plugin.deferred_fixtures import DEFERRED, run_new_f
 from paceline.testing.pytest_plugin.marks import RanksMark
 from paceline.testing.ranks.child import Connected, environment
 from paceline.testing.ranks.outcomes import Outcome
+from paceline.testing.ranks.processes import TOO_LATE
 from paceline.testing.ranks.recorded_collectives import Recorder
 
 LEAST_PATIENCE_S = 30.0
 """Minimum timeout of collectives in seconds, to leave ranks time to start."""
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
 """Parts of error messages of collectives that failed because of another rank."""
+UNFORKABLE = ("fork-based multiprocessing", "in forked subprocess", "CUDA error: initialization error")
+"""Parts of torch's error messages in a process that was forked too late (:data:`.TOO_LATE`)."""
 
 
 def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected: Connected) -> Outcome:
@@ -46,6 +49,8 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected:
             records = stack.enter_context(warnings.catch_warnings(record=True))
         recorder, error = _run(item, runtest, mark, connected)
         error = error or _unittest_error(item)
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in UNFORKABLE):
+            error = pytest.fail.Exception(TOO_LATE, pytrace=False).with_traceback(error.__traceback__)
     outcome = _outcome_of(item, error, connected)
     for report in reports:  # reports of subtests
         if report.failed and outcome.kind == "passed":

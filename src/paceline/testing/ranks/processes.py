@@ -51,6 +51,12 @@ ANSWER_S = 0.5
 """Seconds that a rank may take to write its stack."""
 LOOK_S = 0.05
 """Seconds between two checks for dead ranks."""
+TOO_LATE = (
+    "an earlier test, a fixture or an import has used a GPU in the test process, or has run a backward pass while a "
+    "GPU was visible, so its forks cannot; run the tests with ranks separately (pytest -m ranks) or, if they need no "
+    "GPU, hide the GPUs (CUDA_VISIBLE_DEVICES= pytest)"
+)
+"""Message about ranks that torch does not let use a GPU or autograd."""
 
 
 @dataclass
@@ -266,10 +272,7 @@ def check_fork() -> None:
             "torch.distributed.destroy_process_group() in the test or fixture that created it"
         )
     if torch.cuda.is_initialized():
-        raise UsageError(
-            "an earlier test or an import has used CUDA in the test process, so forks cannot use it; run the tests "
-            "with ranks separately: pytest -m ranks"
-        )
+        raise UsageError(TOO_LATE)
 
 
 def ask_for_stacks(folder: Path, pids: Mapping[int, int], seconds: float) -> None:
