@@ -188,7 +188,7 @@ def _rank(
 def _run_copy(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
     """In the launcher: do what ``subprocess.run`` does, in a copy of this process."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        code = _rank((command[0], "-u", *command[1:]), {"OMP_NUM_THREADS": "1", **os.environ}, out, err).wait()
+        code = _rank(tuple(command), {"OMP_NUM_THREADS": "1", **os.environ}, out, err).wait()
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess(command, code, out.read(), err.read())

@@ -25,6 +25,7 @@ from paceline.launch.loopback import LOOPBACK
 from paceline.launch.options import GRACE_S, TIMEOUT_S, Supervision
 from paceline.launch.rank.channels import Logs
 from paceline.launch.rank.failure_record import LAUNCHER
+from paceline.launch.rank.hook import run_module
 from paceline.launch.watching.signals import FORWARDED
 
 RANK = Path(__file__).parent / "rank"
@@ -120,7 +121,7 @@ def title_of(command: Sequence[str]) -> str:
         while words and words[0] == "-u":
             words = words[1:]
     # Modules of this package receive their settings as JSON, so show the command that the user typed.
-    if "paceline_command" in sys.modules and words[:1] == ["-m"] and words[1].startswith("paceline."):
+    if "paceline_command" in sys.modules and words[:1] == [run_module.__file__]:
         words = ["paceline", *sys.argv[1:]]
     return shorten(" ".join(words), TITLE, placeholder=" …")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +30,7 @@ from paceline.core.telemetry.step_progress import (
 )
 from paceline.launch.failures.places import Change, Places
 from paceline.launch.failures.verdict import LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
+from paceline.launch.rank.hook.run_module import module_command
 from paceline.launch.watching.signals import sheltered
 
 RESCUE_S = 5.0
@@ -207,7 +207,7 @@ class Restarts:
         if not any((self._folder / RESCUE).glob("*/step-*")):
             return None
         reached = self.reached()
-        command = [sys.executable, "-m", "paceline.checkpoint.recovery.persist_rescued", str(self._folder / RESCUE)]
+        command = module_command("paceline.checkpoint.recovery.persist_rescued", str(self._folder / RESCUE))
         with sheltered():
             run = subprocess.run(command, capture_output=True, text=True, check=False)
         for line in (run.stdout or run.stderr).splitlines()[-3:]:

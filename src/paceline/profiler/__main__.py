@@ -1,4 +1,4 @@
-"""Entry point of a profiled rank: ``python -m paceline.profiler SETTINGS SCRIPT ARGUMENTS`` runs and records a script.
+"""Entry point of a profiled rank: ``paceline.profiler SETTINGS SCRIPT ARGUMENTS`` runs and records a script.
 
 ``-m MODULE`` instead of a script runs a module.
 """

@@ -1,4 +1,4 @@
-"""Entry point of a program's ranks: its command starts each as ``python -m paceline.tools MODULE CONFIG``."""
+"""Entry point of a program's ranks: its command starts each as ``paceline.tools MODULE CONFIG``."""
 
 from __future__ import annotations
 

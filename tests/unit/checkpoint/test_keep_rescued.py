@@ -16,6 +16,7 @@ from paceline.checkpoint.recovery.emergency_save import DESTINATION
 from paceline.checkpoint.recovery.persist_rescued import keep
 from paceline.checkpoint.step_names import step_name
 from paceline.core.telemetry.step_progress import RESCUE
+from paceline.launch.restart_policy import Restarts
 from processes import paceline, script, strike
 
 TRAINER = """
@@ -95,6 +96,19 @@ def test_what_cannot_be_saved_is_kept_at_home_each_time(
         kept = Path(before.rpartition("; it is kept in ")[2])
         assert kept.name == step_name(7)
         assert {file.name for file in kept.iterdir()} == {file.name for file in (rescued / step_name(7)).iterdir()}
+
+
+def test_a_step_in_memory_is_kept_even_if_the_working_folder_has_modules_with_other_modules_names(
+    tmp_path: Path, rescued: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (rescued / DESTINATION).write_text(str(tmp_path / "checkpoints"))
+    script(tmp_path, "", "random.py")
+    script(tmp_path, "", "torch.py")
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []
+    Restarts(tmp_path / "job", None).keep_rescued(lines.append)
+    assert lines == [f"the last completed step, 7, is saved to {tmp_path / 'checkpoints' / step_name(7)}"]
 
 
 def test_what_cannot_be_kept_anywhere_is_said_to_be_lost(

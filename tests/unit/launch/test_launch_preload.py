@@ -24,6 +24,7 @@ from paceline.errors import UsageError
 from paceline.launch.fork_server import policy
 from paceline.launch.fork_server import server as fork_server
 from paceline.launch.fork_server.client import ForkServer
+from paceline.launch.rank.hook.run_module import module_command
 from paceline.launch.watching.signals import HELD_BACK
 from processes import Running, alive, descendants, gone_after, paceline, script, until
 
@@ -243,7 +244,7 @@ def test_other_programs_are_started_as_they_are(command: list[str]) -> None:
 
 
 def test_the_environment_turns_it_off_for_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-u", "-m", "paceline.tools.recipes.digits"]
+    command = module_command("paceline.tools", "recipes.digits")
     assert policy.decide(command).modules == ("torch", "torch._dynamo", *policy.LIBRARY)
     monkeypatch.setenv(policy.SETTING, "0")
     assert policy.decide(command) == policy.Preloading()

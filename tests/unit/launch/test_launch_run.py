@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from textwrap import dedent
 
+import pytest
+
+from paceline.launch.rank.hook.run_module import module_command
 from processes import Running, paceline, script
 
 ALL_REDUCE = """
@@ -136,6 +140,19 @@ def test_a_module_runs_with_the_users_own_sitecustomize_and_another_program_with
     command = "echo shell $RANK $OMP_NUM_THREADS $GLOO_SOCKET_IFNAME"
     done = paceline(tmp_path, "run", "--no-python", "sh", "-c", command, **own)
     assert (done.returncode, done.stdout) == (0, "shell 0 3 eth7\n"), done.stderr
+
+
+@pytest.mark.parametrize("environment", [{}, {"PYTHONSAFEPATH": "1"}])
+def test_a_module_of_the_package_imports_from_pythonpath_but_not_from_the_working_folder(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    for name in ("random", "runpy", "pkgutil", "typing"):
+        script(tmp_path, "raise ImportError('from the working folder')", f"{name}.py")
+    (tmp_path / "site").mkdir()
+    script(tmp_path / "site", "import random, sys, typing; print(__name__, sys.argv[1:])", "module.py")
+    environment = {**os.environ, **environment, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(module_command("module", "a"), cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "__main__ ['a']\n", done.stderr
 
 
 def test_tee_shows_and_keeps_the_output_by_rank(tmp_path: Path) -> None:

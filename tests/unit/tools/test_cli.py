@@ -21,6 +21,7 @@ from paceline.errors import UsageError
 from paceline.launch import agent
 from paceline.launch.job import Job
 from paceline.launch.options import Supervision
+from paceline.launch.rank.hook.run_module import module_command
 from paceline.tools.cli import main as cli
 from paceline.tools.recipes import commands as recipe_commands
 from paceline.tools.shared.program import option
@@ -164,7 +165,7 @@ def test_a_recipes_options_are_the_fields_of_its_configuration(
     assert run("train", "--nproc", "2", "--lr", "2", "digits", "--no-shuffle", "--resume") == 0
     [job] = started
     assert job.nproc == 2
-    assert list(job.command[:-1]) == [sys.executable, "-u", "-m", "paceline.tools", "recipes.digits"]
+    assert job.command[:-1] == module_command("paceline.tools", "recipes.digits")
     assert json.loads(job.command[-1]) == asdict(Config()) | {"lr": 2.0, "shuffle": False, "resume": True}
     assert run("train", "digits", "--width", "2.5") == 2
     assert "'--width'" in capsys.readouterr().err

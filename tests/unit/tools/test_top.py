@@ -17,6 +17,7 @@ from paceline.core.output.wording import duration
 from paceline.core.telemetry.job_directory import PARENT, JobNote
 from paceline.errors import UsageError
 from paceline.launch.job import title_of
+from paceline.launch.rank.hook.run_module import module_command
 from paceline.tools.top.rank_status import ENDED, RUNNING, STARTING, RankStatus, describe, find_straggler
 from paceline.tools.top.top_command import choose
 from processes import Running, paceline, script, until
@@ -152,7 +153,7 @@ def test_a_job_is_titled_by_the_command_that_was_typed(monkeypatch: pytest.Monke
     """A recipe's title was 20 lines of JSON."""
     monkeypatch.setitem(sys.modules, "paceline_command", sys)
     monkeypatch.setattr(sys, "argv", ["/usr/bin/paceline", "train", "mrpc", "--epochs", "2"])
-    ranks = [sys.executable, "-u", "-m", "paceline.tools", "recipes.mrpc", '{\n "epochs": 2\n}']
+    ranks = module_command("paceline.tools", "recipes.mrpc", '{\n "epochs": 2\n}')
     assert title_of(ranks) == "paceline train mrpc --epochs 2"
     assert title_of([sys.executable, "-u", "train.py", "--lr", "0.1"]) == "train.py --lr 0.1"
     code = title_of([sys.executable, "-c", "import torch\n" * 100])

@@ -1,6 +1,6 @@
 """Copies rescued checkpoints from memory into their checkpoint folders. The launcher runs this module when a job ends.
 
-``python -m paceline.checkpoint.recovery.persist_rescued FOLDER`` copies from each subfolder of FOLDER.
+``persist_rescued FOLDER`` copies from each subfolder of FOLDER.
 """
 
 from __future__ import annotations

@@ -19,9 +19,6 @@ def run_program(program: list[str]) -> None:
         return
     sys.argv = program
     script = os.path.abspath(program[0])
-    # Replace the current folder, which ``python -m`` puts first in sys.path, with the script's folder.
-    if sys.path[0] in ("", os.getcwd()):
-        del sys.path[0]
     # Like Python, resolve links: modules are next to the link's target.
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     runpy.run_path(script, run_name="__main__")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from paceline.core.output.wording import counted
 from paceline.errors import UsageError
 from paceline.launch.host_limits import cores
 from paceline.launch.job import Job
+from paceline.launch.rank.hook.run_module import module_command
 from paceline.tools.compare import report
 from paceline.tools.compare.comparison import figures
 from paceline.tools.compare.launch_together import launch_together
@@ -93,7 +93,7 @@ def _run_ways(comparison: Comparison, ways: Sequence[Way], threads: int, folder:
             program=program,
             turns=(str(turns), offset, ranks),
         )
-        command = [sys.executable, "-u", "-m", "paceline.tools", "compare.measured_run", run.to_json()]
+        command = module_command("paceline.tools", "compare.measured_run", run.to_json())
         jobs[way.name] = Job(command, way.ranks, env={"OMP_NUM_THREADS": str(threads)})
         offset += way.ranks
     code, failed = launch_together(jobs, lambda name: (folder / f"{name}.json").is_file())

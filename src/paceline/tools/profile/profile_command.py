@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,9 +65,9 @@ def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int, 
     """Run and record `program` on `nproc` ranks, show the results, and return the exit code."""
     from paceline.launch.agent import launch
     from paceline.launch.job import Job
+    from paceline.launch.rank.hook.run_module import module_command
 
-    command = [sys.executable, "-u", "-m", *rank_program(settings, program)]
-    code = launch(Job(command, nproc, env=env))
+    code = launch(Job(module_command(*rank_program(settings, program)), nproc, env=env))
     show_results(Path(settings.folder), code)
     return code
 

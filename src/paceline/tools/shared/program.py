@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -62,7 +61,7 @@ def start_program(
     modules: Sequence[str] = (),
     **settings: Any,
 ) -> int:
-    """Run ``python -m program… CONFIG`` on `nproc` ranks, and return the exit code.
+    """Run the module ``program…`` with CONFIG on `nproc` ranks, and return the exit code.
 
     Args:
         program: the module and any arguments before the configuration.
@@ -76,12 +75,14 @@ def start_program(
     """
     from paceline.launch.agent import launch  # loads torchelastic, which --help does not need
     from paceline.launch.job import Job
+    from paceline.launch.rank.hook.run_module import module_command
 
     if note:
         say(note)
-    command = [sys.executable, "-u", "-m", *program, config.to_json()]
     try:
-        return launch(Job(command, nproc, env=env or {}, modules=modules, **settings))
+        return launch(
+            Job(module_command(*program, config.to_json()), nproc, env=env or {}, modules=modules, **settings)
+        )
     finally:
         # Rank 0's progress bar hides the cursor, and a killed rank cannot restore it.
         with suppress(OSError):

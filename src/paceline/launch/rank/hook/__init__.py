@@ -1,1 +1,1 @@
-"""A folder with a ``sitecustomize.py``, prepended to a rank's ``PYTHONPATH``."""
+"""The first folder of a rank's ``PYTHONPATH``, with a ``sitecustomize.py``."""

@@ -23,10 +23,11 @@ from paceline.launch.fork_server.client import ForkedRank
 from paceline.launch.job import Job, black_boxes, fork_server, rank_environment, tied, timeout_environment
 from paceline.launch.loopback import LOOPBACK, LoopbackStores
 from paceline.launch.rank.channels import Logs, RankFiles
+from paceline.launch.rank.hook.run_module import module_command
 from paceline.launch.watching.rank_processes import exit_code
 from paceline.tools.notebook.cell_parser import Start
 
-COMMAND = [sys.executable, "-u", "-m", "paceline.tools.notebook"]
+COMMAND = module_command("paceline.tools.notebook")
 MODULES = ("paceline.tools.notebook.rank.main",)
 """Additional modules to import before ranks are forked."""
 START_S = 120.0

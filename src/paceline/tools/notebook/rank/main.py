@@ -1,4 +1,4 @@
-"""The process of a rank, which runs its cells: ``python -u -m paceline.tools.notebook``."""
+"""The process of a rank, which runs its cells."""
 
 from __future__ import annotations
 
@@ -130,6 +130,7 @@ def main() -> None:
     shell = RankShell.start(channel)
     builtins.input = getpass.getpass = sys.breakpointhook = refuse_input
     sys.argv = [""]  # as in a Jupyter kernel
+    sys.path.insert(0, "")  # only now, so that cells import from the working folder, and this program does not
     try:
         channel.send("ready")
         Rank(channel, shell).serve()
