@@ -160,7 +160,7 @@ class Agent:
             if self._ranks.failed():
                 return self._has_made_room() or self._decide()
             if not self._ranks.running():
-                return False
+                return self._has_made_room()  # a SystemExit in a thread does not change the exit code
             self._ranks.show_slow_errors(self._say, self.shown)
             self._make_room()
 

@@ -244,6 +244,55 @@ def test_one_process_without_a_launcher_saves_its_step_and_a_handler_in_c_is_lef
     assert saved_steps(tmp_path) == [4]
 
 
+IN_A_THREAD = """
+import asyncio, multiprocessing, sys, threading, time, torch, paceline
+from concurrent.futures import ThreadPoolExecutor
+
+def train():
+    with paceline.init() as world, paceline.Checkpointer("saved") as checkpointer:
+        model = checkpointer.register("model", paceline.DistributedDataParallel(torch.nn.Linear(4, 2)))
+        optimizer = checkpointer.register("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+        while True:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if checkpointer.step() == 3:
+                child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+                child.start()
+                child.terminate()  # in a forked child, the signal has its usual effect
+                child.join()
+                open(f"ready-{world.rank}", "w").close()
+            time.sleep(0.01)
+
+if sys.argv[1] == "thread":
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+elif sys.argv[1] == "executor":
+    ThreadPoolExecutor().submit(train).result()
+else:
+    asyncio.run(asyncio.to_thread(train))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [("thread", "launcher"), ("executor", "rank"), ("thread", "no launcher"), ("asyncio", "no launcher")],
+)
+def test_training_in_a_thread_saves_its_last_step_after_a_signal_too(tmp_path: Path, kind: str, target: str) -> None:
+    # Python installs signal handlers only in the main thread, so the signal ended the ranks at once.
+    name, is_alone = script(tmp_path, IN_A_THREAD), target == "no launcher"
+    arguments, program = ((), (name, kind)) if is_alone else (("run", "--nproc", "2", name, kind), ())
+    with Running(tmp_path, *arguments, program=program, fork="all") as job:
+        job.wait_for(*READY[: 1 if is_alone else 2])
+        stop(job, signal.SIGTERM, "launcher" if is_alone else target)
+        # In a thread without a launcher, SystemExit only ends the thread.
+        assert job.wait() == (0 if is_alone and kind == "thread" else 143), job.stderr
+        assert "Traceback" not in job.stderr
+        (step,) = saved_steps(tmp_path)
+        if not is_alone:
+            assert job.stderr.splitlines()[-1] == farewell(signal.SIGTERM, step)
+
+
 TRAINER = """
 import signal, sys, time, torch, paceline
 from paceline.data import DataLoader

@@ -6,10 +6,13 @@ small collective about once a second.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
 import time
+from functools import partial
+from multiprocessing.connection import wait
 from types import FrameType
 from typing import NoReturn
 
@@ -45,9 +48,11 @@ class StopRequests:
         """Step and time of the last exchange without a barrier."""
         self._ask = 0
         """Step of the next exchange without a barrier."""
+        self._pipes: dict[int, tuple[signal.Signals, int]] = {}
+        """Signals that are handled outside the main thread: read end of a pipe -> signal and write end."""
 
     def watch(self) -> None:
-        """Handle signals from now on, unless the script handles them, or this is not the main thread.
+        """Handle signals from now on, unless the script handles them.
 
         Called at the end of the first step, so that signals still end a script that never calls ``step()``.
         """
@@ -56,11 +61,13 @@ class StopRequests:
         self._is_watching = True
         if not self._saves:
             self._publish(Stopping.IN_VAIN)
-        elif threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                if _is_unhandled(number):
+        else:
+            self._installed = list(filter(_is_unhandled, STOP_SIGNALS))
+            for number in self._installed:
+                if threading.current_thread() is threading.main_thread():
                     signal.signal(number, self.note)
-                    self._installed.append(number)
+                else:
+                    self._handle_in_thread(number)
             if signal.SIGTERM in self._installed:  # the launcher sends SIGTERM to ranks that are READY
                 self._publish(Stopping.READY)
 
@@ -68,12 +75,18 @@ class StopRequests:
         """Return the signal that ends all ranks after this step, or None. Can be a collective if no barrier exists."""
         if not self._saves:
             return None
+        if self._pipes:
+            for reader in wait(list(self._pipes), 0):
+                self.note(self._release(reader), None)
         wishes = self._boundary.wishes if self._boundary.barrier is not None else self._wishes()
         return next((number for bit, number in enumerate(STOP_SIGNALS) if wishes & 1 << bit), None)
 
     def end(self, number: signal.Signals) -> NoReturn:
         """Report to the launcher that all ranks have saved the last step because of signal `number`, and exit."""
         self._publish(Stopping.SAVED, number)
+        # In a thread, SystemExit is ignored, but the traceback of a subclass would be printed.
+        show = threading.excepthook
+        threading.excepthook = lambda args: None if args.exc_type is Preempted else show(args)
         raise Preempted(128 + number)
 
     def close(self) -> None:
@@ -83,7 +96,33 @@ class StopRequests:
             if signal.getsignal(number) == self.note and threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         self._installed = []
+        for reader in list(self._pipes):
+            self._release(reader)
         self._publish(Stopping.NOT)
+
+    def _handle_in_thread(self, number: signal.Signals) -> None:
+        """Handle a signal although this is not the main thread, in which alone Python's handlers can be installed.
+
+        faulthandler's handler can be installed in every thread. It writes to a pipe, which :meth:`agreed` reads.
+        """
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        faulthandler.register(number, writer, all_threads=False)
+        self._pipes[reader] = number, writer
+        # A forked child ends immediately, and must not write to this rank's pipe.
+        unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {number})
+        os.register_at_fork(before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, {number}))
+        os.register_at_fork(after_in_child=partial(faulthandler.unregister, number))
+        os.register_at_fork(after_in_child=unblock, after_in_parent=unblock)
+
+    def _release(self, reader: object) -> signal.Signals:
+        """Stop handling a signal outside the main thread, so that a second one ends the process; return the signal."""
+        assert isinstance(reader, int)
+        number, writer = self._pipes.pop(reader)
+        faulthandler.unregister(number)
+        os.close(reader)
+        os.close(writer)
+        return number
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handle signal `number`: record the first request, and end the process on the second."""

@@ -34,10 +34,11 @@ from typing import Any, NoReturn
 LONGEST = 65536  # maximum message size in bytes; environments may be longer, so they are sent as a file
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 KEPT_BY_FORKS = {"jemalloc_bg_thd"}  # allocator threads that survive forks, because they use pthread_atfork
+ranks: "dict[int, int]" = {}  # pidfd (readable once the rank has exited) -> process id
 THREADS_S = 1.0  # a joined thread may still be listed for this long
 
 
-def serve(setting: str, parent: int, die_with: Callable[[int], None]) -> None:
+def serve(setting: str, parent: int, die_with: Callable[..., None]) -> None:
     """Import modules and fork ranks until the launcher exits; returns only in a rank.
 
     Args:
@@ -53,7 +54,9 @@ def serve(setting: str, parent: int, die_with: Callable[[int], None]) -> None:
         launcher.set_inheritable(False)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
         _send(launcher, refused=preload(modules) or unfit())
-        request, descriptors = _fork_on_request(launcher)
+        launcher_end = os.pidfd_open(parent)
+        die_with(parent, 0)  # from now on, this process kills the ranks' child processes before it exits
+        request, descriptors = _fork_on_request(launcher, launcher_end)
     # The server must not return, because its interpreter would then run the script.
     except BaseException:
         _fail()
@@ -143,21 +146,26 @@ def threads() -> "list[str]":
     return names[:1] + [name for name in names[1:] if name not in KEPT_BY_FORKS]
 
 
-def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int]]":
-    """Serve the launcher's requests until it closes the socket; in a forked rank, return its request."""
-    ended: dict[int, int] = {}  # pidfd (readable once the rank has exited) -> process id
+def _fork_on_request(launcher: socket.socket, parent: int) -> "tuple[dict[str, Any], list[int]]":
+    """Serve the launcher's requests until it exits or closes the socket; in a forked rank, return its request.
+
+    `parent` is a pidfd of the launcher, because a child process of the launcher may keep the socket open.
+    """
     poll = select.poll()
     poll.register(launcher, select.POLLIN)
+    poll.register(parent, select.POLLIN)
     while True:
         for descriptor, _ in poll.poll():
-            if descriptor in ended:
+            if descriptor in ranks:
                 poll.unregister(descriptor)
                 os.close(descriptor)
-                _report(launcher, ended.pop(descriptor))
+                _report(launcher, ranks.pop(descriptor))
                 continue
+            if descriptor == parent:
+                _end()
             message, descriptors, _, _ = socket.recv_fds(launcher, LONGEST, 4)
             if not message:
-                os._exit(0)
+                _end()
             order = json.loads(message)
             if "reap" in order:
                 os.waitpid(order["reap"], 0)
@@ -166,7 +174,7 @@ def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int
             if pid == 0:
                 # If this copy stayed open, the launcher would not notice that the server has exited.
                 launcher.close()
-                for pidfd in ended:
+                for pidfd in (parent, *ranks):
                     os.close(pidfd)
                 with open(descriptors.pop(0), "rb") as file:
                     return json.load(file), descriptors
@@ -174,7 +182,7 @@ def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int
                 os.close(copy)
             if pid > 0:
                 watched = os.pidfd_open(pid)
-                ended[watched] = pid
+                ranks[watched] = pid
                 poll.register(watched, select.POLLIN)
                 _send(launcher, pid=pid)
 
@@ -202,7 +210,15 @@ def _send(launcher: socket.socket, **message: Any) -> None:
     try:
         launcher.send(json.dumps(message).encode())
     except (BrokenPipeError, ConnectionResetError):
-        os._exit(0)
+        _end()
+
+
+def _end() -> NoReturn:
+    """Exit with the ranks and their child processes, such as stuck DataLoader workers."""
+    for pid in ranks.values():
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    os._exit(0)
 
 
 # The rank

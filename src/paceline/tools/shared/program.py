@@ -79,10 +79,9 @@ def start_program(
 
     if note:
         say(note)
+    command = module_command(*program, config.to_json())
     try:
-        return launch(
-            Job(module_command(*program, config.to_json()), nproc, env=env or {}, modules=modules, **settings)
-        )
+        return launch(Job(command, nproc, env=env or {}, modules=modules, **settings))
     finally:
         # Rank 0's progress bar hides the cursor, and a killed rank cannot restore it.
         with suppress(OSError):

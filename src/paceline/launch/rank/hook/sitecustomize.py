@@ -65,10 +65,20 @@ def _print_in_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
+def _share_folder() -> None:
+    """Make multiprocessing create its sockets in the job's folder, because killed processes do not remove them."""
+    from multiprocessing.process import current_process
+
+    folder = os.environ["PACELINE_BLACK_BOX"]
+    if len(folder) < 80:  # the path of a socket has at most 107 bytes
+        current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+
+
 if __name__ == "sitecustomize":  # False if a tool imports every module of the package
     if FORK_SERVER in os.environ:
         _serve()
     _print_in_lines()
+    _share_folder()
     _leave()
     _load("failure_record").install()
     _load("stack_dump").install()
