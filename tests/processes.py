@@ -112,8 +112,7 @@ class Running:
 
     @property
     def leftovers(self) -> list[str]:
-        # Processes of multiprocessing that are killed leave their folders.
-        return sorted(name for name in os.listdir(self.temporary) if not name.startswith("pymp-"))
+        return sorted(os.listdir(self.temporary))
 
     def wait(self, timeout: float = TIMEOUT_S) -> int:
         """The exit code; fails when the command takes longer than `timeout` seconds."""

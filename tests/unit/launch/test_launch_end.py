@@ -79,6 +79,27 @@ def test_nothing_listens_beyond_loopback_and_sigkill_of_the_launcher_ends_blocke
         assert job.leftovers == []
 
 
+STUCK_WORKER = """
+import os, time, torch
+class Stuck(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index):
+        open("ready-" + os.environ["RANK"], "w").write(str(os.getpid()))
+        time.sleep(1000)
+next(iter(torch.utils.data.DataLoader(Stuck(), num_workers=1)))
+"""
+
+
+def test_sigkill_of_the_launcher_ends_workers_that_are_stuck(tmp_path: Path) -> None:
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, STUCK_WORKER)) as job:
+        job.wait_for(*READY)
+        family = job.family()
+        assert {int((tmp_path / name).read_text()) for name in READY} <= set(family)
+        job.process.kill()
+        gone_after(family[1:], 5 + SLACK_S)
+        assert job.leftovers == []
+
+
 def test_ctrl_c_ends_stubborn_ranks_and_their_children_before_the_grace_is_over_with_code_130(tmp_path: Path) -> None:
     child = """
 import subprocess

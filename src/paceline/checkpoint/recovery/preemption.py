@@ -12,9 +12,10 @@ import signal
 import threading
 import time
 from functools import partial
+from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paceline.checkpoint.steps.step_boundary import Boundary
 from paceline.core.process_status import handles
@@ -48,8 +49,8 @@ class StopRequests:
         """Step and time of the last exchange without a barrier."""
         self._ask = 0
         """Step of the next exchange without a barrier."""
-        self._pipes: dict[int, tuple[signal.Signals, int]] = {}
-        """Signals that are handled outside the main thread: read end of a pipe -> signal and write end."""
+        self._pipes: dict[Any, signal.Signals] = {}
+        """Signals that are handled outside the main thread, by the read end of a pipe."""
 
     def watch(self) -> None:
         """Handle signals from now on, unless the script handles them.
@@ -77,7 +78,9 @@ class StopRequests:
             return None
         if self._pipes:
             for reader in wait(list(self._pipes), 0):
-                self.note(self._release(reader), None)
+                number = self._pipes.pop(reader)
+                faulthandler.unregister(number)  # a second signal ends the process
+                self.note(number, None)
         wishes = self._boundary.wishes if self._boundary.barrier is not None else self._wishes()
         return next((number for bit, number in enumerate(STOP_SIGNALS) if wishes & 1 << bit), None)
 
@@ -96,8 +99,9 @@ class StopRequests:
             if signal.getsignal(number) == self.note and threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         self._installed = []
-        for reader in list(self._pipes):
-            self._release(reader)
+        for number in self._pipes.values():
+            faulthandler.unregister(number)
+        self._pipes.clear()
         self._publish(Stopping.NOT)
 
     def _handle_in_thread(self, number: signal.Signals) -> None:
@@ -105,24 +109,15 @@ class StopRequests:
 
         faulthandler's handler can be installed in every thread. It writes to a pipe, which :meth:`agreed` reads.
         """
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        faulthandler.register(number, writer, all_threads=False)
-        self._pipes[reader] = number, writer
-        # A forked child ends immediately, and must not write to this rank's pipe.
+        reader, writer = Pipe(duplex=False)
+        os.set_blocking(writer.fileno(), False)
+        faulthandler.register(number, writer, all_threads=False)  # keeps a reference to the writer
+        self._pipes[reader] = number
+        # In a forked child, the signal has its default action, and must not write to this rank's pipe.
+        block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {number})
         unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {number})
-        os.register_at_fork(before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, {number}))
-        os.register_at_fork(after_in_child=partial(faulthandler.unregister, number))
+        os.register_at_fork(before=block, after_in_child=partial(faulthandler.unregister, number))
         os.register_at_fork(after_in_child=unblock, after_in_parent=unblock)
-
-    def _release(self, reader: object) -> signal.Signals:
-        """Stop handling a signal outside the main thread, so that a second one ends the process; return the signal."""
-        assert isinstance(reader, int)
-        number, writer = self._pipes.pop(reader)
-        faulthandler.unregister(number)
-        os.close(reader)
-        os.close(writer)
-        return number
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handle signal `number`: record the first request, and end the process on the second."""

@@ -28,7 +28,7 @@ Stream = IO[Any] | None  # a file for a rank's output; None for the launcher's o
 class ForkServer:
     """A process that forks the ranks of one job. It is started with the first ranks, and restarted if it has died.
 
-    Used by one thread, which must outlive the ranks: the kernel kills the server and the ranks when that thread exits.
+    Used by one thread. If that thread exits while the server imports its modules, the kernel kills the server.
 
     Args:
         command: the command of a rank.
