@@ -9,12 +9,14 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
 from paceline.core.state.rng import derive_seed, preserved, sow
 from paceline.core.state.virtual_ranks import Slices
+from paceline.data.empty_batch import with_empty
 from paceline.data.split.partition import Slice
 from paceline.errors import DataError
 
@@ -22,7 +24,10 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Fetch(Dataset[Any]):
-    """Fetches a batch for each :class:`Slice`; an empty slice gives ``None`` without running user code."""
+    """Fetches a batch for each :class:`Slice`; an empty slice gives ``None`` without running user code.
+
+    If a ticket has an example, an empty batch comes with its batch.
+    """
 
     def __init__(self, dataset: Any, collate_fn: Collate, seed: int, rank: int) -> None:
         self.dataset = dataset
@@ -33,9 +38,15 @@ class Fetch(Dataset[Any]):
         self.draws = type(dataset) is not TensorDataset or collate_fn is not default_collate
 
     def __getitem__(self, ticket: Slice | Slices) -> Any:
-        if not isinstance(ticket, Slices):
-            return self._batch(ticket)
-        return gathered(map(self._batch, ticket), ticket.seeds)
+        batch = gathered(map(self._batch, ticket), ticket.seeds) if isinstance(ticket, Slices) else self._batch(ticket)
+        if ticket.example is None or isinstance(batch, Failure):
+            return batch
+        with own_streams():
+            return with_empty(batch, self.collate_fn, partial(self._sample, ticket.example))
+
+    def _sample(self, index: int) -> Any:
+        together = getattr(self.dataset, "__getitems__", None)
+        return together([index])[0] if together else self.dataset[index]
 
     def _batch(self, share: Slice) -> Any:
         if not share:

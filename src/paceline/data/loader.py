@@ -5,6 +5,7 @@ position ──tickets──► torch's DataLoader, whose workers fetch ──�
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,10 +15,13 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
 from paceline.core.output.wording import with_article
+from paceline.core.state.data_position import taken
 from paceline.core.state.rng import derive_seed
 from paceline.core.state.virtual_ranks import Slices
 from paceline.core.telemetry.spans import DATA_WAIT, recorder
+from paceline.core.telemetry.users_code import warn
 from paceline.data.arguments import find_place
+from paceline.data.empty_batch import WithEmpty
 from paceline.data.fetch import Collate, Failure, Fetch
 from paceline.data.sampler import GlobalBatchSampler
 from paceline.data.split.balance import Cost
@@ -40,9 +44,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
         sampler = GlobalBatchSampler(dataset, batch_size=256)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
-        for batch in loader:                 # the rest of the epoch
-            if batch is None:                # this rank's slice is empty
-                model.sync_gradients()
+        for x, y in loader:                  # the rest of the epoch
+            ...
 
     It differs from torch's loader as follows:
 
@@ -56,7 +59,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     - For every fetch, the CPU generators of Python, NumPy and torch are seeded from (seed, epoch, batch, rank); the
       rank's own random streams do not change. So augmentation is the same with any number of workers and after a
       resume.
-    - A batch that has no samples for this rank is ``None``.
+    - If a batch has fewer samples than there are ranks, a rank without a sample gets an empty batch: the structure of
+      its other batches, with tensors of 0 rows. The wrapper ignores the gradients, weights and buffers of such a batch,
+      so the loop needs no special case. To make it, one sample is fetched once more. If a batch cannot be emptied, for
+      example because it is a list of images, the loader warns at the beginning and yields ``None``; for ``None``,
+      call ``model.sync_gradients()``.
     - ``loader.batch_size`` is the size of the global batch; ``loader.sampler`` is the sampler of global batches or the
       stream. Scripts may call ``loader.sampler.set_epoch(epoch)``, but do not have to.
     - An error in a sample raises a :class:`paceline.errors.DataError` that names rank, worker and sample.
@@ -81,6 +88,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     progress: GlobalBatchSampler | GlobalBatchStream  # this loader's position in the data
     at_last = False
     """Whether the latest batch is the last of its pass; the same on every rank."""
+    slice_is_empty = False
+    """Whether this rank has no samples in the latest batch."""
+    _empty: Any = None  # the batch to yield in that case
 
     def __init__(
         self,
@@ -117,12 +127,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             fetch = Reader(self.progress, collate, options.get("num_workers", 0))
         else:
             fetch = Fetch(dataset, collate, self.progress.seed, self.progress.rank)
+        self._tickets = _Tickets(self.progress)
         # torch draws a seed for its workers from this generator, not from the rank's global one.
         self._worker_seed = torch.Generator()
         self._torch_loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             fetch,
             batch_size=None,
-            sampler=_Tickets(self.progress),
+            sampler=self._tickets,
             collate_fn=_as_it_is,
             generator=self._worker_seed,
             **options | {"worker_init_fn": OutliveStop(options.get("worker_init_fn"))},
@@ -175,12 +186,18 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._worker_seed.manual_seed(derive_seed("workers", progress.seed, progress.epoch, progress.rank))
         this_pass, is_exiting = progress.passes, sys.is_finalizing  # a local, because modules are gone at exit
         try:
-            for batch, last in self._batches():
+            for fetched, last in self._batches():
+                batch = self._learn(fetched) if isinstance(fetched, WithEmpty) else fetched
+                if is_empty := batch is None:
+                    batch = copy.deepcopy(self._empty)  # a copy, because the script may change it
+                elif virtual_ranks is not None and (is_empty := not batch.filled):
+                    batch.empty = copy.deepcopy(self._empty)
                 progress.hand_over()
-                self.at_last = last
+                (taken.empty_slices.add if is_empty else taken.empty_slices.discard)(progress.key)
+                self.at_last, self.slice_is_empty = last, is_empty
                 expected = (progress.epoch, progress.position)
                 if check is not None:
-                    check.begin_batch(is_empty=batch is None)
+                    check.begin_batch(is_empty=is_empty)
                 yield batch
                 if this_pass != progress.passes:
                     raise UsageError(
@@ -200,8 +217,20 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             progress.finish()
         finally:
             if not is_exiting() and this_pass == progress.passes:
-                self.at_last = False
+                self.at_last = self.slice_is_empty = False
                 progress.leave()
+
+    def _learn(self, fetched: WithEmpty) -> Any:
+        """Keep the empty batch, or warn that there is none; returns the batch that came with it."""
+        self._tickets.needs_example, self._empty = False, fetched.empty
+        if fetched.reason:
+            warn(
+                f"rank {self.progress.rank}: a batch with fewer samples than ranks leaves this rank without samples, "
+                f"and an empty batch cannot be made ({fetched.reason}), so the loader yields None; write\n"
+                "    if batch is None:\n        model.sync_gradients()\n    else: …  # forward and backward\n"
+                "or avoid short batches with drop_last=True"
+            )
+        return fetched.batch
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield each batch of a pass, with a flag for the last one."""
@@ -259,9 +288,15 @@ class _Tickets:
 
     def __init__(self, progress: GlobalBatchSampler | GlobalBatchStream) -> None:
         self._progress = progress
+        self.needs_example = isinstance(progress, GlobalBatchSampler)
+        """Whether to ask for an empty batch if the pass may need one; a stream makes it without being asked."""
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._progress.tickets())
+        tickets = self._progress.tickets()
+        if self.needs_example and (first := next(tickets, None)) is not None:
+            first.example = self._progress.example()  # type: ignore[union-attr]
+            yield first
+        yield from tickets
 
 
 def _as_it_is(batch: Any) -> Any:

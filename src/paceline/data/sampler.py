@@ -27,7 +27,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     no padding or repetition: slices differ by at most one sample, and some are empty if there are more ranks than
     samples. Every rank yields the same number of batches.
 
-    Use it with :class:`paceline.data.DataLoader`, which counts consumed batches and turns an empty slice into ``None``.
+    Use it with :class:`paceline.data.DataLoader`, which counts consumed batches and yields an empty batch for
+    an empty slice.
     After a ``break`` the next loop continues after the last consumed batch, in the same epoch; :meth:`restart` goes
     back to the beginning of the epoch. The epoch advances when a pass is exhausted.
 
@@ -166,6 +167,15 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             batch = indices.tolist()
             slices = [Slice(batch[slice(*slice_bounds(len(batch), at, count))], epoch, number, at) for at in shares]
             yield Slices(slices, [seed_of_slice(self.seed, epoch, number, at) for at in shares])
+
+    def example(self) -> int | None:
+        """Return the index of a sample if a batch of this pass may leave this rank without samples, else None."""
+        order = self._order.of(self._started[0])
+        count, shares = self.slicing.shares(self._virtual_ranks)
+        last = self.batch_size if self.drop_last else len(order) % self.batch_size or self.batch_size
+        bounds = (slice_bounds(last, at, count, self.slicing.speeds) for at in shares)
+        is_filled = last >= count if self._costs is not None else any(low < high for low, high in bounds)
+        return None if is_filled else int(order[-1])
 
     def _batches(self, order: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the numbers and indices of the global batches in `order`, from number `start` on."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from paceline.core.state.virtual_ranks import seed_of_slice
 from paceline.core.torch_internals.data import hide_worker_info
 from paceline.data.arguments import reiterable
 from paceline.data.dataset_digest import outline_digest
+from paceline.data.empty_batch import with_empty
 from paceline.data.fetch import Collate, Failure, gathered, own_streams
 from paceline.data.position import Position
 from paceline.data.split.partition import slice_bounds
@@ -32,7 +34,7 @@ class GlobalBatchStream(Position):
     """An ``IterableDataset`` split by rank and worker, with a position that survives a restart.
 
     Give it to :class:`paceline.data.DataLoader`. Every sample reaches exactly one rank, and all ranks yield the same
-    number of batches; a rank whose slice of the last batch is empty gets ``None``.
+    number of batches; a rank whose slice of the last batch is empty gets an empty batch.
 
     The dataset must yield the same stream in every process, so it must not split itself by rank. (It cannot split
     itself by worker, because worker information is hidden from it.) It may draw from the global generators, which have
@@ -165,12 +167,13 @@ class Reader(Dataset[Any]):
                 return Failure.of(error, self.rank, f"sample {self._seen} of the stream ({batch_name} was due)")
             if not batch or (self.drop_last and len(batch) < self.batch_size):
                 return End()
-            batches = (self._collated(batch, ticket, share) for share in ticket.shares[1])
+            batches = [self._collated(batch, ticket, share) for share in ticket.shares[1]]
+            fetched: Any = batches[0]
             if ticket.is_cut:
                 seeds = [seed_of_slice(self.seed, ticket.epoch, ticket.number, share) for share in ticket.shares[1]]
                 fetched = gathered(batches, seeds)
-            else:
-                fetched = next(batches)
+            if all(part is None for part in batches):
+                fetched = with_empty(fetched, self.collate_fn, partial(batch.__getitem__, 0))
             return fetched if isinstance(fetched, Failure) else Read(fetched, self._digest, self._digest_before)
 
     def _collated(self, batch: list[Any], ticket: Ticket, share: int) -> Any:

@@ -42,8 +42,8 @@ def accumulate(
     For a model with ``virtual_ranks``, the function iterates over this rank's slices of each global batch, and
     gradients are synchronized in the last slice. Omit `every`; `batches` must be a
     :class:`paceline.data.DataLoader`, whose other passes still yield whole batches. Each slice has separate random
-    streams. Empty slices of a short last batch are skipped; if all of a rank's slices are empty, ``None`` is yielded
-    once: call ``model.sync_gradients()`` for it. With ``check_compute_every``, a slice may be yielded again; in that
+    streams. Empty slices of a short last batch are skipped; if all of a rank's slices are empty, one empty batch is
+    yielded. With ``check_compute_every``, a slice may be yielded again; in that
     case ``model.is_repeat`` is true, so that the loop can skip its loss in sums.
 
     Args:
@@ -115,11 +115,10 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
 
     try:
         for slices in loader.in_slices(count):
-            filled = [number for number, batch in enumerate(slices) if batch is not None]
             if check is not None and check.is_due:
-                yield from check.go_through(begin, slices, filled, is_latest)
+                yield from check.go_through(begin, slices, slices.filled, is_latest)
             else:
-                yield from in_order(begin, slices, filled)
+                yield from in_order(begin, slices, slices.filled)
             virtual_ranks.end_step()
     finally:  # also if the caller leaves the loop in the middle of a step
         if is_latest():

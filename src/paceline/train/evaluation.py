@@ -91,7 +91,7 @@ def parts_of(loader: DataLoader, virtual_ranks: int | None) -> Iterator[tuple[in
     """
     if virtual_ranks is None:
         for number, batch in enumerate(loader):
-            if batch is not None:
+            if not loader.slice_is_empty:
                 yield number, loader.progress.rank, batch
         return
     shares = loader.progress.slicing.shares(virtual_ranks)[1]

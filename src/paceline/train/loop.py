@@ -132,7 +132,7 @@ class Loop:
         try:
             with closing(batches):  # after a break or an error, ends the pass over the loader at once
                 for batch in batches:
-                    self.step.micro_batch(batch)
+                    self.step.micro_batch(batch, is_empty=self.loader.slice_is_empty)
                     if not self.model.do_sync:
                         continue
                     if self._finish_step():

@@ -42,8 +42,8 @@ class Trainer:
         trainer = Trainer(model, optimizer, loss, loader, TrainConfig(epochs=3))
         result = trainer.fit()
 
-    The gradient of a step is the gradient of the mean loss over the whole global batch, even for a short last batch or,
-    without SyncBatchNorm, a rank without samples.
+    The gradient of a step is the gradient of the mean loss over the whole global batch, even for a short last batch or
+    a rank without samples.
 
     Args:
         model: the wrapped model.

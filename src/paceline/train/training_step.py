@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import NonFiniteGradient, UsageError
+from paceline.errors import NonFiniteGradient
 from paceline.train.config import TrainConfig
 from paceline.train.metrics.running_means import LossAverage
 from paceline.train.validation import summed_loss
@@ -62,10 +62,9 @@ class TrainingStep:
             return nullcontext()
         return torch.autocast(self._model.device.type, _DTYPES[self._precision])
 
-    def micro_batch(self, batch: Any) -> None:
-        """Run the forward and backward pass of one micro-batch. `batch` is None if this rank has no samples in it."""
+    def micro_batch(self, batch: Any, *, is_empty: bool = False) -> None:
+        """Run the forward and backward pass of one micro-batch; if `is_empty`, this rank has no samples in it."""
         if batch is None:
-            self._refuse_sync_batch_norm()
             if self._model.do_sync:  # the backward passes of the other ranks wait for this rank
                 self._model.sync_gradients()
             return
@@ -75,16 +74,8 @@ class TrainingStep:
             # The scale is the gradient of the loss, not a factor, so that a mean is recognized in every precision.
             loss.backward(None if self.scaler is None else self.scaler.scale(torch.ones_like(loss)))
         # A slice that is computed again to compare its bits counts only once.
-        if not self._model.is_repeat:
+        if not (is_empty or self._model.is_repeat):
             self._window.append((loss.detach(), weight, self._model.slice_number))
-
-    def _refuse_sync_batch_norm(self) -> None:
-        for name, layer in self._model.module.named_modules():
-            if isinstance(layer, nn.SyncBatchNorm) and layer.training:
-                raise UsageError(
-                    f"rank {dist.get_rank()} has no samples in this batch and cannot take part in SyncBatchNorm "
-                    f"{name!r}; give the loader drop_last=True, or a batch_size that leaves a larger last batch"
-                )
 
     def finish(self) -> bool:
         """Clip the gradients, and step the optimizer; return False if the scaler skipped the step."""

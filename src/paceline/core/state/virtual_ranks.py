@@ -47,10 +47,16 @@ def seed_of_slice(seed: int, epoch: int, batch: int, slice_number: int) -> int:
 class Slices(list[Any]):
     """A rank's slices of one global batch, in order. Each is a batch, or None if it is empty.
 
+    If all slices are empty, `empty` is a batch without samples, or None if there is no such batch.
+
     Args:
         slices: the batches.
         seeds: a seed for each slice's forward and backward pass.
     """
+
+    empty: Any = None
+    example: int | None = None
+    """In a request, the index of a sample from which to make an empty batch, too."""
 
     def __init__(self, slices: Iterable[Any], seeds: list[int]) -> None:
         super().__init__(slices)
@@ -59,4 +65,9 @@ class Slices(list[Any]):
     def seeded(self, number: int) -> Any:
         """Seed the random streams for slice `number`, and return the slice."""
         seed_all(self.seeds[number])
-        return self[number]
+        return self.empty if self[number] is None else self[number]
+
+    @property
+    def filled(self) -> list[int]:
+        """Return the numbers of the slices that have samples."""
+        return [number for number, batch in enumerate(self) if batch is not None]

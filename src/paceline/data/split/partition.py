@@ -15,6 +15,9 @@ from paceline.errors import UsageError
 class Slice(list[int]):
     """The indices of one slice of a global batch; `share` is the number of the slice, by default the rank."""
 
+    example: int | None = None
+    """Index of a sample from which to make an empty batch, too; None if no empty batch is needed."""
+
     def __init__(self, indices: list[int], epoch: int, number: int, share: int) -> None:
         super().__init__(indices)
         self.epoch = epoch

@@ -31,6 +31,8 @@ class Ledger:
     """Ids of the graph tasks of the backward passes under ``no_sync`` since the last synchronized one."""
     task: int
     """Id of the graph task of the latest backward pass."""
+    is_on_empty_slice = False
+    """Whether the running forward pass is over a batch that has no samples on this rank."""
     has_peers = False
     """Whether gradients are averaged over several ranks."""
     compare_at: float = inf
@@ -186,12 +188,12 @@ class Ledger:
                 for block in unused:
                     self._count(block)
 
-    def backward_began(self, block: Block | None = None) -> None:
+    def backward_began(self, block: Block | None = None, *, is_empty: bool = False) -> None:
         """Count a backward pass that is starting, and the weight of its block.
 
         The block is the one around its forward pass (`block`), else the block around the backward pass, else a block
         that was exited between the two. This method is called by the hook of every output, but counts a graph task only
-        once.
+        once. If `is_empty`, the rank has no samples in this backward pass, and a weight counts as 0.
         """
         if (task := current_task()) == self.task and task != -1:
             self.backward_goes_on(block)
@@ -206,6 +208,8 @@ class Ledger:
         if block is None:
             self.status.weighting |= UNWEIGHTED
             return
+        if is_empty:
+            block.is_claimed, block = True, Block(0.0)
         self.current = block
         self._count(block)
         self._mistaken_means.check(block)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -10,7 +11,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from paceline.core.telemetry.users_code import warn
-from paceline.core.torch_internals.autograd import backward_call
+from paceline.core.torch_internals.autograd import GraphTask, backward_call, current_task, queue_callback
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weight_block import Block
 
@@ -23,6 +24,9 @@ class Forward:
         counts_if_averaged: whether the forward pass was counted, but must not count if its backward pass stays local
             (``no_sync``).
     """
+
+    is_empty = False
+    """Whether it ran on the empty batch of a rank without samples."""
 
     def __init__(self, block: Block | None, *, counts_if_averaged: bool = False) -> None:
         self.block = block
@@ -39,6 +43,10 @@ class PendingForwards:
 
     is_unseen: bool
     """Whether a forward pass without an output to hook is waiting, such as one that stored its loss in the module."""
+    may_be_empty = False
+    """Whether a forward pass on an empty batch may be waiting."""
+    ignored: weakref.ref[GraphTask] | None = None
+    """The latest backward pass whose gradients are ignored; the reference restores ``p.grad`` after an exception."""
 
     def __init__(self, ledger: Ledger, reached: Callable[[Forward | None, Tensor], None]) -> None:
         self.is_unseen = False
@@ -61,6 +69,8 @@ class PendingForwards:
             if output.grad_fn is not None:
                 output.register_hook(partial(self._reached, forward))
                 hooked = True
+        if self._ledger.is_on_empty_slice:
+            self.may_be_empty = forward.is_empty = True
         if hooked:
             self._waiting.add(forward)
         else:
@@ -90,6 +100,32 @@ class PendingForwards:
         """Stop waiting for the backward pass of `forward`, which has begun and creates no graph."""
         if forward is not None:
             self._waiting.discard(forward)
+
+    def are_empty(self) -> bool:
+        """Return whether all waiting forward passes ran on empty batches, so that their gradients do not count."""
+        kinds = {forward.is_empty for forward in self._waiting}
+        self.may_be_empty = True in kinds
+        return kinds == {True}
+
+    def ignore_gradients(self, parameters: Sequence[Tensor], elsewhere: Collection[int] = ()) -> None:
+        """Restore each ``p.grad``, except of parameters `elsewhere`, when the running backward pass has ended."""
+        kept = [(parameter, parameter.grad) for index, parameter in enumerate(parameters) if index not in elsewhere]
+        for parameter, _ in kept:
+            parameter.grad = None
+
+        def ended(_: object) -> None:
+            while kept:
+                parameter, gradient = kept.pop()
+                parameter.grad = gradient
+
+        task = GraphTask()
+        self.ignored = weakref.ref(task, ended)
+        queue_callback(partial(ended, task))
+
+    def are_ignored(self) -> bool:
+        """Whether gradients of the running backward pass are ignored."""
+        task = None if self.ignored is None else self.ignored()
+        return task is not None and task.number == current_task()
 
     def waiting_in(self, block: Block | None) -> int:
         return sum(forward.block is block for forward in self._waiting)

@@ -29,7 +29,13 @@ from torch import Tensor, nn
 
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.spans import BACKWARD, GRADIENT, LAUNCH, recorder
-from paceline.core.torch_internals.autograd import Accumulators, WithoutGradients, is_plain_backward, queue_callback
+from paceline.core.torch_internals.autograd import (
+    Accumulators,
+    WithoutGradients,
+    current_task,
+    is_plain_backward,
+    queue_callback,
+)
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
 from paceline.core.torch_internals.profiler import is_profiling
 from paceline.ddp.agreement.digest import Notes
@@ -110,8 +116,8 @@ class Step(Exchange, Member):
         """Begin a backward pass, and register its end as a callback of autograd's graph task."""
         if self.watch.detect() is not None:
             follow_modules(self)
-        ledger = self.ledger
-        ledger.backward_began(ledger.blocks.waiting() if forward is None else forward.block)
+        ledger, is_empty = self.ledger, self.forwards.may_be_empty and self.forwards.are_empty()
+        ledger.backward_began(ledger.blocks.waiting() if forward is None else forward.block, is_empty=is_empty)
         if ledger.local_tasks:
             ledger.forget_dropped(self.trained.parameters, in_backward=True)
         backward = self.begin()
@@ -120,10 +126,13 @@ class Step(Exchange, Member):
         # detected.
         callback = self._advance_in_callback
         watch_task(self, backward, callback, ledger.task)
-        queue_callback(callback)
+        elsewhere = backward.averaged_elsewhere
         if ledger.status.weighting & WEIGHTED:
-            elsewhere = backward.averaged_elsewhere
             ledger.keep_gradients(self.trained.names, self.trained.parameters, elsewhere, is_last=True)
+        if is_empty:
+            backward.launches_at_end = True
+            self.forwards.ignore_gradients(self.trained.parameters, elsewhere)
+        queue_callback(callback)  # after the callback that restores the gradients
 
     def begin(self) -> Backward:
         """Begin a backward pass. Until this returns, no collective is owed to peers."""
@@ -287,7 +296,9 @@ class Step(Exchange, Member):
     def start_unusual_backward(self, forward: Forward | None) -> None:
         """Handle another output, ``no_sync``, derivatives, or the first backward pass after an exception."""
         notice_exception(self)  # first, because `is_under_way` may still refer to the previous pass
-        if self.is_under_way:
+        if self.forwards.ignored is not None and self.forwards.are_ignored():
+            pass
+        elif self.is_under_way:
             self.ledger.backward_goes_on(None if forward is None else forward.block)
         elif self._accumulates():
             if self.sync_enabled:
@@ -310,11 +321,15 @@ class Step(Exchange, Member):
     def _begin_local(self, forward: Forward | None) -> None:
         self.resync_aborted()
         try:
-            block = self.ledger.blocks.waiting() if forward is None else forward.block
-            self.ledger.begin_local(block, [*self.trained.parameters, *self._new_parameters()])
-            for extension in self.extensions.all:
-                extension.begin_local()
-            self.ledger.keep_gradients(self.trained.names, self.trained.parameters, is_last=False)
+            if self.forwards.may_be_empty and self.forwards.are_empty():
+                self.ledger.task = current_task()
+                self.forwards.ignore_gradients(self.trained.parameters)
+            else:
+                block = self.ledger.blocks.waiting() if forward is None else forward.block
+                self.ledger.begin_local(block, [*self.trained.parameters, *self._new_parameters()])
+                for extension in self.extensions.all:
+                    extension.begin_local()
+                self.ledger.keep_gradients(self.trained.names, self.trained.parameters, is_last=False)
             # Ranks may run different numbers of local backward passes, so their forward passes do not count.
             if forward is not None and forward.counts_if_averaged:
                 forward.counts_if_averaged = False

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from paceline.core.state.data_position import short
+from paceline.core.state.data_position import short, taken
 from paceline.core.state.device_streams import is_capturing
 from paceline.core.state.digests import quick_digest
 from paceline.core.state.rng import derive_seed
@@ -36,6 +36,7 @@ from paceline.ddp.options.module_checks import check_devices, check_initialized
 from paceline.ddp.reducer.forwards import tensors_in
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.wrapper.averaging import register
+from paceline.ddp.wrapper.empty_slice import have_no_rows, on_empty_slice
 from paceline.ddp.wrapper.sync_control import SyncControl
 from paceline.ddp.wrapper.torch_compat.members import TorchMembers, accept_bare_keys
 from paceline.ddp.wrapper.torch_compat.mixed_precision import LowPrecision, low_precision
@@ -232,6 +233,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     @compiled_below
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward; if gradients are enabled, hook its outputs for backward."""
+        if taken.empty_slices and not self._replica.ledger.is_on_empty_slice and have_no_rows(inputs, kwargs):
+            with on_empty_slice(self._replica):
+                return self.forward(*inputs, **kwargs)
         if self._input_device is not None:
             inputs, kwargs = move_inputs(inputs, kwargs, self._input_device)
         if not torch.is_grad_enabled():
