@@ -117,19 +117,16 @@ class Steps:
         self.number = 1
         self.repeats = self.samples = 0
 
-    def slice(self, x: Tensor | None) -> None:
-        if x is None:
-            self.model.sync_gradients()
+    def slice(self, x: Tensor) -> None:
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+            loss = self.model(x.to(self.device)).float().square().mean()
+        if self.weighted:
+            with self.model.weight(len(x)):
+                self.scaler.scale(loss * len(x)).backward()
         else:
-            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
-                loss = self.model(x.to(self.device)).float().square().mean()
-            if self.weighted:
-                with self.model.weight(len(x)):
-                    self.scaler.scale(loss * len(x)).backward()
-            else:
-                loss.backward()
-            self.repeats += self.model.is_repeat
-            self.samples += 0 if self.model.is_repeat else len(x)
+            loss.backward()
+        self.repeats += self.model.is_repeat
+        self.samples += 0 if self.model.is_repeat else len(x)
         if self.model.do_sync:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)

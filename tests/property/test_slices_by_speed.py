@@ -69,6 +69,7 @@ def train(
     else:
         loader = DataLoader(Samples(samples), 8, shuffle=True, collate_fn=list, **options)
     taken = []
+    warnings.filterwarnings("ignore", "rank . *.*an empty batch cannot be made", UserWarning)
     for _ in range(2):
         for batch in accumulate(model, loader, window):
             taken.append([index for index, _ in batch or ()])

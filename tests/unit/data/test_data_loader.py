@@ -227,14 +227,6 @@ def test_augmentation_differs_by_batch_epoch_and_rank() -> None:
     assert all(len(noise[:, source].unique()) == len(noise) for source in range(3))
 
 
-def test_an_empty_slice_is_none_and_nothing_of_the_users_runs() -> None:
-    def refuse(samples: list[Any]) -> Any:
-        raise AssertionError("collate of an empty slice")
-
-    loader = loader_of(TensorDataset(torch.arange(2)), rank=3, world_size=4, collate_fn=refuse, num_workers=2)
-    assert list(loader) == [None]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_corrupt_sample_is_named_with_rank_and_worker(workers: int) -> None:
     bad = 20

@@ -13,10 +13,7 @@ from insides import TorchDispatchMode
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.nn import SyncBatchNorm
 from paceline.train import Evaluation, TrainConfig, Trainer, evaluate
-from paceline.train.metrics.running_means import LossAverage
-from paceline.train.training_step import TrainingStep
 from trainings import Points, Settings, refusal, squared_error, squared_loss
 from twins import Pools
 
@@ -162,15 +159,3 @@ def test_usual_mistakes_are_one_line_with_the_remedy(pools: Pools) -> None:
     for message, beginning in zip(messages, REMEDIES, strict=True):
         assert message.startswith(beginning)
         assert "\n" not in message
-
-
-def without_samples(world: World) -> str:
-    model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(linear()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    step = TrainingStep(model, optimizer, squared_loss, TrainConfig(1), LossAverage(model), 4)
-    return refusal(step.micro_batch, None)
-
-
-def test_a_rank_without_samples_does_not_let_the_others_wait_in_sync_batch_norm(pools: Pools) -> None:
-    [message] = pools.run(1, without_samples)
-    assert message.startswith("rank 0 has no samples in this batch and cannot take part in SyncBatchNorm '1'; ")

@@ -90,11 +90,6 @@ _DIFFERENCES = {
         "dataset.fingerprint to a string",
     ),
 }
-TAKE_NO_ROWS = (
-    "make the model and the loss accept 0 rows, or call model.sync_gradients() instead of forward and backward if "
-    "len(x) == 0, or avoid short batches with drop_last=True"
-)
-"""Remedy for code that fails on the empty batch of a rank without samples."""
 LIMIT = 2**52
 """Upper bound of the numbers in an :class:`Origin`."""
 

@@ -119,7 +119,7 @@ class PendingForwards:
                 parameter.grad = gradient
 
         task = GraphTask()
-        self.ignored = weakref.ref(task, ended)
+        self.ignored, self._ledger.task = weakref.ref(task, ended), task.number
         queue_callback(partial(ended, task))
 
     def are_ignored(self) -> bool:

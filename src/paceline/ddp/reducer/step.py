@@ -29,13 +29,7 @@ from torch import Tensor, nn
 
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.spans import BACKWARD, GRADIENT, LAUNCH, recorder
-from paceline.core.torch_internals.autograd import (
-    Accumulators,
-    WithoutGradients,
-    current_task,
-    is_plain_backward,
-    queue_callback,
-)
+from paceline.core.torch_internals.autograd import Accumulators, WithoutGradients, is_plain_backward, queue_callback
 from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
 from paceline.core.torch_internals.profiler import is_profiling
 from paceline.ddp.agreement.digest import Notes
@@ -322,7 +316,6 @@ class Step(Exchange, Member):
         self.resync_aborted()
         try:
             if self.forwards.may_be_empty and self.forwards.are_empty():
-                self.ledger.task = current_task()
                 self.forwards.ignore_gradients(self.trained.parameters)
             else:
                 block = self.ledger.blocks.waiting() if forward is None else forward.block

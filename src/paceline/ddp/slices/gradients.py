@@ -94,6 +94,8 @@ class VirtualRanks(Extension):
             self._reducer.buffers.begin_step()
             self._counts = ledger.forward_counts
         self.statistics.begin_slice(number, is_first=is_first)
+        if not filled:  # an empty batch, whose statistics do not count either
+            self.statistics.begin_repeat()
         self._buffers.begin_slice(is_first=is_first, is_only=self.slices == 1)
         for _ in range(self.number, number):  # the previous slice, and empty ones in between
             self._check_unchanged()

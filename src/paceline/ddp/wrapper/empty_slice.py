@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from paceline.core.state.data_position import TAKE_NO_ROWS
 from paceline.core.state.unwrapping import Communicates
 from paceline.core.torch_internals.compile import never_compiled
 from paceline.ddp.engine.replica import Replica
@@ -45,7 +44,9 @@ def on_empty_slice(replica: Replica) -> Iterator[None]:
     except Exception as error:
         raise UsageError(
             f"rank {dist.get_rank()} has no samples in this batch, which has fewer samples than there are ranks, and "
-            f"the model fails on the empty batch of this rank ({type(error).__name__}: {error}); {TAKE_NO_ROWS}"
+            f"the model fails on this rank's empty batch ({type(error).__name__}: {error}); make it accept 0 rows, or "
+            "call model.sync_gradients() instead of forward and backward if loader.slice_is_empty, or avoid short batches "
+            "with drop_last=True"
         ) from error
     finally:
         replica.ledger.is_on_empty_slice = False
