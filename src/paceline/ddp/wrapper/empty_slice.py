@@ -44,9 +44,8 @@ def on_empty_slice(replica: Replica) -> Iterator[None]:
     except Exception as error:
         raise UsageError(
             f"rank {dist.get_rank()} has no samples in this batch, which has fewer samples than there are ranks, and "
-            f"the model fails on this rank's empty batch ({type(error).__name__}: {error}); make it accept 0 rows, or "
-            "call model.sync_gradients() instead of forward and backward if loader.slice_is_empty, or avoid short batches "
-            "with drop_last=True"
+            f"the model fails on this rank's empty batch ({type(error).__name__}: {error}); make it take 0 rows, call "
+            "model.sync_gradients() instead of forward and backward if loader.slice_is_empty, or give drop_last=True"
         ) from error
     finally:
         replica.ledger.is_on_empty_slice = False
