@@ -62,7 +62,7 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.trunk(x)
-        return self.branch(out) if x[0, 0] > 0 else out
+        return self.branch(out) if len(x) and x[0, 0] > 0 else out
 
 
 def model_and_data(kind: str) -> tuple[nn.Module, Noisy]:
