@@ -167,7 +167,9 @@ def test_a_decorated_function_gets_the_registered_mesh_where_it_is_given_none(wo
     assert whole_name("rank") == "rank of no mesh"
     assert whole_name.register_mesh(DeviceMesh("cpu", torch.tensor([0, 1]))) is whole_name
     assert whole_name("rank") == "rank of 2"
-    assert whole_name("rank", DeviceMesh("cpu", torch.tensor([world.rank]))) == "rank of 1"
+    alone = DeviceMesh("cpu", torch.tensor([world.rank]))
+    assert whole_name("rank", alone) == whole_name(what="rank", mesh=alone) == "rank of 1"
+    assert get("ws", dm=alone) == cache_mesh(lambda what, dm=None: dm.size())("ws", dm=alone) == 1
     assert whole_name.__doc__ == "A docstring."
     with pytest.raises(UsageError, match="mesh must be a DeviceMesh"):
         whole_name.register_mesh([0, 1])  # type: ignore[arg-type]

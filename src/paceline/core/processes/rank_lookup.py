@@ -12,6 +12,7 @@ paceline.get("rank")                        in the registered mesh, if that has 
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar, overload
@@ -49,7 +50,7 @@ class _Registration:
 
 
 class Get:
-    """Look up a property of this rank by a short name: ``get(what, mesh=None)``.
+    """Look up a property of this rank by a short name: ``get(what, dm=None)``.
 
     | what       | without a mesh                          | with one dimension of a mesh        |
     |------------|-----------------------------------------|-------------------------------------|
@@ -60,7 +61,7 @@ class Get:
     | ``lrank``  | rank on this host                       | the same                            |
     | ``device`` | this rank's device                      | this rank's device in the mesh      |
 
-    ``mesh`` is a one-dimensional ``DeviceMesh``, such as the slice ``mesh["dp"]``, or the name of a dimension of the
+    ``dm`` is a one-dimensional ``DeviceMesh``, such as the slice ``mesh["dp"]``, or the name of a dimension of the
     registered mesh (see :meth:`register_mesh`). A mesh also counts as one-dimensional if all other dimensions have
     size 1, such as ``DeviceMesh("cpu", [[0, 1]])``. A registered mesh without names is the default for calls without a
     mesh, and ``lrank`` is then this rank's index in it. ``rank`` is the rank in the process group. torch sorts the
@@ -76,19 +77,19 @@ class Get:
         self._registered = _Registration()
 
     @overload
-    def __call__(self, what: Literal["ws", "rank", "grank", "lrank"], mesh: Where = None) -> int: ...
+    def __call__(self, what: Literal["ws", "rank", "grank", "lrank"], dm: Where = None) -> int: ...
 
     @overload
-    def __call__(self, what: Literal["pg"], mesh: Where = None) -> dist.ProcessGroup: ...
+    def __call__(self, what: Literal["pg"], dm: Where = None) -> dist.ProcessGroup: ...
 
     @overload
-    def __call__(self, what: Literal["device"], mesh: Where = None) -> torch.device: ...
+    def __call__(self, what: Literal["device"], dm: Where = None) -> torch.device: ...
 
-    def __call__(self, what: str, mesh: Where = None) -> Any:
+    def __call__(self, what: str, dm: Where = None) -> Any:
         """Return the value with the name `what`; see the class."""
         if what not in NAMES:
             raise UsageError(f"get({what!r}) is unknown; use one of {', '.join(NAMES)}")
-        world = current()
+        world, mesh = current(), dm
         if mesh is None and what != "grank":
             mesh = self._registered.get()
             mesh = None if mesh is None or mesh.mesh_dim_names else mesh  # only a mesh without names is the default
@@ -150,7 +151,7 @@ class Get:
 
 
 class cache_mesh(Generic[Answer]):
-    """A decorator for functions ``f(what, mesh)``: calls without a mesh get the registered mesh::
+    """A decorator for functions whose second parameter is a mesh: calls without a mesh get the registered mesh::
 
         @paceline.cache_mesh
         def size_of(what, mesh=None):
@@ -158,19 +159,25 @@ class cache_mesh(Generic[Answer]):
 
         size_of.register_mesh(mesh)
         size_of("ranks")                  with the registered mesh
-        size_of("ranks", other)           with another mesh
+        size_of("ranks", mesh=other)      with another mesh
 
     The mesh is registered until the process group is destroyed; without one, the function receives None.
     """
 
     def __init__(self, function: Callable[..., Answer]) -> None:
-        self._function = function
+        self._function, self._signature = function, inspect.signature(function)
+        if len(self._signature.parameters) < 2:
+            raise UsageError("cache_mesh needs a function with two parameters, such as f(what, mesh=None)")
+        self._mesh_name = list(self._signature.parameters)[1]
         self._registered = _Registration()
         functools.update_wrapper(self, function)
 
-    def __call__(self, what: Any, mesh: DeviceMesh | None = None) -> Answer:
-        """Call the function with `mesh`, by default the registered mesh."""
-        return self._function(what, self._registered.get() if mesh is None else mesh)
+    def __call__(self, *arguments: Any, **options: Any) -> Answer:
+        """Call the function, with the registered mesh if none is given."""
+        call = self._signature.bind_partial(*arguments, **options)
+        if call.arguments.get(self._mesh_name) is None:
+            call.arguments[self._mesh_name] = self._registered.get()
+        return self._function(*call.args, **call.kwargs)
 
     def register_mesh(self, mesh: DeviceMesh) -> cache_mesh[Answer]:
         """Pass `mesh` to later calls without a mesh, until another is registered or the process group is destroyed.

@@ -353,7 +353,7 @@ class Step(Exchange, Member):
             backward.defer_error(
                 UsageError(
                     f"rank {rank}: a backward pass bypassed the outputs and reached {name!r} while a forward pass "
-                    "inside model.weight() awaits its own, so its weight would divide this gradient; run this before  "
+                    "inside model.weight() awaits its own, so its weight would divide this gradient; run this before "
                     "that forward or after its backward pass, or add this loss, times the weight, to the weighted loss"
                 )
             )
