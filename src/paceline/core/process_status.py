@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -39,6 +40,16 @@ def processor_seconds(pid: int) -> float:
     fields = _fields(pid)
     # User and system time are fields 14 and 15 in proc(5), and the first two fields are cut off here.
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def busy_seconds(pid: int) -> float:
+    """Return the seconds that all threads of a process used a core or, if they still exist, waited for one.
+
+    Infinity if unknown.
+    """
+    threads = Path(f"/proc/{pid}/task").glob("*")
+    delays = [int(times.split()[1]) for thread in threads if (times := _read(pid, f"task/{thread.name}/schedstat"))]
+    return processor_seconds(pid) + sum(delays) / 1e9 if delays else math.inf
 
 
 def _fields(pid: int) -> list[str]:

@@ -30,7 +30,7 @@ def accumulation(facts: Facts) -> Advice | None:
         return Advice(
             "accumulation",
             f"Average gradients once per step, not {averages:.0f} times: model.no_sync() around every forward and "
-            "backward but the last, or paceline.accumulate(model, batches, steps)",
+            f"backward but the last, or paceline.accumulate(model, batches, every={averages:.0f})",
             f"communication costs {share:.0%} of a step, because each of its {averages:.0f} backward passes "
             "averages all gradients",
             share * (1 - 1 / averages),
@@ -38,10 +38,11 @@ def accumulation(facts: Facts) -> Advice | None:
         )
     predictions = {str(times): facts.all_reduce_share(times) for times in ACCUMULATED}
     then = ", ".join(f"{predicted:.0%} at {times}" for times, predicted in predictions.items())
-    many = f"{TIMES}" if facts.batches == 1 else f"{facts.batches * TIMES:.0f} instead of {facts.batches:.0f}"
+    every = f"{facts.batches * TIMES:.0f}"
+    many = every if facts.batches == 1 else f"{every} instead of {facts.batches:.0f}"
     return Advice(
         "accumulation",
-        f"Accumulate {many} batches between optimizer steps: paceline.accumulate(model, batches, steps)",
+        f"Accumulate {many} batches between optimizer steps: paceline.accumulate(model, batches, every={every})",
         f"communication costs {share:.0%} of a step; all-reduce is {facts.all_reduce_share():.0%} of the work, and "
         f"would be {then} times the batches",
         # Communication and the optimizer run once instead of four times.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from paceline.core.process_status import processor_seconds
+from paceline.core.process_status import busy_seconds
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.launch.watching import stack_requests
 from paceline.launch.watching.signals import Caught
@@ -27,7 +27,7 @@ STUCK_S = 2.0
 HEED_S = 5.0
 """Seconds to wait before killing a rank that ignores an interrupt."""
 IDLE = 0.2
-"""A process that uses less than this share of one core counts as waiting."""
+"""A process counts as asleep if it uses or wants a core for less than this share of the time."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Conversation:
         self._changed = self._looked = 0.0
         """When a rank last sent a message or output, and when stacks were last requested."""
         self._seen: dict[int, tuple[Wait, float]] = {}
-        """Each rank's waiting call and CPU time when stacks were last requested."""
+        """Each rank's waiting call and busy seconds when stacks were last requested."""
         self._caught = Caught((signal.SIGINT,))
 
     def hold(self, *message: Any, seconds: float | None = None) -> Outcome:
@@ -145,8 +145,8 @@ class Conversation:
     def _look_for_waits(self) -> None:
         """Interrupt ranks that wait for ranks that are not running the cell.
 
-        The stacks are read twice. A rank counts as hanging if it is in the same call both times and has used hardly any
-        CPU time in between.
+        The stacks are read twice. A rank counts as hanging if it is in the same call both times and, if that call may
+        also compute, was asleep in between. A rank that waits for a core is not asleep.
         """
         now = time.monotonic()
         idle = [rank for rank in range(self._processes.start.nproc) if rank not in self._running]
@@ -156,13 +156,13 @@ class Conversation:
         stacks = stack_requests.request_stacks(self._processes.boxes.path, pids)
         waits = {rank: call for rank, text in stacks.items() if (call := wait_in(text)) is not None}
         previous, passed = self._seen, now - self._looked
-        self._seen = {rank: (waits[rank], processor_seconds(pids[rank])) for rank in waits}
+        self._seen = {rank: (waits[rank], busy_seconds(pids[rank])) for rank in waits}
         self._looked = now
         if self._seen.keys() != pids.keys() or not all(
             rank in previous
             and previous[rank][0] == call
-            and (call.is_sure or cpu_seconds - previous[rank][1] < IDLE * passed)
-            for rank, (call, cpu_seconds) in self._seen.items()
+            and (call.is_sure or 0 <= busy - previous[rank][1] < IDLE * passed)
+            for rank, (call, busy) in self._seen.items()
         ):
             return
         for rank, call in waits.items():
