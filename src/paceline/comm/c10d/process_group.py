@@ -107,6 +107,7 @@ class PacelineProcessGroup(Delegating):
             self._why_gloo = "this group does not use shared memory; see the warning for the reason"
             if shared:
                 self._collectives = Collectives(open_engine(native_store, rank, size, timeout, names))
+                self._collectives.engine.is_idle = self._runner.is_idle
             if delegates or not shared or torch.cuda.is_available():
                 self._connect(store, names)
 

@@ -232,7 +232,7 @@ class Runner:
         """
         handle = Handle(result)
         with self._turn:
-            if self.is_current_thread() or (not asynchronous and self._is_idle()):
+            if self.is_current_thread() or (not asynchronous and self.is_idle()):
                 handle.run(function)
                 return handle
             check_own_process(self._process)
@@ -249,7 +249,7 @@ class Runner:
         Return None if earlier operations are queued, or if `post` returns None because it would have to wait.
         """
         with self._turn:
-            if (self.is_current_thread() or self._is_idle()) and (operation := post()) is not None:
+            if (self.is_current_thread() or self.is_idle()) and (operation := post()) is not None:
                 self._launched = operation
                 return LaunchedHandle(result, operation, self)
         return None
@@ -258,7 +258,8 @@ class Runner:
         """Return whether the caller runs in the runner's thread, that is, in an operation's callback."""
         return threading.current_thread() is self._thread
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
+        """Return whether the operations in its thread are finished, with their callbacks."""
         return self._queued is None or self._queued.is_over()
 
     def drain(self) -> None:
@@ -269,7 +270,7 @@ class Runner:
             # The engine finishes operations in order, so waiting for the last launched one is enough.
             with suppress(Exception):  # its handle raises the error
                 launched.wait()
-        if not (self.is_current_thread() or self._is_idle()):
+        if not (self.is_current_thread() or self.is_idle()):
             self.submit(_nothing, (), asynchronous=True).join()
 
     def _serve(self) -> None:

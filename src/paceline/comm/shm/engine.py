@@ -26,17 +26,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
+from threading import get_ident
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from paceline.comm.shm.arena import Arena, Segment
+from paceline.comm.shm.deadlock import ELSEWHERE, Wait, Waits, clear, waits_for
 from paceline.comm.shm.doorbells import Signals
 from paceline.comm.shm.handshake import Peer
 from paceline.comm.shm.header import SLOTS, Header, Shown, mismatch, read_header, read_shown, write
 from paceline.core.telemetry.spans import waiting
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, DesyncError
 
 Compute = Callable[[list[Shown]], None]
 """Computes this rank's part of an operation from the memory that each rank shows, in rank order."""
@@ -132,6 +134,12 @@ class Engine:
         """Global ranks that `_broken` names."""
         self._lock = threading.RLock()
         """Held while changing anything above."""
+        self._poster: int | None = None
+        """Thread that has posted the latest operation."""
+        self.is_idle: Callable[[], bool] = lambda: True
+        """Returns whether the group has no thread that is about to post operations."""
+        self._wait: Wait | None = None
+        """The wait in progress, once this rank has slept through a nap."""
         self._most_spins = _MOST_SPINS if len(self.names) <= len(os.sched_getaffinity(0)) else 1
         """Maximum number of polls before a wait sleeps; 1 if ranks share cores, so that a peer gets this core."""
         self._spins = self._most_spins
@@ -157,6 +165,7 @@ class Engine:
                 self._wait_until(self._under_way[0], is_finished)
             operation = Operation(self, self._posted, header, compute, is_own=is_own)
             write(self.arena, operation.number, header, shown)  # peers read it after the ring
+            self._poster = get_ident()
             with _BreaksOnError(self):
                 self._posted += 1
                 self._under_way.append(operation)
@@ -221,11 +230,17 @@ class Engine:
             self._look()
             if is_over(operation) or self._spin(operation, is_over):
                 return
-            with waiting():
-                while not is_over(operation):
-                    self._check_usable()
-                    remaining = self._block(operation, is_over, remaining)
-                    self._advance()
+            try:
+                with waiting():
+                    while not is_over(operation):
+                        self._check_usable()
+                        remaining = self._block(operation, is_over, remaining)
+                        self._advance()
+            finally:
+                if self._wait is not None:
+                    self._wait = None
+                    for engine in _engines():
+                        clear(engine.arena)
 
     def _spin(self, operation: Operation, is_over: Callable[[Operation], bool]) -> bool:
         """Poll for rings without sleeping; return whether `operation` is over."""
@@ -288,6 +303,8 @@ class Engine:
         counts = self.signals.progress
         reached = {rank: peer.posted if is_over is is_computed else peer.done for rank, peer in counts.items()}
         missing = [peer for peer in self.peers if reached[peer.rank] <= operation.number]
+        if self._wait is not None:  # first, because a deadlock may be why a rank has ended
+            self._check_deadlock(self._wait, operation)
         for peer in missing:
             if peer.rank in self.signals.ended:
                 self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
@@ -300,12 +317,35 @@ class Engine:
         for engine in others:
             with suppress(Exception):  # that engine's own wait raises the error
                 engine.progress()
+        if not woken and self._wait is None:
+            self._wait = Wait(self._name, operation.header)
         if not woken and remaining <= 0:
             idle = [peer for peer in missing if counts[peer.rank].posted <= operation.number] or missing
             begun = [f"has begun {counts[peer.rank].posted} operations of this group" for peer in idle]
             who = [f"rank {peer.name} (pid {peer.pid}, which {text})" for peer, text in zip(idle, begun, strict=True)]
             self._fail(f"{', '.join(who)} did not take part within {self.timeout.total_seconds():g} s", operation, idle)
         return remaining
+
+    def _check_deadlock(self, wait: Wait, operation: Operation) -> None:
+        """Record `wait` for the other ranks; raise if it waits for itself."""
+        engines = _engines()
+        if not all(engine.is_idle() and engine._poster in (None, get_ident()) for engine in engines):
+            return  # another thread may be about to post
+        waits: Waits = {}
+        for engine in engines:
+            for peer in engine.peers:
+                waits |= waits_for(peer.memory, engine._posted)
+        memories = [(engine.arena, operation.number if engine is self else ELSEWHERE) for engine in engines]
+        previous, wait.places = wait.places, wait.record(waits, memories)
+        # Look twice, so that every rank names the same places, unless a rank has already raised and ended.
+        if wait.places and (wait.places == previous or self.signals.ended):
+            self._wait = None  # the record stays, so that the other ranks raise, too
+            for engine in engines:
+                engine._broken = engine._broken or f"ranks wait for each other ({wait.places})"
+            raise DesyncError(
+                f"rank {self._name}: ranks wait for each other in different operations ({wait.places}); call the same "
+                "collectives in the same order on every rank"
+            )
 
     # -- failure and the end ------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ _SAME = struct.Struct("@7q")
 _SHOWN = struct.Struct("@2q")
 _SLOTS_AT = 64  # byte of the first slot
 _SLOT_BYTES = 128  # both structs, rounded up to whole cache lines
+END_OF_SLOTS = _SLOTS_AT + SLOTS * _SLOT_BYTES
 DTYPES = (
     torch.float32,
     torch.float64,

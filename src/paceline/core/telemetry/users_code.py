@@ -35,13 +35,23 @@ def place_in(trace: TracebackType | None) -> str:
 
 def warn(message: str, category: type[Warning] = UserWarning, call: FrameType | None = None) -> None:
     """Warn at the user's line that led to `call`, by default to the caller, or at that line if there is none."""
-    with readable_stacks():  # `call` may be in another thread
-        frames = [frame for frame, _ in traceback.walk_stack(call or sys._getframe(1))][::-1]
-    index = _innermost([frame.f_code.co_filename for frame in frames])
-    at = frames[-1 if index is None else index]
+    at = _users_frame(call or sys._getframe(1))
     registry = at.f_globals.setdefault("__warningregistry__", {})
     name = at.f_globals.get("__name__")
     warnings.warn_explicit(message, category, at.f_code.co_filename, at.f_lineno, name, registry)
+
+
+def users_line(call: FrameType) -> str:
+    """Return the user's line that led to `call`, `` (file, line 7)``."""
+    at = _users_frame(call)
+    return f" ({at.f_code.co_filename}, line {at.f_lineno})"
+
+
+def _users_frame(call: FrameType) -> FrameType:
+    """Return the user's frame that led to `call`; the outermost frame if there is none."""
+    with readable_stacks():  # `call` may be in another thread
+        frames = [frame for frame, _ in traceback.walk_stack(call)][::-1]
+    return frames[_innermost([frame.f_code.co_filename for frame in frames]) or 0]
 
 
 def _innermost(files: Sequence[str]) -> int | None:
