@@ -7,6 +7,7 @@ lists the collectives.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -107,7 +108,8 @@ class PacelineProcessGroup(Delegating):
             self._why_gloo = "this group does not use shared memory; see the warning for the reason"
             if shared:
                 self._collectives = Collectives(open_engine(native_store, rank, size, timeout, names))
-                self._collectives.engine.is_idle = self._runner.is_idle
+                runner = weakref.ref(self._runner)  # which refers to the engine
+                self._collectives.engine.is_idle = lambda: (alive := runner()) is None or alive.is_idle()
             if delegates or not shared or torch.cuda.is_available():
                 self._connect(store, names)
 

@@ -18,20 +18,20 @@ import os
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
 from paceline.comm.shm.arena import HEADER_BYTES, Segment
-from paceline.comm.shm.header import END_OF_SLOTS, Header
-from paceline.core.processes.missing_ranks import ranks_by_value
+from paceline.comm.shm.header import END_OF_SLOTS
+from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
 from paceline.core.telemetry.users_code import users_line
 
 _HEAD = struct.Struct("@IIq")  # checksum and length of the waits, and the operation
 _WAITS_AT = END_OF_SLOTS + _HEAD.size
 _MASK = 2**32 - 1
-ELSEWHERE = -1
-"""Operation in the records of a rank's other groups."""
+ELSEWHERE, NEVER = -1, 2**62
+"""Operations in the records of a rank's other groups, and of a rank that has found a deadlock and posts nothing more."""
 _numbers = count()
 
 Waits = dict[str, Sequence[Any]]
@@ -39,30 +39,29 @@ Waits = dict[str, Sequence[Any]]
 
 
 class Wait:
-    """A long wait of this rank."""
+    """A long wait of this rank for `operation`."""
 
-    def __init__(self, rank: int, header: Header) -> None:
+    def __init__(self, rank: int, operation: str) -> None:
         self._key = f"{os.getpid()}/{next(_numbers)}"
-        self._description = rank, f"{header}{users_line(sys._getframe())}"
-        self.places = ""
-        """Descriptions of the waits in a deadlock, as of the latest look; empty if there was none."""
+        self._own: Waits = {self._key: (rank, f"{operation}{users_line(sys._getframe())}")}
+        self._seen: Waits = {}
+        """The waits in a deadlock at the latest look; empty if there was none."""
 
-    def record(self, waits: Waits, memories: Iterable[tuple[Segment, int]]) -> str:
-        """Record this wait and the `waits` for this rank; describe all if one of them is this one, a deadlock.
-
-        Args:
-            waits: the waits of all ranks that wait for this rank.
-            memories: this rank's memory of each group, with the operation that it waits for or :data:`ELSEWHERE`.
-        """
-        text = json.dumps(waits | {self._key: self._description}).encode()
-        if len(text) <= HEADER_BYTES - _WAITS_AT:
-            for segment, operation in memories:
-                head = _HEAD.pack(zlib.crc32(text, operation & _MASK), len(text), operation)
-                segment.memory[END_OF_SLOTS : _WAITS_AT + len(text)] = head + text
-        if self._key not in waits:
+    def deadlock_in(self, waits: Waits, is_final: bool) -> str:
+        """Describe the deadlock, if this wait is one of the `waits` for it, or `is_final`: another rank found it."""
+        previous, self._seen = self._seen, waits if is_final or self._key in waits else {}
+        # Look twice, so that every rank names the same places.
+        if not self._seen or not (is_final or previous.keys() == waits.keys()):
             return ""
-        ranks = ranks_by_value(sorted({(rank, place) for rank, place in waits.values()}))
-        return "; ".join(f"rank {', '.join(map(str, names))}: {place}" for place, names in ranks.items())
+        ranks = ranks_by_value(sorted({(rank, place) for rank, place in (waits | self._own).values()}))
+        return "; ".join(f"{named_ranks(numbers)}: {place}" for place, numbers in ranks.items())
+
+    def record(self, segment: Segment, waits: Waits, operation: int) -> None:
+        """Record this wait and the `waits` for it in this rank's memory of a group, if there is room."""
+        text = json.dumps(waits | self._own).encode()
+        if len(text) <= HEADER_BYTES - _WAITS_AT:
+            head = _HEAD.pack(zlib.crc32(text, operation & _MASK), len(text), operation)
+            segment.memory[END_OF_SLOTS : _WAITS_AT + len(text)] = head + text
 
 
 def clear(segment: Segment) -> None:
@@ -70,9 +69,9 @@ def clear(segment: Segment) -> None:
     segment.memory[END_OF_SLOTS:_WAITS_AT] = bytes(_HEAD.size)
 
 
-def waits_for(segment: Segment, posted: int) -> Waits:
-    """Return the waits that another rank has recorded if it waits for an operation that this rank has not posted."""
+def read(segment: Segment) -> tuple[int, Waits]:
+    """Return another rank's record: the operation that it waits for, and all waits."""
     checksum, length, operation = _HEAD.unpack_from(segment.memory, END_OF_SLOTS)
     text = segment.memory[_WAITS_AT : _WAITS_AT + length]
     is_whole = length and zlib.crc32(text, operation & _MASK) == checksum  # not written to while it was read
-    return json.loads(text) if is_whole and operation >= posted else {}
+    return (operation, json.loads(text)) if is_whole else (ELSEWHERE, {})

@@ -33,10 +33,11 @@ import torch
 from torch import Tensor
 
 from paceline.comm.shm.arena import Arena, Segment
-from paceline.comm.shm.deadlock import ELSEWHERE, Wait, Waits, clear, waits_for
+from paceline.comm.shm.deadlock import ELSEWHERE, NEVER, Wait, Waits, clear, read
 from paceline.comm.shm.doorbells import Signals
 from paceline.comm.shm.handshake import Peer
 from paceline.comm.shm.header import SLOTS, Header, Shown, mismatch, read_header, read_shown, write
+from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.telemetry.spans import waiting
 from paceline.errors import CommunicationError, DesyncError
 
@@ -304,7 +305,7 @@ class Engine:
         reached = {rank: peer.posted if is_over is is_computed else peer.done for rank, peer in counts.items()}
         missing = [peer for peer in self.peers if reached[peer.rank] <= operation.number]
         if self._wait is not None:  # first, because a deadlock may be why a rank has ended
-            self._check_deadlock(self._wait, operation)
+            self._check_deadlock(self._wait, operation, missing)
         for peer in missing:
             if peer.rank in self.signals.ended:
                 self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
@@ -318,7 +319,7 @@ class Engine:
             with suppress(Exception):  # that engine's own wait raises the error
                 engine.progress()
         if not woken and self._wait is None:
-            self._wait = Wait(self._name, operation.header)
+            self._wait = Wait(self._name, f"{operation.header} of {named_ranks(self.names)}")
         if not woken and remaining <= 0:
             idle = [peer for peer in missing if counts[peer.rank].posted <= operation.number] or missing
             begun = [f"has begun {counts[peer.rank].posted} operations of this group" for peer in idle]
@@ -326,24 +327,25 @@ class Engine:
             self._fail(f"{', '.join(who)} did not take part within {self.timeout.total_seconds():g} s", operation, idle)
         return remaining
 
-    def _check_deadlock(self, wait: Wait, operation: Operation) -> None:
-        """Record `wait` for the other ranks; raise if it waits for itself."""
+    def _check_deadlock(self, wait: Wait, operation: Operation, missing: Sequence[Peer]) -> None:
+        """Record `wait` for the other ranks; raise if it waits for itself, or for a rank that has found a deadlock."""
         engines = _engines()
         if not all(engine.is_idle() and engine._poster in (None, get_ident()) for engine in engines):
             return  # another thread may be about to post
         waits: Waits = {}
         for engine in engines:
             for peer in engine.peers:
-                waits |= waits_for(peer.memory, engine._posted)
-        memories = [(engine.arena, operation.number if engine is self else ELSEWHERE) for engine in engines]
-        previous, wait.places = wait.places, wait.record(waits, memories)
-        # Look twice, so that every rank names the same places, unless a rank has already raised and ended.
-        if wait.places and (wait.places == previous or self.signals.ended):
+                awaited, peers_waits = read(peer.memory)
+                waits |= peers_waits if awaited >= engine._posted else {}
+        places = wait.deadlock_in(waits, any(read(peer.memory)[0] == NEVER for peer in missing))
+        for engine in engines:
+            wait.record(engine.arena, waits, NEVER if places else operation.number if engine is self else ELSEWHERE)
+        if places:
             self._wait = None  # the record stays, so that the other ranks raise, too
             for engine in engines:
-                engine._broken = engine._broken or f"ranks wait for each other ({wait.places})"
+                engine._broken = engine._broken or f"ranks wait for each other ({places})"
             raise DesyncError(
-                f"rank {self._name}: ranks wait for each other in different operations ({wait.places}); call the same "
+                f"rank {self._name}: ranks wait for each other in different operations ({places}); call the same "
                 "collectives in the same order on every rank"
             )
 
