@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in different operations raise long before the timeout; other ranks that wait do not."""
+"""Ranks that wait for each other in different operations raise long before the timeout; other waiting ranks do not."""
 
 from __future__ import annotations
 

@@ -26,14 +26,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from threading import get_ident
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from paceline.comm.shm.arena import Arena, Segment
-from paceline.comm.shm.deadlock import ELSEWHERE, NEVER, Wait, Waits, clear, read
+from paceline.comm.shm.deadlock import ELSEWHERE, NEVER, Waits, describe, new_wait, read, record
 from paceline.comm.shm.doorbells import Signals
 from paceline.comm.shm.handshake import Peer
 from paceline.comm.shm.header import SLOTS, Header, Shown, mismatch, read_header, read_shown, write
@@ -138,9 +137,9 @@ class Engine:
         self._poster: int | None = None
         """Thread that has posted the latest operation."""
         self.is_idle: Callable[[], bool] = lambda: True
-        """Returns whether the group has no thread that is about to post operations."""
-        self._wait: Wait | None = None
-        """The wait in progress, once this rank has slept through a nap."""
+        """Returns whether the group has no thread that is about to post an operation."""
+        self._wait: Waits = {}
+        """The present wait, once this rank has slept through a nap; see :mod:`paceline.comm.shm.deadlock`."""
         self._most_spins = _MOST_SPINS if len(self.names) <= len(os.sched_getaffinity(0)) else 1
         """Maximum number of polls before a wait sleeps; 1 if ranks share cores, so that a peer gets this core."""
         self._spins = self._most_spins
@@ -166,7 +165,7 @@ class Engine:
                 self._wait_until(self._under_way[0], is_finished)
             operation = Operation(self, self._posted, header, compute, is_own=is_own)
             write(self.arena, operation.number, header, shown)  # peers read it after the ring
-            self._poster = get_ident()
+            self._poster = threading.get_ident()
             with _BreaksOnError(self):
                 self._posted += 1
                 self._under_way.append(operation)
@@ -231,17 +230,12 @@ class Engine:
             self._look()
             if is_over(operation) or self._spin(operation, is_over):
                 return
-            try:
-                with waiting():
-                    while not is_over(operation):
-                        self._check_usable()
-                        remaining = self._block(operation, is_over, remaining)
-                        self._advance()
-            finally:
-                if self._wait is not None:
-                    self._wait = None
-                    for engine in _engines():
-                        clear(engine.arena)
+            self._wait = {}
+            with waiting():
+                while not is_over(operation):
+                    self._check_usable()
+                    remaining = self._block(operation, is_over, remaining)
+                    self._advance()
 
     def _spin(self, operation: Operation, is_over: Callable[[Operation], bool]) -> bool:
         """Poll for rings without sleeping; return whether `operation` is over."""
@@ -304,8 +298,8 @@ class Engine:
         counts = self.signals.progress
         reached = {rank: peer.posted if is_over is is_computed else peer.done for rank, peer in counts.items()}
         missing = [peer for peer in self.peers if reached[peer.rank] <= operation.number]
-        if self._wait is not None:  # first, because a deadlock may be why a rank has ended
-            self._check_deadlock(self._wait, operation, missing)
+        if self._wait:  # first, because a deadlock may be why a rank has ended
+            self._check_deadlock(operation, missing)
         for peer in missing:
             if peer.rank in self.signals.ended:
                 self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
@@ -318,8 +312,8 @@ class Engine:
         for engine in others:
             with suppress(Exception):  # that engine's own wait raises the error
                 engine.progress()
-        if not woken and self._wait is None:
-            self._wait = Wait(self._name, f"{operation.header} of {named_ranks(self.names)}")
+        if not woken and not self._wait:
+            self._wait = new_wait(self._name, f"{operation.header} of {named_ranks(self.names)}")
         if not woken and remaining <= 0:
             idle = [peer for peer in missing if counts[peer.rank].posted <= operation.number] or missing
             begun = [f"has begun {counts[peer.rank].posted} operations of this group" for peer in idle]
@@ -327,26 +321,26 @@ class Engine:
             self._fail(f"{', '.join(who)} did not take part within {self.timeout.total_seconds():g} s", operation, idle)
         return remaining
 
-    def _check_deadlock(self, wait: Wait, operation: Operation, missing: Sequence[Peer]) -> None:
-        """Record `wait` for the other ranks; raise if it waits for itself, or for a rank that has found a deadlock."""
+    def _check_deadlock(self, operation: Operation, missing: Sequence[Peer]) -> None:
+        """Record the present wait for other ranks; raise if it waits for itself, or for a rank that raises this."""
         engines = _engines()
-        if not all(engine.is_idle() and engine._poster in (None, get_ident()) for engine in engines):
-            return  # another thread may be about to post
-        waits: Waits = {}
+        if any(engine._poster not in (None, threading.get_ident()) or not engine.is_idle() for engine in engines):
+            return
+        peers = [(engine, *read(peer.memory)) for engine in engines for peer in engine.peers]
+        waits = {
+            key: wait for engine, at, all_waits in peers if at >= engine._posted for key, wait in all_waits.items()
+        }
+        is_deadlock = self._wait.keys() <= waits.keys() or any(read(peer.memory)[0] == NEVER for peer in missing)
+        waits |= self._wait
         for engine in engines:
-            for peer in engine.peers:
-                awaited, peers_waits = read(peer.memory)
-                waits |= peers_waits if awaited >= engine._posted else {}
-        places = wait.deadlock_in(waits, any(read(peer.memory)[0] == NEVER for peer in missing))
-        for engine in engines:
-            wait.record(engine.arena, waits, NEVER if places else operation.number if engine is self else ELSEWHERE)
-        if places:
-            self._wait = None  # the record stays, so that the other ranks raise, too
-            for engine in engines:
-                engine._broken = engine._broken or f"ranks wait for each other ({places})"
+            at = NEVER if is_deadlock else operation.number if engine is self else ELSEWHERE
+            record(engine.arena, at, waits)
+            if is_deadlock:
+                engine._broken = engine._broken or f"ranks wait for each other ({describe(waits)})"
+        if is_deadlock:
             raise DesyncError(
-                f"rank {self._name}: ranks wait for each other in different operations ({places}); call the same "
-                "collectives in the same order on every rank"
+                f"rank {self._name}: ranks wait for each other in different operations ({describe(waits)}); call the "
+                "same collectives in the same order on every rank"
             )
 
     # -- failure and the end ------------------------------------------------------------------------------------
