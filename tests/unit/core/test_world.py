@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from paceline.core.processes import world
 from paceline.core.processes.private_store import is_one_host
 from paceline.core.processes.world import World, current, init
-from paceline.errors import UsageError, WorldError
+from paceline.core.torch_internals.distributed.c10d import get_default_store
+from paceline.errors import CommunicationError, UsageError, WorldError
 from processes import paceline
+from ranks import Ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 COMPLETE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -97,3 +102,38 @@ def test_ranks_that_meet_elsewhere_are_not_taken_to_be_on_one_host(environment: 
     # Four variables are enough for torch on two hosts. Here Gloo was bound to loopback, and the ranks that came
     # from the other host were refused as strangers.
     assert is_one_host({"WORLD_SIZE": "2", **environment}, environment["MASTER_ADDR"]) is expected
+
+
+PATIENCE = timedelta(seconds=0.3)
+
+
+def first(world: World, end: str) -> str:
+    """What the other ranks see if rank 0 takes longer than the timeout for its block, or exits in it."""
+    world.barrier()
+    dist.group.WORLD.set_timeout(PATIENCE)  # type: ignore[union-attr]
+    get_default_store().set_timeout(PATIENCE)
+    if world.is_main and end == "absent":
+        return ""
+    try:
+        with world.main_first() as is_main:
+            if is_main:
+                time.sleep(3 * PATIENCE.total_seconds())
+                if end == "exit":
+                    os._exit(0)
+    except CommunicationError as error:
+        return str(error)
+    return "done"
+
+
+@pytest.mark.parametrize(
+    ("end", "seen"),
+    [
+        ("", "done"),
+        ("exit", r"rank 1: in World.main_first\(\), which every rank must call: rank 0 \(pid \d+\) has exited; see"),
+        ("absent", r"rank 1: in World.main_first\(\), which every rank must call: rank 0 did not arrive within 0.3 s"),
+    ],
+)
+def test_ranks_wait_for_the_main_first_block_as_long_as_rank_0_runs(end: str, seen: str) -> None:
+    with Ranks(2, 60, "paceline") as ranks:
+        ranks.start(first, end)
+        assert re.match(seen, ranks.answer(1, 60))

@@ -22,23 +22,26 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
+from paceline.core.process_status import is_running, process_namespace
 from paceline.core.processes import OWN_BACKEND
 from paceline.core.processes.gpus import check_own_gpu, choose_gpu, gpu_name
-from paceline.core.processes.missing_ranks import called_by_all, collective, failed_to_connect
+from paceline.core.processes.missing_ranks import called_by_all, collective, failed_to_connect, missing_from
 from paceline.core.processes.nccl_communicators import abort_all, destroy_all
 from paceline.core.processes.private_store import is_one_host, world_stores
 from paceline.core.processes.schedulers import adopt, is_alone
 from paceline.core.processes.store_epochs import connecting, meet
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.failure_callbacks import show_mistakes_in_one_line
-from paceline.core.torch_internals.distributed.c10d import get_known_groups
+from paceline.core.torch_internals.distributed.c10d import get_default_store, get_known_groups
 from paceline.core.torch_internals.distributed.nccl import nccl_of
-from paceline.errors import PacelineError, WorldError
+from paceline.errors import CommunicationError, PacelineError, WorldError
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT = "PACELINE_TIMEOUT"
 """Environment variable with the default timeout of collectives, in seconds; the `timeout` of ``init`` overrides it."""
+_LOOK_S = 1.0
+"""Interval in seconds at which ranks check that rank 0 still runs."""
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -78,12 +81,20 @@ class World:
     def main_first(self) -> Iterator[bool]:
         """Run the block on rank 0 first, then on the other ranks, for example to fill a cache once.
 
-        Yields whether this is rank 0. If the block raises on rank 0, the other ranks raise as well and do not run it.
+        The other ranks wait as long as rank 0's process exists, beyond the timeout of collectives. If the block raises
+        on rank 0, they raise as well and do not run it. Yields whether this is rank 0.
 
         Raises:
             WorldError: on the other ranks, if the block failed on rank 0.
+            CommunicationError: on the other ranks, if rank 0 has exited or does not arrive within the timeout.
         """
+        if self.size == 1:
+            yield True
+            return
+        store = PrefixStore("paceline/main_first/", get_default_store())
+        turn = store.add(f"{self.rank}", 1)
         if self.is_main:
+            store.set(f"{turn}/began", f"{os.getpid()} {process_namespace()}")
             failure = "the block was left early"
             try:
                 yield True
@@ -92,21 +103,15 @@ class World:
                 failure = f"{type(error).__name__}: {error}"
                 raise
             finally:
-                self._announce(failure)
+                store.set(f"{turn}/ended", failure)
         else:
-            failure = self._announce("")
+            with called_by_all("World.main_first()"), collective("main_first block"):
+                failure = _end_of_main(store, turn, self.rank)
             if failure:
                 raise WorldError(
                     f"rank {self.rank}: the main_first block failed on rank 0 ({failure}); see rank 0's error"
                 ).because_of([0])
             yield False
-
-    def _announce(self, message: str) -> str:
-        """Return rank 0's `message` on every rank."""
-        from paceline.core.processes import consensus  # which imports this module
-
-        with called_by_all("World.main_first()"):
-            return str(consensus.decide(self, lambda: message))
 
     def close(self) -> None:
         """Leave the process group; the counterpart of :func:`init`. A second call has no effect.
@@ -141,6 +146,20 @@ class World:
         """Leave the process group; after an error, without waiting for anything."""
         is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
         self._abort() if is_failure else self.close()
+
+
+def _end_of_main(store: Store, turn: int, rank: int) -> str:
+    """Wait for the end of rank 0's block, as long as rank 0 runs; return its failure."""
+    began, ended = f"{turn}/began", f"{turn}/ended"
+    seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
+    if missing_from(store, [began], seconds):
+        raise CommunicationError(f"rank {rank}: rank 0 did not arrive within {seconds:g} s").because_of([0])
+    pid, _, namespace = store.get(began).decode().partition(" ")
+    while missing_from(store, [ended], _LOOK_S):
+        has_exited = namespace == process_namespace() != "" and not is_running(int(pid))
+        if has_exited and missing_from(store, [ended]):
+            raise CommunicationError(f"rank {rank}: rank 0 (pid {pid}) has exited; see its error").because_of([0])
+    return str(store.get(ended).decode())
 
 
 def init(backend: str | None = None, timeout: timedelta | float | None = None) -> World:
