@@ -52,14 +52,6 @@ def busy_seconds(pid: int) -> float:
     return processor_seconds(pid) + sum(delays) / 1e9 if delays else math.inf
 
 
-def process_namespace() -> str:
-    """Return an identifier of the processes whose numbers this process can use: host and PID namespace; "" if unknown."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
 def _fields(pid: int) -> list[str]:
     """Return the fields of the process's ``stat`` file from the third on; none if it has ended."""
     # The second field, a program's name in parentheses, may itself contain spaces and parentheses.

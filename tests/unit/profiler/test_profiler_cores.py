@@ -202,6 +202,13 @@ def test_workers_are_advised_where_cores_are_free_or_loading_waits_for_a_disk() 
     assert workers(the("data-loading", loader(2, 0.05, busy=2.0, own=0.3))) >= 2
 
 
+@pytest.mark.parametrize(("delayed", "expected"), [(0.0, ["data-loading"]), (0.03, ["host-load"])])
+def test_loading_that_lacks_a_core_is_not_waiting_for_data(delayed: float, expected: list[str]) -> None:
+    """For a dataset in memory, workers were advised beside other programs."""
+    made = records(2, 40, lambda *_: {"data": 0.02, "delayed": delayed}, cores=2, busy_cores=2.0, own_cores=0.5)
+    assert kinds(verdict(loads(0.02, 0.1)(made))) == expected
+
+
 def test_more_workers_do_not_help_those_that_have_taken_all_cores() -> None:
     taken: dict[str, Any] = {"cores": 2, "busy_cores": 2.0, "own_cores": 1.0, "loop_cores": 0.3, "workers": 2}
     made = records(2, 40, lambda *_: {"data": 0.05, "delayed": 0.045}, **taken)

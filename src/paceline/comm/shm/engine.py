@@ -323,25 +323,23 @@ class Engine:
 
     def _check_deadlock(self, operation: Operation, missing: Sequence[Peer]) -> None:
         """Record the present wait for other ranks; raise if it waits for itself, or for a rank that raises this."""
-        engines = _engines()
+        engines, event = _engines(), "ranks wait for each other in different operations"
         if any(engine._poster not in (None, threading.get_ident()) or not engine.is_idle() for engine in engines):
-            return
-        peers = [(engine, *read(peer.memory)) for engine in engines for peer in engine.peers]
-        waits = {
-            key: wait for engine, at, all_waits in peers if at >= engine._posted for key, wait in all_waits.items()
-        }
+            return  # another thread may be about to post
+        waits: Waits = {}
+        for engine in engines:
+            for at, peers_waits in (read(peer.memory) for peer in engine.peers):
+                waits |= peers_waits if at >= engine._posted else {}
         is_deadlock = self._wait.keys() <= waits.keys() or any(read(peer.memory)[0] == NEVER for peer in missing)
         waits |= self._wait
         for engine in engines:
             at = NEVER if is_deadlock else operation.number if engine is self else ELSEWHERE
             record(engine.arena, at, waits)
             if is_deadlock:
-                engine._broken = engine._broken or f"ranks wait for each other ({describe(waits)})"
+                engine._broken = engine._broken or f"{event} ({describe(waits)})"
         if is_deadlock:
-            raise DesyncError(
-                f"rank {self._name}: ranks wait for each other in different operations ({describe(waits)}); call the "
-                "same collectives in the same order on every rank"
-            )
+            remedy = "call the same collectives in the same order on every rank"
+            raise DesyncError(f"rank {self._name}: {self._broken}; {remedy}")
 
     # -- failure and the end ------------------------------------------------------------------------------------
 

@@ -166,9 +166,7 @@ class cache_mesh(Generic[Answer]):
 
     def __init__(self, function: Callable[..., Answer]) -> None:
         self._function, self._signature = function, inspect.signature(function)
-        if len(self._signature.parameters) < 2:
-            raise UsageError("cache_mesh needs a function with two parameters, such as f(what, mesh=None)")
-        self._mesh_name = list(self._signature.parameters)[1]
+        self._mesh_name = (*self._signature.parameters, "", "")[1]
         self._registered = _Registration()
         functools.update_wrapper(self, function)
 

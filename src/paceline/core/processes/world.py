@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
-from paceline.core.process_status import is_running, process_namespace
+from paceline.core.process_status import is_running
 from paceline.core.processes import OWN_BACKEND
 from paceline.core.processes.gpus import check_own_gpu, choose_gpu, gpu_name
 from paceline.core.processes.missing_ranks import called_by_all, collective, failed_to_connect, missing_from
@@ -94,7 +94,7 @@ class World:
         store = PrefixStore("paceline/main_first/", get_default_store())
         turn = store.add(f"{self.rank}", 1)
         if self.is_main:
-            store.set(f"{turn}/began", f"{os.getpid()} {process_namespace()}")
+            store.set(f"{turn}/began", str(os.getpid()))
             failure = "the block was left early"
             try:
                 yield True
@@ -154,10 +154,10 @@ def _end_of_main(store: Store, turn: int, rank: int) -> str:
     seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
     if missing_from(store, [began], seconds):
         raise CommunicationError(f"rank {rank}: rank 0 did not arrive within {seconds:g} s").because_of([0])
-    pid, _, namespace = store.get(began).decode().partition(" ")
+    pid = int(store.get(began))
+    is_here = is_one_host(os.environ, os.environ.get("MASTER_ADDR", ""))  # otherwise the launcher ends this rank
     while missing_from(store, [ended], _LOOK_S):
-        has_exited = namespace == process_namespace() != "" and not is_running(int(pid))
-        if has_exited and missing_from(store, [ended]):
+        if is_here and not is_running(pid) and missing_from(store, [ended]):
             raise CommunicationError(f"rank {rank}: rank 0 (pid {pid}) has exited; see its error").because_of([0])
     return str(store.get(ended).decode())
 

@@ -48,10 +48,11 @@ def users_line(call: FrameType) -> str:
 
 
 def _users_frame(call: FrameType) -> FrameType:
-    """Return the user's frame that led to `call`; the outermost frame if there is none."""
+    """Return the user's frame that led to `call`; `call` itself if there is none."""
     with readable_stacks():  # `call` may be in another thread
         frames = [frame for frame, _ in traceback.walk_stack(call)][::-1]
-    return frames[_innermost([frame.f_code.co_filename for frame in frames]) or 0]
+    index = _innermost([frame.f_code.co_filename for frame in frames])
+    return call if index is None else frames[index]
 
 
 def _innermost(files: Sequence[str]) -> int | None:

@@ -17,11 +17,12 @@ MOST_WORKERS = 8
 
 def data_loading(facts: Facts) -> Advice | None:
     """Detect a loop that waits for its batches."""
-    share = facts.shares[DATA]
+    record, share = facts.records[0], facts.shares[DATA]
+    if not record.workers:
+        share = _own_loading(facts) / facts.length
     if share < NOTABLE:
         return None
     reason = f"the loop waits {share * facts.length * 1e3:.1f} ms per step for its batch, {share:.0%} of the time"
-    record = facts.records[0]
     batch, is_waiting = _batch(facts)
     count, then = _workers_and_step(facts, batch, is_waiting)
     saved = min(share, 1 - then / facts.length)
@@ -58,13 +59,22 @@ def _batch(facts: Facts) -> tuple[float, bool]:
         cpu = fmean(max(0.0, item.own_cores - item.loop_cores) for item in facts.records) * facts.length
         is_starved = (record.busy_cores or 0.0) > MOSTLY * neighbours(facts.records, 0).cores
     else:
-        wall, cpu, is_starved = facts.accounts.mean(DATA), facts.mean("loading"), False
+        wall, cpu, is_starved = _own_loading(facts), facts.mean("loading"), False
     # If the system does not report the thread's CPU time, assume that it ran whenever it was not delayed.
-    delay = fmean(facts.accounts.delay_of(rank) for rank in range(len(facts.records))) / facts.length
+    delay = _delay(facts) / facts.length
     ran = fmean(item.loop_cores for item in facts.records) or 1 - delay
     # Loading that computes is delayed as much as the rest of the step.
     is_waiting = not is_starved and min(cpu, wall) * (1 + delay / max(ran, 1e-3)) < wall / 2
     return wall if is_waiting else cpu, is_waiting
+
+
+def _own_loading(facts: Facts) -> float:
+    """Return the seconds per step that the loop needs for its batches, without those when it may have had no core."""
+    return max(facts.mean("loading"), facts.accounts.mean(DATA) - _delay(facts))
+
+
+def _delay(facts: Facts) -> float:
+    return fmean(facts.accounts.delay_of(rank) for rank in range(len(facts.records)))
 
 
 def _workers_and_step(facts: Facts, batch: float, is_waiting: bool) -> tuple[int, float]:

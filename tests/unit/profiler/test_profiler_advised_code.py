@@ -1,0 +1,61 @@
+"""The code that advice shows calls functions with parameters that they have."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline
+import paceline.data
+from paceline.profiler.analysis import rules
+
+MODEL = paceline.DistributedDataParallel
+NAMES = {"paceline": paceline, "torch": torch, "model": MODEL, "Checkpointer": paceline.Checkpointer}
+CALL, SETTING = re.compile(r"([A-Za-z][\w.]*)\(([^()]*)\)"), re.compile(r"\b([a-z_]+)=")
+SETTABLE: tuple[Callable[..., Any], ...] = (
+    MODEL,
+    paceline.data.DataLoader,
+    torch.utils.data.DataLoader,
+    paceline.Checkpointer,
+)
+
+
+def texts() -> Iterator[str]:
+    """The text of each piece of advice, with 1 for each value."""
+    for file in Path(rules.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def check(name: str, arguments: str) -> None:
+    """Raise if the function does not take these arguments; an ellipsis stands for others."""
+    first, *attributes = name.split(".")
+    function: Any = NAMES[first]
+    for attribute in attributes:
+        function = getattr(function, attribute)
+    call = ast.parse(f"f({arguments.replace('…', 'None')})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    own = [MODEL] if first == "model" else []  # the method's self
+    inspect.signature(function).bind_partial(*own, *call.args, **{word.arg or "": word.value for word in call.keywords})
+
+
+def test_the_code_in_advice_fits_the_functions_that_it_calls() -> None:
+    """Advice showed ``paceline.accumulate(model, batches, steps)``, but the argument is called ``every``."""
+    calls = [match for text in texts() for match in CALL.findall(text) if match[0].split(".")[0] in NAMES]
+    for name, arguments in calls:
+        check(name, arguments)
+        # A variable in the example that is not the user's model or data must be a parameter's name.
+        assert not re.search(r"\b(?!model|batches)[a-z]\w*(?=,|$)", re.sub(r"\w+=.*", "", arguments)), arguments
+    assert {name for name, _ in calls} >= {"paceline.accumulate", "model.no_sync", "Checkpointer", "torch.autocast"}
+    known = {name for function in SETTABLE for name in inspect.signature(function).parameters}
+    settings = {name for text in texts() for name in SETTING.findall(CALL.sub("", text))}
+    assert {"num_workers", "bucket_cap_mb"} <= settings <= known, settings - known
