@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import prose
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paceline"
@@ -33,6 +34,8 @@ ACCEPTED_BASES = frozenset({"Exchange", "TorchMembers", "SyncControl", "Delegati
 """Base classes with a single subclass from before this rule. Do not add to the list."""
 CALLED_BY_OTHERS = frozenset({"Result", "Run", "World", "hook", "load_ipython_extension", "unload_ipython_extension"})
 """Public names that Paceline, torch or IPython calls, so their parameters are not options."""
+FACTORIES = {f"torch.{function.__name__}" for function in _device_constructors()}
+"""Functions that create a tensor on the default device."""
 PUBLIC_MODULES = ("", ".checkpoint", ".compression", ".data", ".ddp", ".nn", ".optim", ".testing", ".train")
 
 
@@ -101,12 +104,9 @@ def measured() -> dict[str, int]:
     numbers["pytest_paceline.py"] = code_lines(SOURCE.with_name("pytest_paceline.py"))
     numbers["src/paceline"] = folder_lines(SOURCE)
     numbers |= {name: folder_lines(ROOT / name) for name in ("tests", "scripts", "benchmarks")}
-    counts = {
-        "public names": len(public_names()),
-        "options": options(),
-        "environment variables": environment_variables(),
-    }
-    return numbers | counts | prose.rates()
+    numbers |= {"public names": len(public_names()), "options": options()}
+    numbers["environment variables"] = environment_variables()
+    return numbers | prose.rates()
 
 
 def over_budget(numbers: dict[str, int], budget: dict[str, int]) -> Iterator[str]:
@@ -117,10 +117,8 @@ def over_budget(numbers: dict[str, int], budget: dict[str, int]) -> Iterator[str
         elif name not in numbers:
             yield f"budget.json has a number for {name!r}, which does not exist; remove it"
         elif numbers[name] > budget[name]:
-            yield (
-                f"{name}: {numbers[name]:,}, but the budget is {budget[name]:,}; delete something, or raise the number "
-                "in scripts/budget.json and give the reason in the same commit"
-            )
+            excess = f"{numbers[name]:,}, but the budget is {budget[name]:,}"
+            yield f"{name}: {excess}; delete something, or raise it in budget.json and give the reason"
 
 
 def full_folders() -> Iterator[str]:
@@ -131,8 +129,7 @@ def full_folders() -> Iterator[str]:
             path
             for path in folder.iterdir()
             if path.name not in ("__init__.py", "__main__.py", "py.typed")
-            and (path.is_file() or any(file.is_file() and file.suffix != ".pyc" for file in path.rglob("*")))
-            and path.suffix != ".pyc"
+            and any(file.is_file() and file.suffix != ".pyc" for file in (path, *path.rglob("*")))
         ]
         limit = TOP_ENTRIES if folder == SOURCE else FOLDER_ENTRIES
         if len(entries) > limit:
@@ -140,7 +137,7 @@ def full_folders() -> Iterator[str]:
 
 
 def faults_of(path: Path) -> Iterator[str]:
-    """Yield a fault if a file is too long, and for each of its functions that is too long."""
+    """Yield a fault if a file is too long, for each long function, and for each tensor on the default device."""
     if (lines := code_lines(path)) > FILE_LINES:
         yield f"{path}: {lines} lines of code, at most {FILE_LINES}; give its second noun a file"
     tree = ast.parse(path.read_text("utf-8"))
@@ -149,6 +146,10 @@ def faults_of(path: Path) -> Iterator[str]:
             length = node.end_lineno - node.lineno + 1
             if length > FUNCTION_LINES:
                 yield f"{path}:{node.lineno}: {node.name}() has {length} lines, at most {FUNCTION_LINES}"
+        elif isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in FACTORIES:
+            names = {keyword.arg for keyword in node.keywords}
+            if not {"device", None} & names:  # None stands for **options, which may contain the device
+                yield f"{path}:{node.lineno}: {name}() without device=, but users change the default device"
 
 
 def single_use_bases() -> Iterator[str]:

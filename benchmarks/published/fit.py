@@ -42,7 +42,7 @@ class Columns:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         def column(value: Callable[[Row], float]) -> Tensor:
-            return torch.tensor([float(value(row)) for row in rows], dtype=torch.float64)
+            return torch.tensor([float(value(row)) for row in rows], dtype=torch.float64, device="cpu")
 
         self.efficiency = column(lambda row: row.efficiency)
         self.ranks = column(lambda row: row.devices)
@@ -61,7 +61,8 @@ class Columns:
         buckets = [_buckets(row) for row in rows]
         most = max(map(len, buckets))
         # Padded with buckets without bytes, at the end of backward.
-        padded = torch.tensor([row + [(0.0, 0.0)] * (most - len(row)) for row in buckets], dtype=torch.float64)
+        buckets = [row + [(0.0, 0.0)] * (most - len(row)) for row in buckets]
+        padded = torch.tensor(buckets, dtype=torch.float64, device="cpu")
         self.nbytes, self.before_end_s = padded.unbind(2)
         weights = Counter(row.source for row in rows)
         self.weight = column(lambda row: 1 / weights[row.source])
@@ -158,4 +159,4 @@ def quantile(values: Tensor, weight: Tensor, share: float) -> float:
 
 def fitted_to(rows: Sequence[Row]) -> Calibration:
     """Return the calibration fitted to all `rows`; :data:`PUBLISHED` is that of the published rows."""
-    return fit(Columns(rows), torch.ones(len(rows), dtype=torch.float64))
+    return fit(Columns(rows), torch.ones(len(rows), dtype=torch.float64, device="cpu"))

@@ -85,7 +85,8 @@ def cross_validate(rows: Sequence[Row]) -> Iterable[Sequence[Checked]]:
         others = [row for row in rows if row.source != source]
         calibration = PUBLISHED
         if source in known and others:
-            calibration = fit(columns, torch.tensor([float(row.source != source) for row in rows], dtype=torch.float64))
+            weights = torch.tensor([float(row.source != source) for row in rows], dtype=torch.float64, device="cpu")
+            calibration = fit(columns, weights)
         yield [_check(row, others, calibration) for row in rows if row.source == source]
 
 
@@ -100,10 +101,10 @@ def _check(row: Row, others: Sequence[Row], calibration: Calibration) -> Checked
 
 def score(rows: Sequence[Checked], predicted: Sequence[float]) -> Score:
     """Return the errors of `predicted`, one for each row."""
-    reported = torch.tensor([row.row.efficiency for row in rows], dtype=torch.float64)
-    errors = 100 * (torch.tensor(predicted, dtype=torch.float64) - reported).abs()
+    reported = torch.tensor([row.row.efficiency for row in rows], dtype=torch.float64, device="cpu")
+    errors = 100 * (torch.tensor(predicted, dtype=torch.float64, device="cpu") - reported).abs()
     counts = Counter(row.row.source for row in rows)
-    by_source = torch.tensor([1 / counts[row.row.source] for row in rows], dtype=torch.float64)
+    by_source = torch.tensor([1 / counts[row.row.source] for row in rows], dtype=torch.float64, device="cpu")
     weights = (torch.ones_like(by_source), by_source)
     return Score(*(quantile(errors, weight, share) for weight in weights for share in (0.5, 0.9)))
 

@@ -29,6 +29,8 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+import torch
+
 from paceline.core.output.wording import signal_name
 from paceline.core.telemetry.step_progress import ECHO_S, STOP_SIGNALS
 from paceline.core.torch_internals.data import pipes_of
@@ -94,7 +96,9 @@ class OutliveStop:
 def begin(loader: Iterable[Any], progress: Position) -> Any:
     """Return the iterator of torch's `loader`; from now on, errors name a worker that died."""
     try:
-        iterator = iter(loader)
+        # torch draws a seed for its workers from a CPU generator. Forked workers keep this default device.
+        with torch.device("cpu"):
+            iterator = iter(loader)
     except RuntimeError as error:
         # torch's iterator failed in its constructor, so only the traceback's frames refer to it and its workers.
         owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -83,7 +83,7 @@ class Buffers:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._held = [torch.empty(0, dtype=torch.uint8)] * STAGED
+        self._held = [torch.empty(0, dtype=torch.uint8, device="cpu")] * STAGED
 
     def get(self, number: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return buffer `number`, with `numel` elements."""

@@ -76,4 +76,4 @@ def template_parameters(optimizer_class: type[Optimizer], shapes: Sequence[Seque
     They use almost no memory, but have the real `shapes`, because classes such as Muon check the number of dimensions.
     """
     needed = [(1,)] if is_elementwise(optimizer_class) else shapes
-    return [nn.Parameter(torch.zeros(()).expand(shape)) for shape in needed or [(1,)]]
+    return [nn.Parameter(torch.zeros((), device="cpu").expand(shape)) for shape in needed or [(1,)]]

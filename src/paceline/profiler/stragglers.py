@@ -108,7 +108,7 @@ def _as_table(seconds: Any) -> Tensor:
     try:
         # As lists, because torch.tensor() takes neither a list of tensors nor an array with negative strides.
         rows = [_listed(row) for row in _listed(seconds)]
-        table = torch.tensor(rows or [[]], dtype=torch.float64)
+        table = torch.tensor(rows or [[]], dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UsageError(
             "seconds must be a dense table of real numbers of shape (steps, ranks); give NaN for a missing time"
@@ -169,7 +169,7 @@ def _usual_differences(times: Tensor, threshold: float) -> tuple[Tensor, Tensor]
     The natural difference of a rank that is not usual is 0.
     """
     ranks, steps = times.shape
-    fastest = _fewest_fast(torch.tensor(ranks)) - 1
+    fastest = _fewest_fast(torch.tensor(ranks, device="cpu")) - 1
     logs = times.clamp(min=1e-9).log()  # a time of 0 is below the clock's resolution
     logs = logs - logs.nanmean(0)
     parts = logs.tensor_split(min(8, max(1, steps // 10)), dim=1)
@@ -181,7 +181,7 @@ def _usual_differences(times: Tensor, threshold: float) -> tuple[Tensor, Tensor]
     gaps = distance.diff(prepend=distance[:1])
     gaps[: fastest + 1] = 0  # the fastest quarter is usual by definition
     chained = (gaps < GAP * threshold).cumprod(0).bool() & (distance < FARTHEST * threshold)
-    usual = torch.zeros(ranks, dtype=torch.bool)
+    usual = torch.zeros(ranks, dtype=torch.bool, device="cpu")
     usual[order] = chained | (distance < NEAR * threshold)
     return torch.where(usual, level - ordered[fastest], 0.0).nan_to_num(0.0), usual
 

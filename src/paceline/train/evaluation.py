@@ -63,14 +63,14 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
     begin_anew(loader)
     # In float64, because sums over a dataset exceed the precision of float32. One row per slice of virtual ranks,
     # because sums per rank would depend on the number of ranks.
-    totals = torch.zeros(slices or 1, len(evaluation.names) + 1, dtype=torch.float64)
+    totals = torch.zeros(slices or 1, len(evaluation.names) + 1, dtype=torch.float64, device="cpu")
     with in_eval_mode(model) as module:
         check_same_data(loader, model, epoch=0)
         for _, share, part in parts_of(loader, slices):
             row = 0 if slices is None else share
             sums, count = _summed(evaluation.sums(module, part), evaluation.names)
             totals[row] += torch.tensor(
-                [*(float(sums[name]) for name in evaluation.names), float(count)], dtype=torch.float64
+                [*(float(sums[name]) for name in evaluation.names), float(count)], dtype=torch.float64, device="cpu"
             )
     totals = all_sum(totals, model).sum(0)
     # strict=False, because the last total is the number of samples.

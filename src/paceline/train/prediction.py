@@ -65,7 +65,7 @@ def predict(model: DistributedDataParallel, loader: DataLoader, predict_step: Pr
             places += zip(samples, in_epoch, strict=True)
             rows.append(output)
     keys, all_rows = gather_for_metrics(
-        (torch.tensor(places, dtype=torch.int64).view(-1, 2), _concatenated(rows) if rows else None)
+        (torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 2), _concatenated(rows) if rows else None)
     )
     all_places = keys.tolist()
     order = sorted(range(len(all_places)), key=all_places.__getitem__)

@@ -92,7 +92,7 @@ def runs(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
 def packed(run: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
     """Return the concatenated bytes of one run's `tensors`; without `tensors`, as many uninitialized bytes."""
     if tensors is None:
-        return torch.empty(sum(spec.nbytes for spec in run.values()), dtype=torch.uint8)
+        return torch.empty(sum(spec.nbytes for spec in run.values()), dtype=torch.uint8, device="cpu")
     views = [bytes_view(stored(tensors[name])) for name in run]
     return views[0] if len(views) == 1 else torch.cat(views)  # a large tensor is not copied
 

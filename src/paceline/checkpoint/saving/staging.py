@@ -28,7 +28,7 @@ class Staging:
         memory = self._memory.get(key)
         if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
             try:
-                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
             except RuntimeError as error:  # raised by torch if memory is exhausted
                 raise MemoryError(f"not enough memory for a copy of {tensor.nbytes} bytes ({error})") from error
             self._memory[key] = memory

@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError
 
 SMALL = 2**16
 """Maximum number of elements of tensors that are copied; larger ones are usually parameters or constant buffers."""
-_NONE = torch.empty((0,) * 9)
+_NONE = torch.empty((0,) * 9, dtype=torch.float32, device="cpu")
 """Placeholder for a buffer that is None."""
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 

@@ -57,7 +57,7 @@ def may_hold(flag: Tensor) -> bool:
 def read_later(number: Tensor) -> Callable[[], float]:
     """Copy the one-element tensor `number` to the host; return a function that waits for the copy and returns it."""
     # Pinned, because a copy to other memory would wait for the device.
-    copy = torch.empty((), dtype=torch.float64, pin_memory=True)
+    copy = torch.empty((), dtype=torch.float64, pin_memory=True, device="cpu")
     copy.copy_(number.detach().reshape(()), non_blocking=True)
     event = torch.cuda.Event()
     event.record(current_stream(number.device))

@@ -60,7 +60,7 @@ def _mixed_sum(words: Tensor) -> Tensor:
 @cache
 def _all_odd_numbers(count: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(2**31 - 1)
-    numbers = torch.randint(-(2**62), 2**62, (count,), generator=generator, dtype=torch.int64)
+    numbers = torch.randint(-(2**62), 2**62, (count,), generator=generator, dtype=torch.int64, device="cpu")
     return (2 * numbers + 1).to(device)
 
 

@@ -26,7 +26,7 @@ def derive_seed(*parts: int | str) -> int:
 def epoch_order(size: int, seed: int, epoch: int) -> torch.Tensor:
     """Return the permutation of `size` indices for a seed and epoch, int64."""
     generator = torch.Generator().manual_seed(derive_seed("order", seed, epoch))
-    return torch.randperm(size, generator=generator)
+    return torch.randperm(size, generator=generator, device="cpu")
 
 
 def seed_all(seed: int) -> None:

@@ -134,7 +134,7 @@ def costs_of(cost: Cost, dataset: Any, size: int) -> torch.Tensor:
     else:
         users_costs = cost
     try:
-        costs = torch.as_tensor(users_costs, dtype=torch.float64)
+        costs = torch.as_tensor(users_costs, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"cost must be one number for each sample, or a function that returns it ({error})") from None
     if costs.shape != (size,):

@@ -51,7 +51,7 @@ class EpochOrder:
 
     def _make(self, epoch: int) -> torch.Tensor:
         if self.users is None:
-            return epoch_order(self.size, self._seed, epoch) if self._shuffle else torch.arange(self.size)
+            return epoch_order(self.size, self._seed, epoch) if self._shuffle else torch.arange(self.size, device="cpu")
         if not callable(self.users):
             return _checked(self.users, self.size, epoch)
         with preserved():  # the same random numbers on every rank and after a resume
@@ -68,7 +68,7 @@ def _checked(users_order: Any, size: int, epoch: int) -> torch.Tensor:
         )
     if len(users_order) == 0:
         raise UsageError(f"the order of epoch {epoch} is empty; give at least one index")
-    order = torch.as_tensor(users_order)
+    order = torch.as_tensor(users_order, device="cpu")
     if order.dim() != 1 or order.is_floating_point() or order.dtype == torch.bool:
         raise UsageError(
             f"the order of epoch {epoch} has dtype {order.dtype} and shape {tuple(order.shape)}; give whole numbers"

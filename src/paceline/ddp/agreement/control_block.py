@@ -107,7 +107,8 @@ class ControlBlock:
         self._numbers = array("d", [1.0] * self.count + [0.0] * (len(self.vector) - self.count))
         self._usual = torch.frombuffer(self._numbers, dtype=torch.float64)
         # The summed counts (without the statuses) when every rank has every gradient.
-        self._usual_counts = torch.tensor([float(size)] * self.count + [0.0] * (_SECTIONS - 1) * self.count).double()
+        counts = [float(size)] * self.count + [0.0] * (_SECTIONS - 1) * self.count
+        self._usual_counts = torch.tensor(counts, dtype=torch.float64, device="cpu")
         self._counts = self.vector[: _SECTIONS * self.count]
         # Whether the sums equal these counts; None until the first query.
         self._is_usual: bool | None = None
@@ -134,7 +135,7 @@ class ControlBlock:
             if indices:
                 self.vector[[section * self.count + index for index in indices]] = value
         if order:
-            self.vector[self._end :] = torch.tensor(order, dtype=torch.float64) + 1
+            self.vector[self._end :] = torch.tensor(order, dtype=torch.float64, device="cpu") + 1
         return self.vector
 
     def order(self) -> list[int]:

@@ -101,7 +101,7 @@ def overlap(backward: Sequence[float], reduce: Sequence[float], launch_when_full
     return Overlap(full, tuple(begin), tuple(end))
 
 
-NOTHING = torch.empty(0)
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 @dataclass

@@ -143,7 +143,7 @@ def shared(gradients: Mapping[int, Tensor]) -> list[int]:
 
 
 # Measured rather than hard-coded, because counts differ between versions of Python and torch.
-_one = [torch.empty(1)]
+_one = [torch.empty(1, device="cpu")]
 _BASE_COUNT = next(map(sys.getrefcount, _one)) - 1
 """The count that ``map(sys.getrefcount, …)`` gives for a tensor, minus the lists that hold it."""
 _UNSHARED_COUNT = count_uses(_one[0].untyped_storage())

@@ -121,7 +121,7 @@ _ABSENT = 0x6E6F6E65
 
 def check_equal_gradients(names: Sequence[str], parameters: Sequence[nn.Parameter], channel: Channel) -> None:
     """Compare 64-bit digests of the gradients between the ranks of `channel`, in one small collective."""
-    digests = torch.tensor([digest_of(parameter.grad) for parameter in parameters], dtype=torch.int64)
+    digests = torch.tensor([digest_of(parameter.grad) for parameter in parameters], dtype=torch.int64, device="cpu")
     table = channel.gathered_rows(digests, "comparison of gradients")
     if (difference := unequal(names, table.tolist())) is not None:
         raise UsageError(

@@ -111,7 +111,7 @@ class Reducer(Step):
     def follow_module_on_all_ranks(self) -> None:
         """Do the same as a collective that all ranks call, for when some ranks will not run a backward pass."""
         change = self._detect_change()
-        row = torch.tensor(int(change is not None))
+        row = torch.tensor(int(change is not None), device="cpu")
         if self.channel.gathered_rows(row, "comparison of the module's parameters").any():
             self._take_in(change or self.watch.unchanged())
 

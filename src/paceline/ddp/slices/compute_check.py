@@ -202,10 +202,10 @@ class ComputeCheck:
 
         A rank that leaves the check passes None.
         """
-        row = torch.zeros(1 + REPEATS, dtype=torch.int64)
+        row = torch.zeros(1 + REPEATS, dtype=torch.int64, device="cpu")
         if digests is not None:
             row[0] = 1
-            row[1 : 1 + len(digests)] = torch.tensor(digests)
+            row[1 : 1 + len(digests)] = torch.tensor(digests, device="cpu")
         rows: list[list[int]] = self._channel.gathered_rows(row, "comparison of a slice").tolist()
         self._is_awaited = False
         return [row[1:] for row in rows] if all(row[0] for row in rows) else None
@@ -313,14 +313,14 @@ def _send(channel: Channel, source: int, slice_and_seed: tuple[Any, int] | None)
             size = len(content)
         except Exception:  # raised by pickle, or by classes in the batch
             size = _REFUSED
-    if (size := int(channel.gathered_rows(torch.tensor(size), "sending of a slice")[source])) == _REFUSED:
+    if (size := int(channel.gathered_rows(torch.tensor(size, device="cpu"), "sending of a slice")[source])) == _REFUSED:
         raise UsageError(
             f"check_compute_every sends slices to other ranks, but a batch of rank {source} cannot be pickled; return "
             "tensors and plain values from the dataset and collate_fn"
         )
     if not size:
         return None
-    flat = torch.zeros(size, dtype=torch.uint8)
+    flat = torch.zeros(size, dtype=torch.uint8, device="cpu")
     if content:
         flat.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     channel.meet(channel.host.all_reduce(flat), "sending of a slice")

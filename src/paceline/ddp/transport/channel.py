@@ -158,7 +158,7 @@ class Channel:
 
     def gather_numbers(self, numbers: Sequence[int], label: str) -> Pausing[list[list[int]]]:
         """Gather every rank's `numbers` in rank order. All ranks pass equally many; `label` names them in errors."""
-        table, launched = self.gather_rows(torch.tensor(numbers, dtype=torch.int64))
+        table, launched = self.gather_rows(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         yield True
         self.meet(launched, label)
         rows: list[list[int]] = table.tolist()
@@ -167,8 +167,8 @@ class Channel:
     def all_gather_object(self, value: Any) -> list[Any]:
         # torch.distributed.all_gather_object() cannot be used, because the group is not registered with torch.
         local = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self.gathered_rows(torch.tensor(len(local)), "all-gather of sizes")
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        sizes = self.gathered_rows(torch.tensor(len(local), device="cpu"), "all-gather of sizes")
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
         padded[: len(local)] = local
         table = self.gathered_rows(padded, "all-gather")
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]

@@ -55,9 +55,9 @@ def part_of_rank(count: int) -> slice:
 @contextmanager
 def variants(op: str, count: int, gloo: Any) -> Iterator[list[Variant]]:
     """Yield the implementations of `op` on `count` float32 values; `gloo` is a Gloo group of all ranks."""
-    entries = [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
-    entries.append(_of_group(op, "gloo", torch.zeros(count), gloo))
-    entries.append(_of_group(op, "paceline", torch.zeros(count), None))
+    entries = [_ours(op, name, torch.zeros(count, dtype=torch.float32, device="cpu"), gloo) for name in OURS[op]]
+    entries.append(_of_group(op, "gloo", torch.zeros(count, dtype=torch.float32, device="cpu"), gloo))
+    entries.append(_of_group(op, "paceline", torch.zeros(count, dtype=torch.float32, device="cpu"), None))
     group = dist.group.WORLD
     with ExitStack() as stack:
         if op == "all_reduce" and isinstance(group, PacelineProcessGroup) and group.native:
@@ -78,7 +78,7 @@ def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
 
 def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
     """Return the collective `op` of `group`. Reduce-scatter and all-gather need a second tensor for a rank's part."""
-    part = torch.zeros(tensor.numel() // dist.get_world_size())
+    part = torch.zeros(tensor.numel() // dist.get_world_size(), dtype=torch.float32, device="cpu")
     # Since torch 2.13 the old names give a deprecation warning.
     reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

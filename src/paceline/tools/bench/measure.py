@@ -74,7 +74,7 @@ def _wrong(op: str, count: int, variant: Variant) -> int:
     rank = dist.get_rank()
     variant.load(_values(count, rank))
     variant.run()
-    wrong = torch.zeros((), dtype=torch.int64)
+    wrong = torch.zeros((), dtype=torch.int64, device="cpu")
     if op != "reduce" or rank == 0:
         wrong += (variant.result != _right(op, count)).sum()
     dist.all_reduce(wrong)
@@ -82,7 +82,7 @@ def _wrong(op: str, count: int, variant: Variant) -> int:
 
 
 def _values(count: int, rank: int) -> Tensor:
-    return (torch.arange(count) % 7 + rank).float()
+    return (torch.arange(count, device="cpu") % 7 + rank).float()
 
 
 def _right(op: str, count: int) -> Tensor:
@@ -90,6 +90,7 @@ def _right(op: str, count: int) -> Tensor:
     if op == "broadcast":
         return _values(count, 0)
     if op == "all_gather":
-        return torch.arange(count).remainder(7).add(torch.arange(count) // (count // size)).float()
-    total = sum((_values(count, peer) for peer in range(size)), torch.zeros(count))
+        places = torch.arange(count, device="cpu")
+        return (places % 7 + places // (count // size)).float()
+    total = sum((_values(count, peer) for peer in range(size)), torch.zeros(count, dtype=torch.float32, device="cpu"))
     return total[part_of_rank(count)] if op == "reduce_scatter" else total

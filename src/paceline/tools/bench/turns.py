@@ -46,7 +46,7 @@ def timed(run: Callable[[], Any], calls: int) -> float:
 
 def slowest_timed(run: Callable[[], Any], calls: int) -> float:
     """Return the seconds per call of `run` on the slowest rank. All ranks start together."""
-    seconds = torch.tensor(timed(run, calls), dtype=torch.float64)
+    seconds = torch.tensor(timed(run, calls), dtype=torch.float64, device="cpu")
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return float(seconds)
 

@@ -92,10 +92,10 @@ def activations_of(model: BuiltModel, batch: Batch, autocast: torch.dtype | None
 
 def _inputs(model: BuiltModel, batch: Batch) -> dict[str, Any]:
     if batch.is_tokens:
-        tensor = torch.zeros(batch.shape, dtype=torch.int64)
+        tensor = torch.zeros(batch.shape, dtype=torch.int64, device="cpu")
     else:
         dtypes = (parameter.dtype for parameter in model.module.parameters() if parameter.is_floating_point())
-        tensor = torch.ones(batch.shape, dtype=next(dtypes, torch.float32))
+        tensor = torch.ones(batch.shape, dtype=next(dtypes, torch.float32), device="cpu")
     inputs: dict[str, Any] = {model.input_name or "input": tensor}
     if model.has_labels:
         inputs["labels"] = tensor

@@ -50,8 +50,8 @@ class OptimizerState:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # such as warnings about the tiny parameter
-                parameter = nn.Parameter(torch.ones(shape, dtype=dtype))
-                parameter.grad = torch.ones(shape, dtype=dtype)
+                parameter = nn.Parameter(torch.ones(shape, dtype=dtype, device="cpu"))
+                parameter.grad = torch.ones_like(parameter)
                 optimizer: Any = self.optimizer_class([parameter], **self.options)
                 optimizer.step()
         except Exception as error:  # of the optimizer

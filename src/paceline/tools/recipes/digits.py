@@ -49,8 +49,8 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     images, labels = bundled(return_X_y=True)
     parts = train_test_split(images, labels, test_size=HELD_OUT, random_state=0, stratify=labels)
     # scikit-learn's pixels range from 0 to 16.
-    train_x, test_x = (torch.tensor(part / 16.0, dtype=torch.float32).view(-1, 1, 8, 8) for part in parts[:2])
-    train_y, test_y = (torch.tensor(part, dtype=torch.int64) for part in parts[2:])
+    train_x, test_x = (torch.from_numpy(part / 16.0).float().view(-1, 1, 8, 8) for part in parts[:2])
+    train_y, test_y = (torch.from_numpy(part).long() for part in parts[2:])
     return TensorDataset(train_x, train_y), TensorDataset(test_x, test_y)
 
 

@@ -89,8 +89,8 @@ class Block(nn.Module):
 
 def rotation(context: int, size: int) -> Tensor:
     """Return cosine and sine of each position's angles, (context, size / 2, 2) (Su et al., 2021)."""
-    frequencies = 10_000.0 ** (-torch.arange(0, size, 2) / size)
-    angles = torch.outer(torch.arange(context), frequencies)
+    frequencies = 10_000.0 ** (-torch.arange(0, size, 2, device="cpu") / size)
+    angles = torch.outer(torch.arange(context, device="cpu"), frequencies)
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 

@@ -22,11 +22,11 @@ def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: i
     size, rank = dist.get_world_size(model.process_group), dist.get_rank(model.process_group)
     if size == 1:
         return
-    rows = torch.zeros(size, len(Origin._fields), dtype=torch.float64)
+    rows = torch.zeros(size, len(Origin._fields), dtype=torch.float64, device="cpu")
     if loader.progress.world_size == size:
         # source=0, because ranks may have created the loader on different lines of code.
         origin = loader.progress.origin_in(epoch, model.virtual_ranks)._replace(source=0)
-        rows[rank] = torch.tensor(origin, dtype=torch.float64)
+        rows[rank] = torch.tensor(origin, dtype=torch.float64, device="cpu")
     else:  # the loader belongs to a different set of ranks; this rank only takes part in the collective
         rows[rank] = -1
     origins = all_sum(rows, model, "the comparison of data").tolist()

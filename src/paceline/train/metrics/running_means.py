@@ -32,7 +32,8 @@ class LossAverage:
         home = "cpu" if model.device.type == "mps" else model.device
         # Loss and weight since the last line; rows of other ranks stay zero.
         self._own = torch.zeros(slices or 1, 2, dtype=torch.float64, device=home)
-        self._epoch = torch.zeros(2, dtype=torch.float64)  # loss and weight of all ranks, up to the last line
+        # Loss and weight of all ranks, up to the last line.
+        self._epoch = torch.zeros(2, dtype=torch.float64, device="cpu")
         self.line_at = 0
         """The step of the last line."""
         self.lr = 0.0
@@ -42,8 +43,8 @@ class LossAverage:
         """Add a micro-batch of this rank. With virtual ranks, `slice_number` is its index in the rank's slices."""
         sums = self._own[self._rows[slice_number]]
         sums[0] += loss.detach().squeeze().to(sums.device)
-        on_device = isinstance(weight, Tensor)  # converting to a number would make the host wait for the device
-        sums[1] += torch.as_tensor(weight).detach().squeeze().to(sums.device) if on_device else float(weight)
+        # A tensor is not converted to a number, because the host would wait for the device.
+        sums[1] += weight.detach().squeeze().to(sums.device) if isinstance(weight, Tensor) else float(weight)
 
     def line(self, step: int) -> float:
         """Return the mean loss over all ranks since the last call, for the line of `step`. Collective."""
@@ -87,9 +88,9 @@ class LossAverage:
 
     def _load(self, sums: Tensor, shared: dict[str, Any]) -> None:
         self._own.copy_(sums)
-        self._epoch.copy_(torch.tensor(shared["epoch"], dtype=torch.float64))
+        self._epoch.copy_(torch.tensor(shared["epoch"], dtype=torch.float64, device="cpu"))
         self.line_at, self.lr = int(shared["line_at"]), float(shared["lr"])
 
 
 def _rows_in(saved: dict[str, Any]) -> Tensor:
-    return torch.tensor(saved["own"], dtype=torch.float64).view(-1, 2)
+    return torch.tensor(saved["own"], dtype=torch.float64, device="cpu").view(-1, 2)
