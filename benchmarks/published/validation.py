@@ -85,8 +85,7 @@ def cross_validate(rows: Sequence[Row]) -> Iterable[Sequence[Checked]]:
         others = [row for row in rows if row.source != source]
         calibration = PUBLISHED
         if source in known and others:
-            weights = torch.tensor([float(row.source != source) for row in rows], dtype=torch.float64, device="cpu")
-            calibration = fit(columns, weights)
+            calibration = fit(columns, torch.tensor([row.source != source for row in rows], device="cpu").double())
         yield [_check(row, others, calibration) for row in rows if row.source == source]
 
 

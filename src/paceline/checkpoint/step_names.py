@@ -20,6 +20,12 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
+def step_at(path: Path) -> int | None:
+    """Return the step of the checkpoint folder `path`, which may be a link, or be named by one ("latest")."""
+    step = step_of(path.absolute().name)
+    return step_of(path.resolve().name) if step is None else step
+
+
 def newest_step(folder: Path | None) -> int | None:
     """Return the newest step in a checkpoint `folder`, or None."""
     try:

@@ -22,7 +22,7 @@ class WrongValue(ValueError):
 def new_file(path: Path) -> TextIO:
     """Open an empty file for writing. An existing link is replaced, not followed."""
     path.unlink(missing_ok=True)
-    return path.open("x", encoding="utf-8")
+    return path.open("x", encoding="utf-8", errors="backslashreplace")  # a path in the text may not be UTF-8
 
 
 def read_text(path: Path) -> str:

@@ -84,11 +84,9 @@ def _ranking_in(entry: Any) -> tuple[str, str] | None:
 
 def read(folder: Path) -> Notes:
     """Return the notes in the checkpoint `folder`; unreadable notes count as protected."""
-    if not (folder / NAME).exists():
-        return Notes()
     try:
-        return parse(verify.read_document(folder / NAME))
-    except (ValueError, verify.Damaged):  # deleting a protected checkpoint could not be undone
+        return parse(verify.read_document(folder / NAME)) if (folder / NAME).exists() else Notes()
+    except (OSError, ValueError, verify.Damaged):  # deleting a protected checkpoint could not be undone
         return Notes(protected=True)
 
 

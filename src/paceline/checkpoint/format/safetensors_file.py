@@ -178,7 +178,8 @@ def read(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
 def _opened(path: Path) -> Iterator[Any]:
     """Open the file `path` with the safetensors library, which checks the header."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        # The library refuses a path that is not UTF-8.
+        with open(path, "rb") as opened, safe_open(f"/dev/fd/{opened.fileno()}", framework="pt", device="cpu") as file:
             yield file
     # KeyError: a dtype that torch does not have. TypeError: a dimension that is too large for torch.
     except (SafetensorError, KeyError, TypeError) as error:

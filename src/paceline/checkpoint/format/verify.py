@@ -47,6 +47,8 @@ def damages(folder: Path, listed: Manifest, every_byte: bool = True) -> Iterator
 
 def read_manifest(folder: Path, step: int) -> Manifest:
     """Return the manifest of the checkpoint `folder`, without reading the listed files."""
+    if folder.is_symlink() and not os.path.exists(folder):
+        raise Damaged(f"it is a link to {os.readlink(folder)}, which cannot be opened")
     try:
         listed = manifest.parse(read_document(folder / manifest.NAME), folder)
     except NoCheckpoint:  # a newer format, which is not damage: the run must not go on from an older checkpoint

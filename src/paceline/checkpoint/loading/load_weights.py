@@ -15,7 +15,7 @@ from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.format.state_codec import Encoder
 from paceline.checkpoint.loading.saved_checkpoint import Saved, malformed
 from paceline.checkpoint.objects.registered import Outline, Registered
-from paceline.checkpoint.step_names import step_of
+from paceline.checkpoint.step_names import step_at, step_of
 from paceline.checkpoint.storage import step_folders
 from paceline.core.processes.world import World
 from paceline.core.state.optimizer_shards import KEY, Assembly, Window
@@ -96,7 +96,7 @@ def read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tens
     def read(path: Path, step: int) -> tuple[int, Any, dict[str, torch.Tensor]]:
         return step, *_read_object(path, verify.read_whole(path, step), name)
 
-    if (step := step_of(folder.resolve().name)) is not None:
+    if (step := step_at(folder)) is not None:
         return step_folders.intact(folder, step, read)
     if (newest := step_folders.newest(folder, set(), read)) is not None:
         return newest[1]

@@ -101,7 +101,7 @@ class Rescue:
             try:
                 store = Storage(memory)
                 # Written before the checkpoint, because this rank may be killed.
-                (memory / DESTINATION).write_text(str(self._contents.folder))
+                (memory / DESTINATION).write_text(str(self._contents.folder), errors="surrogateescape")
                 self._write(store, step, shared, ranks)
                 store.prune(step, Keep(1, None, "max"))
                 return

@@ -27,7 +27,7 @@ def keep(folder: Path) -> tuple[str, bool] | None:
     if newest is None:
         return None
     path, manifest = newest
-    destination = Path((folder / DESTINATION).read_text())
+    destination = Path((folder / DESTINATION).read_text(errors="surrogateescape"))
     if folder.parent.parent in destination.parents:  # a Trainer without a Checkpointer
         return (
             f"the last completed step, {manifest.step}, is lost because the training has no checkpoint folder; "
@@ -81,6 +81,6 @@ if __name__ == "__main__":
     all_saved = True
     for subfolder in sorted(Path(sys.argv[1]).iterdir()):
         if subfolder.is_dir() and (result := keep(subfolder)) is not None:
-            print(result[0])
+            print(result[0].encode(errors="backslashreplace").decode())  # a path may not be UTF-8
             all_saved = all_saved and result[1]
     sys.exit(0 if all_saved else 1)

@@ -11,7 +11,8 @@ from pathlib import Path
 from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointWarning, UsageError
 
-_UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+"""Errors of a file system that does not support an operation."""
 
 
 class FolderLock:
@@ -35,7 +36,7 @@ class FolderLock:
                 "Checkpointer if it is in this process, or choose another folder"
             ) from None
         except OSError as error:
-            if error.errno not in _UNSUPPORTED:
+            if error.errno not in UNSUPPORTED:
                 raise
             warn(
                 f"the file system of the checkpoint folder {folder} does not support locks "

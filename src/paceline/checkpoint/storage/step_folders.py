@@ -4,7 +4,10 @@
     .writing-step-00000120/   being written; after a killed save it is removed when the folder is opened
     .replaced-step-00000120/  the earlier checkpoint of a step that is saved again, between two renames; restored when
                               the folder is opened, if the new one is missing
-    .deleted-step-00000100/   being deleted
+    .deleted-step-00000100/   being deleted; if that fails, every later save tries again
+
+A name ends in ``.1`` if an entry that cannot be deleted has the usual one. A step can also be a link to a
+checkpoint elsewhere: it is read like any other, but only the link is ever replaced or deleted.
 
 Folders are made with mode 0700 and files with 0600, minus the umask. An existing folder keeps its mode, and other
 entries are left alone.
@@ -30,21 +33,21 @@ from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.format.metadata import Keep, Notes
 from paceline.checkpoint.format.verify import Damaged, read_manifest, read_whole
 from paceline.checkpoint.step_names import step_name, step_of
-from paceline.checkpoint.storage.folder_lock import FolderLock
+from paceline.checkpoint.storage.folder_lock import UNSUPPORTED, FolderLock
 from paceline.checkpoint.storage.free_space import check_room
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.users_code import warn
 from paceline.errors import CheckpointError, CheckpointWarning, NoCheckpoint, UsageError
 
 Value = TypeVar("Value")
-_OURS = re.compile(r"\.(writing|replaced|deleted)-(.+)")
+_OURS = re.compile(r"\.(writing|replaced|deleted)-([^.]+)(?:\.1)*")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps that have a folder in `folder`, intact or damaged, in ascending order."""
+    """Return the steps that have a folder or a link in `folder`, intact or damaged, in ascending order."""
     try:
-        folders = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+        folders = [entry.name for entry in os.scandir(folder) if entry.is_symlink() or entry.is_dir()]
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint folder {folder} cannot be read: {reason(error)}; restore the folder"
@@ -55,7 +58,7 @@ def steps_in(folder: Path) -> list[int]:
 def identity(path: Path) -> tuple[int, int] | None:
     """Return a value that changes when the folder `path` is replaced or loses a file; None if it does not exist."""
     try:
-        about = path.stat()
+        about = path.stat() if path.exists() else path.lstat()  # a dangling link exists, too
     except OSError:
         return None
     return about.st_ino, about.st_mtime_ns
@@ -108,6 +111,7 @@ class Storage:
         self.settled = threading.RLock()
         """Held while names change or folders are read, so that the folders read are durable and stay in place."""
         self._named: set[int] = set()  # damaged steps that were reported
+        self._undeletable: set[Path] = set()  # folders that were reported
         self._has_warned_of_later = False
         self._lock: FolderLock | None = None
         """None while the folder cannot be opened."""
@@ -154,12 +158,12 @@ class Storage:
             lock = FolderLock(self.folder)
             self.close()
             self._lock = lock
-        self._clean()  # a failed save or an interrupted deletion may have left names that this save needs
+        self._clean()  # what a failed save or an interrupted deletion left takes up space
         final = self.path(step)
-        if os.path.lexists(final) and (final.is_symlink() or not final.is_dir()):
+        if os.path.lexists(final) and not (final.is_symlink() or final.is_dir()):
             raise FileExistsError(errno.EEXIST, f"{final.name} exists and is not a folder")
         check_room(self.folder, size)
-        draft = self.folder / f".writing-{step_name(step)}"
+        draft = self._unused("writing", step)
         draft.mkdir(FOLDER_MODE)
         return draft
 
@@ -174,9 +178,9 @@ class Storage:
         return path
 
     def _rename(self, draft: Path, step: int) -> Path:
-        final, replaced = self.path(step), self.folder / f".replaced-{step_name(step)}"
+        final, replaced = self.path(step), self._unused("replaced", step)
         self._named.discard(step)
-        already_exists = final.exists()
+        already_exists = os.path.lexists(final)
         if already_exists:  # a rename cannot replace a non-empty folder
             final.rename(replaced)
         try:
@@ -190,8 +194,7 @@ class Storage:
                 replaced.rename(final)
             raise
         if already_exists:
-            with suppress(OSError):  # _clean() tries again
-                self._delete(replaced, step)
+            self._delete(replaced, step)
         return final
 
     def abandon(self, draft: Path) -> None:
@@ -227,24 +230,37 @@ class Storage:
         if self._lock is not None:
             self._lock.release()
 
+    def _unused(self, state: str, step: int) -> Path:
+        """Return a name for the folder of `step` in a `state`, other than those of folders that cannot be deleted."""
+        path = self.folder / f".{state}-{step_name(step)}"
+        while os.path.lexists(path):
+            path = path.with_name(f"{path.name}.1")
+        return path
+
     def _delete(self, path: Path, step: int) -> None:
-        """Rename a checkpoint, then delete it, so that a half-deleted folder does not look like a checkpoint."""
-        doomed = self.folder / f".deleted-{step_name(step)}"
-        shutil.rmtree(doomed, ignore_errors=True)  # the name is left from an interrupted deletion
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        """Delete a folder or a link. If that fails, warn once; the next save tries again.
+
+        It is renamed first, so that a half-deleted folder does not look like a checkpoint.
+        """
+        try:
+            if not path.name.startswith(".deleted-"):
+                path = path.rename(self._unused("deleted", step))
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        except OSError as error:
+            if path not in self._undeletable:
+                self._undeletable.add(path)
+                warn(f"{path} cannot be deleted: {reason(error)}; every save tries again", CheckpointWarning)
 
     def _clean(self) -> None:
         """Remove the remains of a save that was killed or failed."""
-        for entry in list(os.scandir(self.folder)):
-            match = _OURS.fullmatch(entry.name)
-            if match is None or step_of(match[2]) is None or not entry.is_dir(follow_symlinks=False):
+        for entry in sorted(os.scandir(self.folder), key=lambda entry: entry.name, reverse=True):  # the latest first
+            match = _OURS.fullmatch(entry.name) if entry.is_symlink() or entry.is_dir() else None
+            if match is None or (step := step_of(match[2])) is None:
                 continue
-            state, name = match.groups()
-            if state == "replaced" and not (self.folder / name).exists():
-                (self.folder / entry.name).rename(self.folder / name)
+            if match[1] == "replaced" and not os.path.lexists(self.path(step)):
+                Path(entry.path).rename(self.path(step))
             else:
-                shutil.rmtree(entry.path)
+                self._delete(Path(entry.path), step)
 
 
 def _refuse_newer(folder: Path) -> None:
@@ -260,15 +276,14 @@ def _probe(folder: Path) -> None:
     probe.unlink(missing_ok=True)  # the file is left from a process that was killed here
     write_file(probe, [b"can this folder be written to?"])
     probe.unlink()
+    if not sync_folder(folder):
+        warn(f"the file system of {folder} cannot sync folders; a power failure may lose a save", CheckpointWarning)
 
 
 def _make(folder: Path) -> None:
     """Create `folder` for this user only; parent folders get the usual mode."""
-    try:
-        folder.mkdir(FOLDER_MODE, exist_ok=True)
-    except FileNotFoundError:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(FOLDER_MODE, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(FOLDER_MODE, exist_ok=True)
 
 
 def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, str]:
@@ -284,11 +299,16 @@ def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, 
     return size, digest.hexdigest()
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable."""
+def sync_folder(folder: Path) -> bool:
+    """Make the names in `folder` durable; return whether its file system supports that."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+        return True
+    except OSError as error:
+        if error.errno in UNSUPPORTED:
+            return False
+        raise
     finally:
         os.close(descriptor)
 

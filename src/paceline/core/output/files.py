@@ -25,6 +25,7 @@ def write_file(option: str, file: str | None, content: str | bytes) -> None:
     if file is None:
         return
     try:
-        Path(file).write_bytes(content.encode() if isinstance(content, str) else content)
+        # A path in the text may not be UTF-8.
+        Path(file).write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     except OSError as error:
         raise UsageError(f"{option} {file} cannot be written: {error.strerror}; choose another file") from error

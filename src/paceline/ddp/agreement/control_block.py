@@ -107,8 +107,7 @@ class ControlBlock:
         self._numbers = array("d", [1.0] * self.count + [0.0] * (len(self.vector) - self.count))
         self._usual = torch.frombuffer(self._numbers, dtype=torch.float64)
         # The summed counts (without the statuses) when every rank has every gradient.
-        counts = [float(size)] * self.count + [0.0] * (_SECTIONS - 1) * self.count
-        self._usual_counts = torch.tensor(counts, dtype=torch.float64, device="cpu")
+        self._usual_counts = self._usual.new_tensor([float(size)] * self.count + [0.0] * (_SECTIONS - 1) * self.count)
         self._counts = self.vector[: _SECTIONS * self.count]
         # Whether the sums equal these counts; None until the first query.
         self._is_usual: bool | None = None

@@ -90,7 +90,6 @@ def _right(op: str, count: int) -> Tensor:
     if op == "broadcast":
         return _values(count, 0)
     if op == "all_gather":
-        places = torch.arange(count, device="cpu")
-        return (places % 7 + places // (count // size)).float()
+        return _values(count, 0) + torch.arange(count, device="cpu") // (count // size)
     total = sum((_values(count, peer) for peer in range(size)), torch.zeros(count, dtype=torch.float32, device="cpu"))
     return total[part_of_rank(count)] if op == "reduce_scatter" else total

@@ -13,7 +13,7 @@ import torch
 
 from paceline.checkpoint.format import manifest, safetensors_file, state_codec
 from paceline.checkpoint.loading.load_weights import read_folder
-from paceline.checkpoint.step_names import step_of
+from paceline.checkpoint.step_names import step_at
 from paceline.checkpoint.storage import step_folders
 from paceline.core.output.files import check_file
 from paceline.errors import UsageError
@@ -29,7 +29,7 @@ def check_target(file: str) -> Path:
     if os.path.lexists(file):  # exists() is False for a dangling link
         raise UsageError(f"--out {file} already exists; remove it or choose another file")
     path = Path(os.path.realpath(file))
-    if step_of(path.parent.name) is not None and (path.parent / manifest.NAME).exists():
+    if step_at(Path(file).parent) is not None and (path.parent / manifest.NAME).exists():
         raise UsageError(f"--out {file} is inside the checkpoint {path.parent}; choose another folder")
     return path
 

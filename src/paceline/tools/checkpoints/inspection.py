@@ -17,7 +17,7 @@ from paceline.checkpoint.format import manifest, verify
 from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format.manifest import File, Manifest
 from paceline.checkpoint.format.metadata import Keep, Notes
-from paceline.checkpoint.step_names import step_name, step_of
+from paceline.checkpoint.step_names import step_at, step_name, step_of
 from paceline.checkpoint.storage import step_folders
 from paceline.errors import CheckpointError, NoCheckpoint
 
@@ -50,9 +50,9 @@ def locate(folder: str | os.PathLike[str]) -> tuple[Path, list[int]]:
     if not place.is_dir():
         fault = "is not a folder" if os.path.lexists(place) else "does not exist"
         raise NoCheckpoint(f"{place} {fault}; give the folder of a run or of a checkpoint")
-    own_step = step_of(place.resolve().name)
+    own_step = step_at(place)
     if own_step is not None:
-        return place.resolve().parent, [own_step]
+        return (place if step_of(place.name) is not None else place.resolve()).parent, [own_step]
     try:
         steps = step_folders.steps_in(place)
     except CheckpointError as error:
