@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.core.torch_internals.tensors import copy_each
-from paceline.ddp.options.buckets import NOTHING, Bucket, assign
+from paceline.ddp.options.buckets import Bucket, assign
 from paceline.ddp.reducer.gradient_views import AllBucketViews, BucketViews, shared
 from paceline.ddp.transport.channel import Channel
 
@@ -120,7 +120,8 @@ class BucketSet:
         self.rest = [parameter for owned in self.owned[:-1] for parameter in owned]
         self.rest += [self._parameters[index] for index in self.unbucketed]
         self._shown_copies.clear()
-        self.views, self._addresses = [NOTHING] * len(self._parameters), [0] * len(self._parameters)
+        self.views = [torch.empty(0, device="cpu")] * len(self._parameters)
+        self._addresses = [0] * len(self._parameters)
         self._bucket_views = [self._open(bucket) for bucket in self.buckets]
         self._all = AllBucketViews(self._bucket_views, self.views, self._addresses, _LISTS)
         for bucket, old_views in previous:
