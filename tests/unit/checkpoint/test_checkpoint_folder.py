@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import signal
+import stat
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +19,10 @@ import pytest
 from torch import nn
 
 from forked import Forked, call
-from paceline.checkpoint import Checkpointer
+from paceline.checkpoint import Checkpointer, load_weights
+from paceline.checkpoint.step_names import step_name
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
+from processes import run_here
 
 PATIENCE_S = 60.0
 
@@ -79,15 +84,90 @@ def test_whatever_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([*before, "step-00000002"])
 
 
-def test_a_link_in_the_place_of_a_step_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "file").write_text("mine")
-    (tmp_path / "step-00000002").symlink_to(tmp_path / "elsewhere")
-    checkpointer, _ = open_with(tmp_path, keep=1)
-    with pytest.raises(CheckpointError, match="step-00000002 exists and is not a folder"):
+def test_links_to_checkpoints_are_read_and_nothing_behind_them_is_touched(tmp_path: Path) -> None:
+    # Steps that were moved to another disk and linked back were ignored, so a run began again at step 0.
+    run, archive = tmp_path / "run", tmp_path / "archive"
+    with open_with(run, fill=1.0)[0] as checkpointer:
+        for step in (1, 2):
+            moved = checkpointer.save(step).rename(tmp_path / f"old-{step}")
+            (run / step_name(step)).symlink_to(moved)
+    (tmp_path / "link").symlink_to(run)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("old-*/*")}
+    with open_with(tmp_path / "link", keep=1)[0] as checkpointer:
+        assert checkpointer.steps() == [1, 2]
+        assert checkpointer.restore() == 2
+        assert len(load_weights(run / step_name(1))) == 2
         checkpointer.save(2)
-    checkpointer.save(3)
-    assert (tmp_path / "step-00000002" / "file").read_text() == "mine"
+    assert names(run) == ["step-00000002"]
+    assert not (run / "step-00000002").is_symlink()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("old-*/*")} == before
+    (run / "step-00000009").symlink_to(archive)
+    checkpointer, _ = open_with(run)
+    with pytest.warns(CheckpointWarning, match="step-00000009 is damaged and skipped: it is a link to .*archive"):
+        assert checkpointer.restore() == 2
+
+
+def test_leftovers_that_cannot_be_deleted_stop_no_save_and_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A reader on NFS, a mount or another owner made every later save fail, and the next start too.
+    rmtree = shutil.rmtree
+
+    def refuse_busy(path: Path, **options: Any) -> None:
+        if (path / "busy").exists():
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse_busy)
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    (checkpointer.save(1) / "busy").touch()
+    with pytest.warns(CheckpointWarning, match=r"/.deleted-step-00000001 cannot be deleted: Device or resource busy"):
+        checkpointer.save(2)
+    checkpointer.save(3)  # without another warning
+    checkpointer.close()
+    for left in (".writing-step-00000004", ".replaced-step-00000003", "step-00000001"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "busy").touch()
+    with pytest.warns(CheckpointWarning) as warned:
+        checkpointer, _ = open_with(tmp_path, keep=1)
+    assert len(warned) == 3
+    with pytest.warns(CheckpointWarning, match=r"-00000001\.1 cannot be deleted"):
+        checkpointer.save(4)
+    checkpointer.save(4)
+    left = [".deleted-step-00000001", ".deleted-step-00000001.1", ".deleted-step-00000003", ".deleted-step-00000004"]
+    assert names(tmp_path) == [*left, "step-00000004"]
+    monkeypatch.undo()
+    checkpointer.save(5)
+    assert names(tmp_path) == ["step-00000005"]
+
+
+def test_a_file_system_that_cannot_sync_folders_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
+    def refuse_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    with pytest.warns(CheckpointWarning, match=f"the file system of {tmp_path} cannot sync folders"):
+        checkpointer, _ = open_with(tmp_path)
+    checkpointer.save(1)
+    assert checkpointer.restore() == 1
+
+
+def test_a_name_that_is_not_utf_8_is_as_good_as_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its checkpoints were called damaged, because safetensors opens no such path.
+    folder = tmp_path / os.fsdecode(b"run-\xff")
+    with open_with(folder, fill=1.0)[0] as checkpointer:
+        checkpointer.save(1)
+        assert checkpointer.restore() == 1
+    assert len(load_weights(folder)) == 2
+    stdout = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert run_here(monkeypatch, "checkpoint", "export", str(folder), "--out", str(folder / "model.pt")) == 0
+    stdout.seek(0)
+    assert stdout.read().startswith(f"{tmp_path}/run-\\udcff/model.pt: 'model' of step 1")
 
 
 @pytest.fixture(params=[0o000, 0o277])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import warnings
 from collections.abc import Callable
@@ -12,10 +13,12 @@ import pytest
 import torch
 from test_checkpoint_damage import forge_state
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from paceline.checkpoint import Checkpointer
 from paceline.core.processes.world import World
 from paceline.core.state.rng import rng_state, set_seed
+from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import (
     CheckpointError,
@@ -24,6 +27,7 @@ from paceline.errors import (
     NoCheckpoint,
     UsageError,
 )
+from paceline.optim import ShardedOptimizer
 from trainings import digest
 from twins import Pools
 
@@ -374,3 +378,31 @@ def test_a_module_that_was_changed_after_wrapping_is_resumed_with_the_same_bits(
     pools: Pools, tmp_path: Path, change: str, ranks: int, steps_after: int
 ) -> None:
     assert all(pools.run(ranks, fine_tuned, str(tmp_path), change, steps_after))
+
+
+def trained(world: World, folder: str, default: str) -> str:
+    """Train for two steps, then restore and train for two more; return the digest of the weights."""
+    data = TensorDataset(torch.arange(96.0).view(24, 4) / 96)
+    for last in (2, 4):
+        torch.manual_seed(last)
+        net = nn.Linear(4, 3)
+        with torch.device(default):
+            model = DistributedDataParallel(net, check_replicas_every=1)
+            optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+            loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=1)
+            with Checkpointer(folder) as checkpointer:
+                for name, entry in (("model", model), ("optimizer", optimizer), ("loader", loader)):
+                    checkpointer.register(name, entry)
+                step = checkpointer.restore() if checkpointer.steps() else 0
+                for (x,) in itertools.islice(loader, last - step):
+                    model(x).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                checkpointer.save(last)
+    return digest(net)
+
+
+def test_another_default_device_changes_nothing(pools: Pools, tmp_path: Path) -> None:
+    # torch.set_default_device("cuda") is common. "meta" stands for it, because tests have no GPU.
+    runs = [pools.run(2, trained, str(tmp_path / default), default) for default in ("cpu", "meta")]
+    assert runs[0] == runs[1]

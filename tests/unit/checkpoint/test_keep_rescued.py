@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from functools import partial
@@ -109,6 +110,13 @@ def test_a_step_in_memory_is_kept_even_if_the_working_folder_has_modules_with_ot
     lines: list[str] = []
     Restarts(tmp_path / "job", None).keep_rescued(lines.append)
     assert lines == [f"the last completed step, 7, is saved to {tmp_path / 'checkpoints' / step_name(7)}"]
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_found(tmp_path: Path, rescued: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"run-\xff")
+    folder.mkdir()
+    (rescued / DESTINATION).write_bytes(bytes(folder))
+    assert keep(rescued) == (f"the last completed step, 7, is saved to {folder / step_name(7)}", True)
 
 
 def test_what_cannot_be_kept_anywhere_is_said_to_be_lost(

@@ -93,7 +93,7 @@ def intact(path: Path, step: int, read: Callable[[Path, int], Value]) -> Value:
     try:
         return read(path, step)
     except Damaged as damage:
-        fault = f"is damaged: {damage}" if path.is_dir() else "was deleted while it was read"
+        fault = f"is damaged: {damage}" if os.path.lexists(path) else "was deleted while it was read"
         raise NoCheckpoint(f"the checkpoint {path} {fault}; choose another step, or the newest intact one") from None
 
 
@@ -282,8 +282,11 @@ def _probe(folder: Path) -> None:
 
 def _make(folder: Path) -> None:
     """Create `folder` for this user only; parent folders get the usual mode."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(FOLDER_MODE, exist_ok=True)
+    try:
+        folder.mkdir(FOLDER_MODE, exist_ok=True)
+    except FileNotFoundError:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, exist_ok=True)
 
 
 def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, str]:
