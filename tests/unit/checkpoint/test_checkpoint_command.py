@@ -219,6 +219,20 @@ def test_an_export_never_replaces_a_file_or_enters_a_checkpoint(
     assert command("verify", run_folder).code == 0
 
 
+def test_a_link_to_a_checkpoint_is_verified_and_never_written_into(
+    run_folder: Path, command: Command, tmp_path: Path
+) -> None:
+    moved = (run_folder / "step-00000003").rename(tmp_path / "moved")
+    (run_folder / "step-00000003").symlink_to(moved)
+    (run_folder / "step-00000009").symlink_to(tmp_path / "nowhere")
+    assert command("verify", run_folder / "step-00000003").code == 0
+    done = command("verify", run_folder)
+    assert "step 3: complete" in done.out
+    assert f"step 9: damaged: it is a link to {tmp_path}/nowhere, which cannot be opened" in done.out
+    line = refused(command("export", run_folder, "--out", run_folder / "step-00000003" / "new.pt"))
+    assert "is inside the checkpoint" in line
+
+
 # bad input
 
 
