@@ -12,6 +12,7 @@ import inspect
 import os
 import pkgutil
 import re
+import signal
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -748,6 +749,22 @@ def _() -> None:
     assert handler.proc == "a process"
 
 
+@contract("torch.distributed.elastic.multiprocessing.api._terminate_process_handler")
+def _() -> None:
+    assert "signal.signal(sig, _terminate_process_handler)" in inspect.getsource(elastic.api.PContext.start)
+    with pytest.raises(elastic.api.SignalException):
+        elastic.api._terminate_process_handler(signal.SIGTERM, None)
+
+
+@contract("Optimizer._opt_called")
+def _() -> None:
+    optimizer: Any = SGD(nn.Linear(1, 1).parameters())
+    ConstantLR(optimizer)
+    assert not getattr(optimizer, "_opt_called", False)
+    optimizer.step()
+    assert optimizer._opt_called
+
+
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_torch_keeps(name: str, world: None) -> None:
     check = CONTRACTS[name]
@@ -769,6 +786,7 @@ NOT_OF_TORCH = {
     "hypothesis": "_hypothesis_internal_use_settings",
     "coverage": "_warn_no_data _warn_preimported_source _warn_unimported_source",
     "IPython": "_get_exc_info",
+    "multiprocessing": "_config",
     "a part of names of torch, which are looked at as a whole": "_C _utils _world _execution_engine",
 }
 """Private members of objects that no class of ours has, by whose they are."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from device_watch import queued_operations
 from insides import TorchDispatchMode
 from paceline.core.processes.world import World
 from paceline.data import DataLoader
@@ -88,7 +89,7 @@ def reads(world: World) -> list[int]:
     counts = []
     for samples in (4, 40):
         each = trainer(DistributedDataParallel(linear()), samples, accumulate=2, check_finite=False)
-        with Reads() as mode:
+        with queued_operations(), Reads() as mode:
             each.fit()
         counts.append(mode.count)
     return counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
-from io import TextIOWrapper
+from contextlib import suppress
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
@@ -218,8 +218,8 @@ def main() -> NoReturn:
     # The parent process may ignore SIGCHLD, which discards the exit codes of ranks, or block signals such as SIGTERM.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    if isinstance(sys.stdout, TextIOWrapper):  # a path may not be UTF-8
-        sys.stdout.reconfigure(errors="backslashreplace")
+    with suppress(AttributeError, OSError):  # not a file, or opened before its file was replaced
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a path may not be UTF-8
     # For a group without a command, typer reports an error; show the help instead.
     if not arguments or arguments in (["train"], ["bench"], ["checkpoint"]):
         arguments.append("--help")
