@@ -620,7 +620,7 @@ def test_alone():
 
 FOUND = {
     "clipped_locally": "parameter '0.bias' .* has different bits on rank 1 than on rank 0",
-    "learning_rate_on_rank_0": "parameter '0.bias' .* has different bits on rank 1 than on rank 0",
+    "learning_rate_on_rank_0": "rank 0 has 0.05, rank 1 has 0.1 as lr in group 0 of SGD",
     "loss_not_divided": "gradient of '0.weight' .* it is 2 times as large",
     "no_sampler": "ranks 0 and 1 share 32 of 32 samples",
     "seeds_of_samplers": "ranks 0 and 1 share 11 of 16 samples",
