@@ -6,16 +6,21 @@ difference is found before a step is taken with it, unless settings change betwe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from operator import is_
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, TypeAlias
+from weakref import ref
 from zlib import crc32
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.core.state.data_position import who_has
+
+ByParameter: TypeAlias = Mapping[int, tuple[str, Mapping[str, Any]]]
+"""For each averaged parameter, by index: its group in words, and the group's settings."""
+_PLAIN = {float, int, bool, type(None)}
 
 
 class OptimizerSettings:
@@ -24,54 +29,65 @@ class OptimizerSettings:
     Only settings that the optimizer itself defines count. A tensor on a GPU is left out, because reading it would wait.
     """
 
-    is_compared = False
-    """Whether ranks compare them; the same on every rank."""
+    comparisons_left = 0
+    """How many more times digests may differ although the settings of each parameter agree, because ranks group the
+    parameters differently; at 0, ranks stop comparing. The same on every rank."""
 
     def __init__(self) -> None:
         self.averaged: Mapping[int, int] = {}
         """Index of each averaged parameter, by id."""
-        self.stepped: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
+        self.stepped: list[ref[Optimizer]] = []
         """The optimizers that stepped last, each once; cleared when one of them steps again."""
         self._values, self._digest = list[Any](), 0
 
     def digest(self) -> int:
         """Return a number that is equal on all ranks if the settings are; 0 if they are not compared."""
-        values = [value for optimizer in self.stepped for group in optimizer.param_groups for value in group.values()]
+        if not self.comparisons_left:
+            return 0
+        groups = self._groups()
+        values = [value for _, _, group in groups for value in group.values()]
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
-            self._digest = crc32(repr(sorted(str(settings) for _, settings in self._groups())).encode())
+            settings = [
+                [value if type(value) in _PLAIN else _number(value) for value in map(group.get, optimizer.defaults)]
+                for optimizer, _, group in groups
+                if not self.averaged.keys().isdisjoint(map(id, group["params"]))
+            ]
+            self._digest = crc32(repr(settings).encode())
             # The content of a tensor may change.
-            self._values = [] if any(isinstance(value, Tensor) for value in values) else values
-        return self._digest if self.is_compared else 0
+            self._values = [] if Tensor in map(type, values) else values
+        return self._digest
 
-    def by_parameter(self) -> dict[int, dict[str, str]]:
-        """Return the settings for each averaged parameter, by its index."""
-        pairs = [(id(parameter), settings) for group, settings in self._groups() for parameter in group]
-        return {self.averaged[key]: settings for key, settings in pairs if key in self.averaged}
+    def by_parameter(self) -> ByParameter:
+        return {
+            self.averaged[id(parameter)]: (f"in group {number} of {type(optimizer).__name__}", settings)
+            for optimizer, number, group in self._groups()
+            for settings in [{name: _number(group.get(name)) for name in optimizer.defaults}]
+            for parameter in group["params"]
+            if id(parameter) in self.averaged
+        }
 
-    def _groups(self) -> Iterator[tuple[list[Tensor], dict[str, str]]]:
-        for optimizer in self.stepped:
-            for number, group in enumerate(optimizer.param_groups):
-                if any(id(parameter) in self.averaged for parameter in group["params"]):
-                    place = f"in group {number} of {type(optimizer).__name__}"
-                    yield group["params"], {f"{name} {place}": _number(group.get(name)) for name in optimizer.defaults}
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, Tensor) and value.is_cpu:
-        value = value.tolist()
-    return str(value) if isinstance(value, int | float | tuple) else ""
+    def _groups(self) -> list[tuple[Optimizer, int, dict[str, Any]]]:
+        optimizers = [optimizer for reference in [*self.stepped] if (optimizer := reference()) is not None]
+        return [(optimizer, *numbered) for optimizer in optimizers for numbered in enumerate(optimizer.param_groups)]
 
 
-def find_difference(ranks: Sequence[Mapping[int, Mapping[str, str]]]) -> str | None:
-    """Describe the first setting that differs between ranks for the same parameter.
+def _number(value: Any) -> Any:
+    """Return a number, or a tuple of numbers, that does not depend on the type of `value`; None for other values."""
+    if isinstance(value, Tensor):
+        return value.item() if value.is_cpu and value.numel() == 1 else None
+    if isinstance(value, tuple):
+        return tuple(map(_number, value))
+    return value if type(value) in _PLAIN else float(value) if isinstance(value, Real) else None
 
-    Returns None if there is none, because ranks may train different parameters.
-    """
+
+def find_difference(ranks: Sequence[ByParameter]) -> str | None:
+    """Describe the first setting that differs between ranks for the same parameter; None if there is none."""
     for index in sorted(set().union(*ranks)):
-        held = {rank: settings[index] for rank, settings in enumerate(ranks) if index in settings}
-        for name in next(iter(held.values())):
-            values = {rank: settings[name] for rank, settings in held.items() if name in settings}
+        held = {rank: found[index] for rank, found in enumerate(ranks) if index in found}
+        place, settings = next(iter(held.values()))
+        for name in settings:
+            values = {rank: found[name] for rank, (_, found) in held.items() if name in found}
             if len(set(values.values())) > 1:
-                remedy = "use equal settings on all ranks; give a scheduler paceline.mean_over_ranks(loss)"
-                return f"ranks differ: {who_has(values, f'as {name}')}; {remedy}"
+                remedy = "use equal settings on all ranks; step ReduceLROnPlateau with paceline.mean_over_ranks(loss)"
+                return f"ranks differ: {who_has(values, f'as {name} {place}')}; {remedy}"
     return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from operator import itemgetter
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -118,9 +118,9 @@ class StepGuard:
             self._stepped()
             self._ledger.status.optimizer_steps += 1
             stepped = self._ledger.settings.stepped
-            if optimizer in stepped:
+            if (stepping := ref(optimizer, stepped.remove)) in stepped:
                 stepped.clear()
-            stepped[optimizer] = None
+            stepped.append(stepping)
             if self._ledger.local_tasks:  # the step did not call its closure
                 self.check_whole("optimizer.step(closure)")
 

@@ -108,9 +108,10 @@ def connect(
     recorder.groups[channel.name] = channel.members
     ledger, every, has_peers = replica.ledger, options.check_replicas_every, channel.size > 1
     ledger.has_peers = has_peers
-    ledger.settings.is_compared = has_peers and options.init_sync is not False
-    if has_peers and options.init_sync is not False and not every:
-        ledger.compare_at = 1
+    if has_peers and options.init_sync is not False:
+        ledger.settings.comparisons_left = 8
+        if not every:
+            ledger.compare_at = 1
     joined_steps = JoinedSteps(wrapper, channel, lambda: replica.module)
     replica_check = ReplicaCheck(every, replica.watch.named_parameters, ledger, channel)
     alive = weakref.ref(wrapper)  # weak, because the wrapper holds everything created here

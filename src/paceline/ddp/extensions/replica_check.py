@@ -105,10 +105,8 @@ class ReplicaCheck(Extension):
             ledger.compare_at = (1 if is_postponed else 2) * ledger.synchronizations + 1
             ledger.compares_out_of_turn = False
         if len({status.settings for status in statuses}) > 1 and not stands_apart:
-            settings = self._channel.all_gather_object(ledger.settings.by_parameter())
-            difference = find_difference(settings)
-            # Ranks may train different parameters. A rank without settings has already dropped its optimizer.
-            ledger.settings.is_compared = len(set(map(frozenset, filter(None, settings)))) < 2
+            difference = find_difference(self._channel.all_gather_object(ledger.settings.by_parameter()))
+            ledger.settings.comparisons_left -= difference is None
             return difference
         if stands_apart or not (is_asked or self._is_due(steps)):
             return None

@@ -109,7 +109,8 @@ _BROADCAST = {*_SUMMED, torch.complex32, *_INTEGERS}
 def _unfit(tensor: Tensor, dtypes: Collection[torch.dtype] | None = None) -> str:
     """Describe a tensor without readable elements or, if given, with none of `dtypes`; empty for other tensors."""
     if not has_elements(tensor):
-        return f"a {type(tensor).__name__} of dtype {tensor.dtype} and layout {tensor.layout} on {tensor.device}"
+        layout = "nested" if tensor.is_nested else tensor.layout
+        return f"a {type(tensor).__name__} of dtype {tensor.dtype} and layout {layout} on {tensor.device}"
     return "" if dtypes is None or tensor.dtype in dtypes else f"of dtype {tensor.dtype}"
 
 
