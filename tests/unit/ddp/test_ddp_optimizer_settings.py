@@ -92,3 +92,18 @@ def test_settings_of_different_parameters_and_unknown_ones_may_differ(pools: Poo
     for step, _, asks in pools.run(2, steps_until_refused, case):
         assert step == 12
         assert not asks, "the ranks still exchange their settings"
+
+
+def train_with_two_classes(world: World) -> None:
+    net = chain(3, 4, 2)
+    model = DistributedDataParallel(net)
+    optimizer = (SGD, AdamW)[world.rank](net.parameters(), lr=0.1, weight_decay=0.0)
+    with pytest.raises(ReplicaMismatch, match="has different bits on rank 1"):
+        for _ in range(5):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_replicas_are_compared_although_the_settings_cannot_be(pools: Pools) -> None:
+    pools.run(2, train_with_two_classes)

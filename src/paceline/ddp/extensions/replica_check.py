@@ -106,8 +106,9 @@ class ReplicaCheck(Extension):
             ledger.compares_out_of_turn = False
         if len({status.settings for status in statuses}) > 1 and not stands_apart:
             difference = find_difference(self._channel.all_gather_object(ledger.settings.by_parameter()))
-            ledger.settings.comparisons_left -= difference is None
-            return difference
+            if difference is not None:
+                return difference
+            ledger.settings.comparisons_left -= 1
         if stands_apart or not (is_asked or self._is_due(steps)):
             return None
         self._checked_at = steps
