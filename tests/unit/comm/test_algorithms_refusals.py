@@ -31,7 +31,7 @@ CASES: dict[str, tuple[Callable[[int, Any], Any], str]] = {
     ),
     "a root outside the group": (
         lambda rank, group: algorithms.linear_reduce(ones(5), dst=3, group=group),
-        "UsageError: dst=3 is not a rank of the group, which has ranks 0, 1, 2; pass one of these",
+        "UsageError: dst=3 is not a rank of the group, which has ranks 0–2; pass one of these",
     ),
     "an average of integers": (
         lambda rank, group: algorithms.ring_all_reduce(ones(5, dtype=torch.int64), op=ReduceOp.AVG, group=group),

@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -40,8 +41,10 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Return the text ``rank 1`` or ``ranks 0, 2``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    """Return the text ``rank 1``, ``ranks 0, 2`` or ``ranks 0–3, 7``."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    names = [f"{run[0]}–{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"
 
 
 def ranks_by_value(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
