@@ -220,7 +220,7 @@ class Agent:
             self._ranks.signalled.update(self._ranks.running())
             self._preemption.request_stop(number, pids)
             self._ending.wait(number, self._job.grace)
-            if not self._ranks.failed():
+            if not self._ranks.failed() and self._preemption.saved() is None:
                 return  # the ranks had already ended
         elif number == signal.SIGINT:
             self._end_ranks(signal.SIGTERM, INTERRUPT_GRACE_S, quiet=True)
