@@ -148,6 +148,12 @@ NOTHING, AFTER_FIVE = Past(), Past({"a": 5}, has_trained=True)
         (Failure(LEFT, [NEW_FOLDER]), Past({"a": 5}, LIMIT - 1), None, Verdict.IN_VAIN),
         (Failure(LEFT, [replace(NEW_FOLDER, completed=6)]), Past({"a": 5}, LIMIT - 1), None, Verdict.RESTART),
         (Failure(LEFT, [NEW_FOLDER]), Past({"a": 9, "b": 4}, LIMIT - 1), None, Verdict.RESTART),  # both folders go on
+        (
+            Failure(LEFT, [NEW_FOLDER, replace(FIVE, completed=9)]),
+            Past({"a": 9}, LIMIT),
+            None,
+            Verdict.RESTART,
+        ),  # stages
         (Failure(LEFT, [FIVE]), Past({"a": 5}, 1), 2, Verdict.IN_VAIN),
         (Failure(LEFT, [NEW]), Past({}, LIMIT - 1), None, Verdict.RESTART),
         (Failure(WRONG, [NEW_FOLDER]), Past({"a": 5}, 0, ("ValueError", 5)), None, Verdict.REPEATED),

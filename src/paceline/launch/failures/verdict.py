@@ -169,8 +169,8 @@ class Past:
     def with_one_more(self, failure: Failure) -> Past:
         """Return the summary with `failure` added."""
         completed = failure.completed
-        # A script may use a new folder in each start, so a new folder is compared with the furthest of the others.
-        furthest = max(self.best.values(), default=0)
+        # A script may use a new folder in each start, so compare a new folder with folders that are no longer used.
+        furthest = max((step for key, step in self.best.items() if key not in completed), default=0)
         is_progress = any(step > self.best.get(key, furthest) for key, step in completed.items())
         best = {**self.best, **{key: max(step, self.best.get(key, 0)) for key, step in completed.items()}}
         has_trained = self.has_trained or failure.has_trained
