@@ -157,15 +157,17 @@ def test_the_report_ends_with_the_headline_below_the_only_traceback() -> None:
 
 
 def test_ranks_that_fail_alike_share_a_line() -> None:
-    ends = [End(rank, 1, 5.0, record=told("OSError: no data", 4.0 + rank)) for rank in range(4)]
-    assert report(ends, set()).splitlines()[0] == "ranks 1, 2, 3 failed in the same way"
+    ends = [End(rank, 1, 5.0, rank > 2, told("OSError: no data", 4.0 + rank)) for rank in range(6)]
+    ends[5] = replace(ends[5], record=replace(told("OSError: no data", 9.0), trace='File "elsewhere.py", line 1'))
+    others = ["ranks 1–4 failed in the same way", "rank 5 also failed (OSError: no data)"]
+    assert report(ends, set()).splitlines()[:2] == others
     ends[0] = replace(ends[0], record=told("KeyError: x", 4.0))
-    assert report(ends, set()).splitlines()[0] == "ranks 1, 2, 3 also failed (exit code 1: OSError: no data)"
+    assert report(ends, set()).splitlines()[0] == "ranks 1–4 also failed (exit code 1: OSError: no data)"
 
 
 def test_errors_that_differ_only_in_the_ranks_number_are_alike() -> None:
     ends = [End(rank, 1, 5.0, record=told(f"ValueError: rank {rank}: no data", 4.0 + rank)) for rank in range(11)]
-    assert report(ends, set()).splitlines()[0] == f"ranks {', '.join(map(str, range(1, 11)))} failed in the same way"
+    assert report(ends, set()).splitlines()[0] == "ranks 1–10 failed in the same way"
     assert sum("no data" in line for line in raised(ends, set())) == 1
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -89,7 +90,8 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
         sys.__excepthook__(kind, error, trace)
         # Gloo and NCCL report a lost rank with a RuntimeError.
         behind = BEHIND_S // 2 if isinstance(error, RuntimeError) else 0
-        _tell_torchrun(f"{kind.__name__}: {error}{place_in(trace)}", behind)  # its traceback is on stderr
+        text = "".join(traceback.format_exception_only(kind, error)).rstrip()  # the traceback is on stderr
+        _tell_torchrun(f"{text}{place_in(trace)}", behind)
 
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:

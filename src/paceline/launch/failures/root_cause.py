@@ -226,8 +226,8 @@ def remarks(ends: Sequence[End]) -> list[str]:
     alike: dict[str, list[End]] = {}
     for end in failed:
         if end in others and end not in consequences:
-            alike.setdefault(nameless(end.rank, end.detail), []).append(end)
-    same = {nameless(end.rank, end.detail) for end in culprits if end.record}
+            alike.setdefault(_likeness(end), []).append(end)
+    same = {_likeness(end) for end in culprits if end.record}
     for key, group in alike.items():
         ranks = named_ranks(sorted(end.rank for end in group))
         lines.append(f"{ranks} failed in the same way" if key in same else f"{ranks} also failed ({group[0].detail})")
@@ -237,6 +237,11 @@ def remarks(ends: Sequence[End]) -> list[str]:
     if stopped := [end.rank for end in others if end.stopped and end not in failed]:
         lines.append(f"{named_ranks(sorted(stopped))} {'was' if len(stopped) == 1 else 'were'} stopped {because}")
     return lines
+
+
+def _likeness(end: End) -> str:
+    """Return a key that is equal for ranks that failed in the same way, whether or not the launcher stopped them."""
+    return nameless(end.rank, f"{end.record.message}\n{identity(end.record)}") if end.record else end.how
 
 
 def _doing(end: End) -> str:
