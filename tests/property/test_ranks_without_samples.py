@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 import paceline
 from paceline.core.processes.world import World
@@ -172,6 +173,16 @@ def kept_gradients(model: DistributedDataParallel) -> list[int]:
     return []
 
 
+def gradients_between_forward_and_backward(model: DistributedDataParallel) -> list[int]:
+    for x, y in DataLoader(data(), BATCH):
+        with model.weight(len(y)):
+            loss = summed(model, x, y)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            loss.backward()
+    return [8, 9]
+
+
 def a_weight_that_is_not_the_number_of_samples(model: DistributedDataParallel) -> list[int]:
     for x, y in DataLoader(data(), BATCH):
         model.zero_grad()
@@ -257,7 +268,7 @@ def an_evaluation(model: DistributedDataParallel) -> list[int]:
 
 
 LOOPS = [
-    kept_gradients, a_weight_that_is_not_the_number_of_samples, the_last_micro_batch_is_local,
+    kept_gradients, gradients_between_forward_and_backward, a_weight_that_is_not_the_number_of_samples, the_last_micro_batch_is_local,
     the_next_batch_is_fetched_ahead, another_loader_has_samples, a_stream, a_compiled_model, a_scaled_loss,
     no_rank_but_two_ever_has_samples, an_evaluation,
 ]  # fmt: skip
@@ -286,13 +297,16 @@ def test_gradients_equal_one_process_in_other_loops(pools: Pools, loop: Any) -> 
     pools.run(4, loop_beside_twin, loop)
 
 
-class Reshaped(nn.Linear):
+class Reshaped(nn.Sequential):
+    """Cannot be run on stand-in rows, because all ranks communicate in it."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.reshape(x.size(0), -1))
+        output: Tensor = super().forward(x.reshape(x.size(0), -1))
+        return output
 
 
 def failing_on_no_rows(world: World) -> str:
-    model = DistributedDataParallel(Reshaped(20, 5).double())
+    model = DistributedDataParallel(Reshaped(SyncBatchNorm(20), nn.Linear(20, 5)).double())
     for x, _ in DataLoader(data(), BATCH):
         try:
             model(x)
@@ -308,6 +322,72 @@ def test_a_model_that_cannot_take_no_rows_is_told_why_and_what_to_do(pools: Pool
         assert message.startswith(f"rank {rank} has no samples in this batch, ")
         assert "RuntimeError: cannot reshape tensor of 0 elements" in message
         assert "call model.sync_gradients() instead of forward and backward if loader.slice_is_empty" in message
+
+
+# -- models that cannot take 0 rows ----------------------------------------------------------------------------------
+
+
+def transformer(family: str) -> nn.Module:
+    sizes = {"vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    no_dropout = dict.fromkeys(["hidden_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+    config = AutoConfig.for_model(family, **sizes, **no_dropout, attention_probs_dropout_prob=0.0, num_labels=12)
+    model: nn.Module = KINDS[family].from_config(config)
+    return model.double().train()
+
+
+KINDS = {"bert": AutoModelForTokenClassification, "gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM}
+
+
+class Packed(nn.Module):
+    """Returns a summed loss and the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(1, 12)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, int]:
+        lengths = torch.full_like(input_ids[:, 0], 5) * input_ids.max(1).values.clamp(0, 1)
+        packed = nn.utils.rnn.pack_padded_sequence(input_ids[..., None].double(), lengths, batch_first=True)
+        return F.cross_entropy(self.lstm(packed)[1][0][-1], input_ids[:, 0], reduction="sum"), len(input_ids)
+
+
+def mean_loss(model: Any, ids: Tensor, family: str, returns_loss: bool) -> tuple[Tensor, int]:
+    if family == "packed":
+        loss, count = model(ids)
+        return loss / max(count, 1), count
+    if returns_loss:
+        return model(input_ids=ids, labels=ids).loss, len(ids)
+    logits = model(ids).logits
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids.reshape(-1)), len(logits)
+
+
+def train_on_stand_ins(world: World, family: str, returns_loss: bool) -> None:
+    size = SAMPLES - 1  # so that the last batch has one sample
+    torch.manual_seed(0)
+    module = (Packed() if family == "packed" else transformer(family)).double()
+    twin, ids = copy.deepcopy(module), torch.randint(1, 12, (SAMPLES, 5))
+    model = DistributedDataParallel(module, unused_parameters="allow", check_finite=True)
+    for batch, expected in zip(DataLoader(TensorDataset(ids), size), ids.split(size), strict=True):
+        model.zero_grad()
+        twin.zero_grad()
+        with model.weight(len(batch[0])):
+            loss, count = mean_loss(model, batch[0], family, returns_loss)
+            (loss * count).backward()
+        assert count == len(batch[0])
+        mean_loss(twin, expected, family, returns_loss)[0].backward()
+        for mine, other in zip(module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-11)
+        with torch.no_grad():
+            assert mean_loss(model, batch[0], family, returns_loss)[1] == count
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("returns_loss", [True, False])
+@pytest.mark.parametrize("family", [*KINDS, "packed"])
+def test_models_that_raise_on_no_rows_train_like_one_process(
+    pools: Pools, family: str, returns_loss: bool, ranks: int
+) -> None:
+    pools.run(ranks, train_on_stand_ins, family, returns_loss)
 
 
 def trained(world: World) -> list[Any]:

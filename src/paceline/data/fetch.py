@@ -5,18 +5,20 @@ An error in a sample is returned as a :class:`Failure`, and the rank's own proce
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
+from paceline.core.output.wording import with_article
+from paceline.core.state.empty_batch import emptied
 from paceline.core.state.rng import derive_seed, preserved, sow
 from paceline.core.state.virtual_ranks import Slices
-from paceline.data.empty_batch import with_empty
 from paceline.data.split.partition import Slice
 from paceline.errors import DataError
 
@@ -104,6 +106,31 @@ def gathered(batches: Iterable[Any], seeds: list[int]) -> Slices | Failure:
             return batch
         slices.append(batch)
     return slices
+
+
+class WithEmpty(NamedTuple):
+    """A fetched batch, together with an empty batch of the same structure, or the reason why there is none."""
+
+    batch: Any
+    empty: Any
+    reason: str
+
+
+def with_empty(batch: Any, collate: Collate, fetch: Callable[[], Any]) -> WithEmpty:
+    """Return `batch` with an empty batch, made by comparing batches of two and three copies of a fetched sample."""
+    cuts: list[bool] = []
+    kept: list[Any] = []
+    try:
+        sample = fetch()
+        # Copies, because `collate` may change its samples.
+        few, more = (collate([copy.deepcopy(sample) for _ in range(count)]) for count in (2, 3))
+        empty = emptied(few, more, cuts, kept)
+        reason = "" if any(cuts) else "no tensor has one row per sample"
+        if kept:
+            reason = f"it contains {with_article(type(kept[0]).__name__)}, which cannot be emptied"
+    except Exception as error:  # from the dataset, from collate_fn, or from a type that cannot be cut
+        empty, reason = None, f"{type(error).__name__}: {error}"
+    return WithEmpty(batch, None if reason else empty, reason)
 
 
 def own_streams() -> AbstractContextManager[None]:

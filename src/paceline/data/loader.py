@@ -15,14 +15,13 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
 from paceline.core.output.wording import with_article
-from paceline.core.state.data_position import taken
+from paceline.core.state.data_position import note_empty_slice, taken
 from paceline.core.state.rng import derive_seed
 from paceline.core.state.virtual_ranks import Slices
 from paceline.core.telemetry.spans import DATA_WAIT, recorder
 from paceline.core.telemetry.users_code import warn
 from paceline.data.arguments import find_place
-from paceline.data.empty_batch import WithEmpty
-from paceline.data.fetch import Collate, Failure, Fetch
+from paceline.data.fetch import Collate, Failure, Fetch, WithEmpty
 from paceline.data.sampler import GlobalBatchSampler
 from paceline.data.split.balance import Cost
 from paceline.data.stream import End, GlobalBatchStream, Reader, with_last
@@ -193,7 +192,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 elif virtual_ranks is not None and (is_empty := not batch.filled):
                     batch.empty = copy.deepcopy(self._empty)
                 progress.hand_over()
-                (taken.empty_slices.add if is_empty else taken.empty_slices.discard)(progress.key)
+                taken.empty_slices.pop(progress.key, None)
+                if is_empty:
+                    note_empty_slice(progress)
                 self.at_last, self.slice_is_empty = last, is_empty
                 expected = (progress.epoch, progress.position)
                 if check is not None:
@@ -215,6 +216,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 if check is not None:
                     check.end_batch()
             progress.finish()
+            taken.empty_slices = dict.fromkeys(taken.empty_slices, False)
         finally:
             if not is_exiting() and this_pass == progress.passes:
                 self.at_last = self.slice_is_empty = False
@@ -225,10 +227,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._tickets.needs_example, self._empty = False, fetched.empty
         if fetched.reason:
             warn(
-                f"rank {self.progress.rank}: a batch with fewer samples than ranks leaves this rank without samples, "
-                f"and an empty batch cannot be made ({fetched.reason}), so the loader yields None; write\n"
+                f"rank {self.progress.rank}: a batch with fewer samples than ranks leaves ranks without samples, and "
+                f"an empty batch cannot be made ({fetched.reason}), so the loader yields None there; write\n"
                 "    if batch is None:\n        model.sync_gradients()\n    else: …  # forward and backward\n"
-                "or avoid short batches with drop_last=True"
+                "or avoid short batches with drop_last=True, which SyncBatchNorm requires"
             )
         return fetched.batch
 

@@ -169,13 +169,10 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             yield Slices(slices, [seed_of_slice(self.seed, epoch, number, at) for at in shares])
 
     def example(self) -> int | None:
-        """Return the index of a sample if a batch of this pass may leave this rank without samples, else None."""
+        """Return the index of a sample if the last batch of this pass has fewer samples than slices, else None."""
         order = self._order.of(self._started[0])
-        count, shares = self.slicing.shares(self._virtual_ranks)
         last = self.batch_size if self.drop_last else len(order) % self.batch_size or self.batch_size
-        bounds = (slice_bounds(last, at, count, self.slicing.speeds) for at in shares)
-        is_filled = last >= count if self._costs is not None else any(low < high for low, high in bounds)
-        return None if is_filled else int(order[-1])
+        return None if last >= self.slicing.shares(self._virtual_ranks)[0] else int(order[-1])
 
     def _batches(self, order: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the numbers and indices of the global batches in `order`, from number `start` on."""

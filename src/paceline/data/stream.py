@@ -20,8 +20,7 @@ from paceline.core.state.virtual_ranks import seed_of_slice
 from paceline.core.torch_internals.data import hide_worker_info
 from paceline.data.arguments import reiterable
 from paceline.data.dataset_digest import outline_digest
-from paceline.data.empty_batch import with_empty
-from paceline.data.fetch import Collate, Failure, gathered, own_streams
+from paceline.data.fetch import Collate, Failure, gathered, own_streams, with_empty
 from paceline.data.position import Position
 from paceline.data.split.partition import slice_bounds
 from paceline.errors import CheckpointMismatch, UsageError

@@ -45,6 +45,7 @@ class Counted(Dataset[Any]):
         (lambda samples: [torch.stack(samples)], "[(0, 1, 3)]"),
         (lambda samples: Fields(torch.stack(samples), ["a"] * len(samples)), "Fields(x=(0, 1, 3), names=[])"),
         (lambda samples: {"x": (torch.cat(samples).numpy(), 1.5, None)}, "{'x': ((0, 3), 1.5, None)}"),
+        (lambda samples: (torch.cat(samples), len(samples), "a"), "((0, 3), 0, 'a')"),
         (lambda samples: BatchEncoding({"x": torch.cat(samples)}), "{'x': (0, 3)}"),
         (lambda samples: list(samples), "it contains a list, which cannot be emptied"),
         (lambda samples: ({}, len(samples)), "no tensor has one row per sample"),

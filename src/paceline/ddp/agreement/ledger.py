@@ -210,6 +210,7 @@ class Ledger:
             return
         if is_empty:
             block.is_claimed, block = True, Block(0.0)
+            self.kept.found = None  # all existing gradients are kept, because this backward pass adds none
         self.current = block
         self._count(block)
         self._mistaken_means.check(block)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from paceline.core.state.empty_batch import SKIP, emptied
 from paceline.core.state.unwrapping import Communicates
-from paceline.core.torch_internals.compile import never_compiled
+from paceline.core.torch_internals.compile import TorchDDP, call_module, never_compiled
+from paceline.core.torch_internals.tensors import tree_map
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.reducer.forwards import tensors_in
 from paceline.ddp.slices.buffers import SavedBuffers
 from paceline.errors import PacelineError, UsageError
+
+SHARED = nn.SyncBatchNorm, Communicates
+"""Layers that compute their outputs and buffers from the samples of all ranks."""
 
 
 @never_compiled
@@ -24,29 +30,50 @@ def have_no_rows(inputs: Any, kwargs: Any) -> bool:
     They are not if the script has fetched the empty batch ahead and is still working on an earlier one.
     """
     tensors = tensors_in((inputs, kwargs))
-    if tensors:
-        return tensors[-1].numel() == 0  # the first one, because they are in reverse order
-    return not (any(inputs) or any(kwargs.values()))
+    # The first tensor decides; they are in reverse order.
+    return tensors[-1].numel() == 0 if tensors else not (any(inputs) or any(kwargs.values()))
 
 
 @contextmanager
 @never_compiled
 def on_empty_slice(replica: Replica) -> Iterator[None]:
-    """Keep the buffers, mark the forward pass as empty, and explain an error of the module."""
-    shared = nn.SyncBatchNorm, Communicates  # these layers compute their buffers from the samples of all ranks
-    parts = [part for part in replica.module.modules() if isinstance(part, shared)]
-    buffers = SavedBuffers(replica.module, {(id(part), name) for part in parts for name in part._buffers})
+    """Keep the buffers, and mark the forward pass as empty."""
+    modules = replica.module.modules()
+    shared = {(id(part), name) for part in modules if isinstance(part, SHARED) for name in part._buffers}
+    buffers = SavedBuffers(replica.module, shared)
     replica.ledger.is_on_empty_slice = True
     try:
         yield
-    except PacelineError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"rank {dist.get_rank()} has no samples in this batch, which has fewer samples than there are ranks, and "
-            f"the model fails on this rank's empty batch ({type(error).__name__}: {error}); make it take 0 rows, call "
-            "model.sync_gradients() instead of forward and backward if loader.slice_is_empty, or give drop_last=True"
-        ) from error
     finally:
         replica.ledger.is_on_empty_slice = False
         buffers.restore()
+
+
+@never_compiled
+def call_without_rows(
+    wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call `module` on 0 rows; if it raises an exception, call it on a few constant rows, and cut its outputs."""
+    try:
+        return call_module(wrapper, module, inputs, kwargs)
+    except PacelineError:
+        raise
+    except Exception as error:
+        if not any(isinstance(part, SHARED) and part.training for part in module.modules()):
+            for value in 0, 1:  # 0 is an index into any table, but not the length of a packed sequence
+                filled = (tree_map(partial(_with_rows, rows, value), (inputs, kwargs)) for rows in (2, 3))
+                with suppress(Exception):
+                    few, more = (call_module(wrapper, module, *arguments) for arguments in filled)
+                    return emptied(few, more, [], [])
+        raise UsageError(
+            f"rank {dist.get_rank()} has no samples in this batch, which has fewer samples than there are ranks, and "
+            f"the model fails on this rank's empty batch ({type(error).__name__}: {error}); make it take 0 rows, {SKIP}"
+        ) from error
+
+
+def _with_rows(rows: int, value: int, argument: Any) -> Any:
+    if not isinstance(argument, Tensor) or argument.numel():
+        return argument
+    filled = argument.new_full([size or rows for size in argument.shape], value)
+    # Keep the graph, because a backward pass has to reach the wrapper that computed the argument, too.
+    return filled + argument.sum() if argument.requires_grad else filled

@@ -36,7 +36,7 @@ from paceline.ddp.options.module_checks import check_devices, check_initialized
 from paceline.ddp.reducer.forwards import tensors_in
 from paceline.ddp.reducer.reducer import Reducer
 from paceline.ddp.wrapper.averaging import register
-from paceline.ddp.wrapper.empty_slice import have_no_rows, on_empty_slice
+from paceline.ddp.wrapper.empty_slice import call_without_rows, have_no_rows, on_empty_slice
 from paceline.ddp.wrapper.sync_control import SyncControl
 from paceline.ddp.wrapper.torch_compat.members import TorchMembers, accept_bare_keys
 from paceline.ddp.wrapper.torch_compat.mixed_precision import LowPrecision, low_precision
@@ -250,11 +250,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @compiled_below
     def _call_module(self, wrapper: Any, inputs: Any, kwargs: Any) -> Any:
+        call = call_without_rows if self._replica.ledger.is_on_empty_slice else call_module
         if self._low_precision is None:
-            return call_module(wrapper, self.module, inputs, kwargs)
+            return call(wrapper, self.module, inputs, kwargs)
         inputs, kwargs = self._low_precision.cast_inputs(inputs, kwargs)
         with self._low_precision.cast_parameters(self.module, self.parameters_to_ignore):
-            return call_module(wrapper, self.module, inputs, kwargs)
+            return call(wrapper, self.module, inputs, kwargs)
 
     @never_compiled
     def _begin_forward(self) -> bool:
