@@ -268,9 +268,9 @@ def an_evaluation(model: DistributedDataParallel) -> list[int]:
 
 
 LOOPS = [
-    kept_gradients, gradients_between_forward_and_backward, a_weight_that_is_not_the_number_of_samples, the_last_micro_batch_is_local,
-    the_next_batch_is_fetched_ahead, another_loader_has_samples, a_stream, a_compiled_model, a_scaled_loss,
-    no_rank_but_two_ever_has_samples, an_evaluation,
+    kept_gradients, gradients_between_forward_and_backward, a_weight_that_is_not_the_number_of_samples,
+    the_last_micro_batch_is_local, the_next_batch_is_fetched_ahead, another_loader_has_samples, a_stream,
+    a_compiled_model, a_scaled_loss, no_rank_but_two_ever_has_samples, an_evaluation,
 ]  # fmt: skip
 
 
@@ -297,16 +297,17 @@ def test_gradients_equal_one_process_in_other_loops(pools: Pools, loop: Any) -> 
     pools.run(4, loop_beside_twin, loop)
 
 
-class Reshaped(nn.Sequential):
-    """Cannot be run on stand-in rows, because all ranks communicate in it."""
+class Inverting(nn.Linear):
+    """Takes neither 0 rows nor constant ones."""
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = super().forward(x.reshape(x.size(0), -1))
-        return output
+        x = x.reshape(x.size(0), -1)
+        torch.linalg.inv(x[:, :4].view(-1, 2, 2))
+        return super().forward(x)
 
 
 def failing_on_no_rows(world: World) -> str:
-    model = DistributedDataParallel(Reshaped(SyncBatchNorm(20), nn.Linear(20, 5)).double())
+    model = DistributedDataParallel(Inverting(20, 5).double())
     for x, _ in DataLoader(data(), BATCH):
         try:
             model(x)
@@ -376,7 +377,8 @@ def train_on_stand_ins(world: World, family: str, returns_loss: bool) -> None:
         assert count == len(batch[0])
         mean_loss(twin, expected, family, returns_loss)[0].backward()
         for mine, other in zip(module.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-11)
+            # These models compute parts in float32.
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
         with torch.no_grad():
             assert mean_loss(model, batch[0], family, returns_loss)[1] == count
 
