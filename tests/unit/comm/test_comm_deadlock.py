@@ -112,8 +112,6 @@ def threads(world: World) -> None:
     """The main threads wait for each other's second thread, which computes meanwhile, and the other way round."""
     groups = subgroups(world)
     groups |= {(0, 1, number): dist.new_group() for number in range(2)}
-    for number in range(2):
-        dist.all_reduce(torch.ones(1), group=groups[0, 1, number])
 
     def run(number: int) -> None:
         for _ in range(20):

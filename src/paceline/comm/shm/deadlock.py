@@ -7,8 +7,8 @@ stopped or has no core) does no harm. A rank posts nothing while it waits, so wh
 as its wait lasts. If a rank's own wait is among those that wait for it, it will never end (Chandy, Misra and Haas,
 "Distributed deadlock detection", 1983).
 
-A rank that computes, or that waits outside shared memory, records nothing. Neither does a rank with several threads
-that post, because another thread may be about to post the operation that the others wait for.
+A rank that computes, or that waits outside shared memory, records nothing. Neither does a rank with another thread that
+runs the user's code or has posted, because it may be about to post the operation that the others wait for.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ A collective that consists of several operations posts the second one only after
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -38,6 +39,7 @@ from paceline.comm.shm.handshake import Peer
 from paceline.comm.shm.header import SLOTS, Header, Shown, mismatch, read_header, read_shown, write
 from paceline.core.processes.missing_ranks import named_ranks
 from paceline.core.telemetry.spans import waiting
+from paceline.core.telemetry.users_code import runs_users_code
 from paceline.errors import CommunicationError, DesyncError
 
 Compute = Callable[[list[Shown]], None]
@@ -324,8 +326,11 @@ class Engine:
     def _check_deadlock(self, operation: Operation, missing: Sequence[Peer]) -> None:
         """Record the present wait for other ranks; raise if it waits for itself, or for a rank that raises this."""
         engines, event = _engines(), "ranks wait for each other in different operations"
-        if any(engine._poster not in (None, threading.get_ident()) or not engine.is_idle() for engine in engines):
-            return  # another thread may be about to post
+        threads = sys._current_frames()
+        del threads[threading.get_ident()]
+        may_post = any(engine._poster in threads or not engine.is_idle() for engine in engines)
+        if may_post or any(map(runs_users_code, threads.values())):
+            return
         waits: Waits = {}
         for engine in engines:
             for at, peers_waits in (read(peer.memory) for peer in engine.peers):

@@ -41,6 +41,12 @@ def warn(message: str, category: type[Warning] = UserWarning, call: FrameType | 
     warnings.warn_explicit(message, category, at.f_code.co_filename, at.f_lineno, name, registry)
 
 
+def runs_users_code(stack: FrameType) -> bool:
+    """Return whether `stack`, of any thread, contains the user's code, or code without a file such as a cell."""
+    with readable_stacks():
+        return any(is_users(file := frame.f_code.co_filename) or file[0] == "<" for frame, _ in traceback.walk_stack(stack))
+
+
 def users_line(call: FrameType) -> str:
     """Return the user's line that led to `call`, `` (file, line 7)``."""
     at = _users_frame(call)
