@@ -28,6 +28,7 @@ import pytest
 
 from forked import Forked
 from paceline.core.telemetry import failpoints
+from paceline.launch.watching import guard
 
 TIMEOUT_S = 300.0  # only a command that hangs needs so long, or a very busy machine
 
@@ -142,7 +143,7 @@ class Running:
         until(holds_yet, lambda: f"{otherwise} after {TIMEOUT_S} s\n{self.stderr}")
 
     def family(self) -> list[int]:
-        """Process ids of the launcher and everything below it."""
+        """Process ids of the launcher and everything below it, except its guard."""
         return [self.process.pid, *descendants(self.process.pid)]
 
     def __enter__(self) -> Running:
@@ -172,7 +173,7 @@ def until(holds: Callable[[], bool], otherwise: Callable[[], str] = str) -> None
 
 
 def descendants(parent: int) -> list[int]:
-    """Process ids of all children, grandchildren, …, that live."""
+    """Process ids of all children, grandchildren, …, that live, except guards, which end on their own."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -186,7 +187,15 @@ def descendants(parent: int) -> list[int]:
         below = children.get(todo.pop(), [])
         found += below
         todo += below
-    return found
+    return [pid for pid in found if not is_guard(pid)]
+
+
+def is_guard(pid: int) -> bool:
+    """Whether the process cleans up after a launcher that is killed."""
+    try:
+        return guard.__file__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def alive(pid: int) -> bool:

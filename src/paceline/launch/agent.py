@@ -292,8 +292,6 @@ def launch(job: Job) -> int:
 def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
     """Do the work of :func:`launch`, in any thread. The caller catches signals and completes the report."""
     report = report or JobReport(None, say)
-    if sys.platform != "linux":
-        say(f"note: on {sys.platform} ranks outlive a launcher that is killed with SIGKILL; on Linux they end")
     job = replace(job, run_id=job.run_id or uuid.uuid4().hex)
     with (
         PrintedLines(job.logs.prefix_ranks, lambda: bool(caught.received)) as printed,

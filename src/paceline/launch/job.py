@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from textwrap import shorten
 from typing import Any
 
@@ -26,7 +28,8 @@ from paceline.launch.options import GRACE_S, TIMEOUT_S, Supervision
 from paceline.launch.rank.channels import Logs
 from paceline.launch.rank.failure_record import LAUNCHER
 from paceline.launch.rank.hook import run_module
-from paceline.launch.watching.signals import FORWARDED
+from paceline.launch.watching import guard
+from paceline.launch.watching.signals import FORWARDED, sheltered
 
 RANK = Path(__file__).parent / "rank"
 TITLE = 200
@@ -100,17 +103,23 @@ def fork_server(job: Job, say: Callable[[str], None] = messages.say) -> ForkServ
     return ForkServer(job.command, environment, modules, say)
 
 
-def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder:
-    """Make the job's folder for the ranks' black boxes."""
+@contextmanager
+def black_boxes(name: str, program: Sequence[str], nproc: int) -> Iterator[JobFolder]:
+    """Make the job's folder for the ranks' black boxes, with a guard that removes it if this process is killed."""
     try:
-        folder = JobFolder(name, title_of(command), nproc)
+        folder = JobFolder(name, title_of(program), nproc)
     except OSError as error:
         raise UsageError(
             f"the job's folder cannot be made ({error}); free some space, or name another place in {PARENT}"
         ) from None
     if folder.remark:
         say(f"note: the job's folder, for what its ranks rescue, is {folder.remark}")
-    return folder
+    command = [sys.executable, "-I", "-S", guard.__file__, str(folder.path)]
+    with folder:
+        with sheltered():
+            process = Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
+        with process, folder:  # the guard exits after the folder is removed
+            yield folder
 
 
 def title_of(command: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.launch.failures.root_cause import headline
 from paceline.launch.watching.rank_processes import RankProcesses
-from processes import Running, gone_after, paceline, script
+from processes import Running, gone_after, paceline, script, until
 
 # Rank 0 waits in a collective that the other never joins.
 BLOCKED = """
@@ -90,14 +90,35 @@ next(iter(torch.utils.data.DataLoader(Stuck(), num_workers=1)))
 """
 
 
-def test_sigkill_of_the_launcher_ends_workers_that_are_stuck(tmp_path: Path) -> None:
-    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, STUCK_WORKER)) as job:
+@pytest.mark.parametrize("preload", ["0", "1"])
+def test_sigkill_of_the_launcher_ends_workers_that_are_stuck_and_removes_the_jobs_folder(
+    tmp_path: Path, preload: str
+) -> None:
+    (jobs := tmp_path / "jobs").mkdir()
+    of_job = {"PACELINE_JOBS": str(jobs), "PACELINE_PRELOAD": preload}
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, STUCK_WORKER), **of_job) as job:
         job.wait_for(*READY)
         family = job.family()
         assert {int((tmp_path / name).read_text()) for name in READY} <= set(family)
+        assert any(jobs.iterdir())
         job.process.kill()
         gone_after(family[1:], 5 + SLACK_S)
+        until(lambda: not any(jobs.iterdir()))
         assert job.leftovers == []
+
+
+SHARED = """
+import os, multiprocessing.heap, multiprocessing.util, tempfile
+usual = os.statvfs
+os.statvfs = lambda place: usual("/proc" if place == "/dev/shm" else place)  # without space
+assert multiprocessing.heap.Arena._choose_dir(multiprocessing.heap.Arena, 8) == tempfile.gettempdir()
+assert multiprocessing.util.get_temp_dir() == os.environ["PACELINE_BLACK_BOX"]
+"""
+
+
+def test_sockets_are_in_the_jobs_folder_and_shared_arrays_that_exceed_dev_shm_are_not(tmp_path: Path) -> None:
+    done = paceline(tmp_path, "run", script(tmp_path, SHARED))
+    assert done.returncode == 0, done.stderr
 
 
 def test_ctrl_c_ends_stubborn_ranks_and_their_children_before_the_grace_is_over_with_code_130(tmp_path: Path) -> None:

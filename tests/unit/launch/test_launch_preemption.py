@@ -281,10 +281,10 @@ else:
 def test_training_in_a_thread_saves_its_last_step_after_a_signal_too(tmp_path: Path, kind: str, target: str) -> None:
     # Python installs signal handlers only in the main thread, so the signal ended the ranks at once.
     name, is_alone = script(tmp_path, IN_A_THREAD), target == "no launcher"
+    number = signal.SIGINT if target == "launcher" else signal.SIGTERM  # which reaches the ranks as SIGTERM
     arguments, program = ((), (name, kind)) if is_alone else (("run", "--nproc", "2", name, kind), ())
     with Running(tmp_path, *arguments, program=program, fork="all") as job:
         job.wait_for(*READY[: 1 if is_alone else 2])
-        number = signal.SIGINT if target == "launcher" else signal.SIGTERM  # the ranks get SIGTERM
         stop(job, number, "launcher" if is_alone else target)
         # In a thread without a launcher, SystemExit only ends the thread.
         assert job.wait() == (0 if is_alone and kind == "thread" else 128 + number), job.stderr
@@ -292,6 +292,28 @@ def test_training_in_a_thread_saves_its_last_step_after_a_signal_too(tmp_path: P
         (step,) = saved_steps(tmp_path)
         if not is_alone:
             assert job.stderr.splitlines()[-1] == farewell(number, step)
+
+
+CLOSED_IN_A_THREAD = """
+import threading, time, torch, paceline
+optimizer = torch.optim.SGD(torch.nn.Linear(4, 2).parameters(), lr=0.1)
+checkpointer = paceline.Checkpointer("saved")
+checkpointer.register("optimizer", optimizer)
+optimizer.step()
+checkpointer.step()
+thread = threading.Thread(target=checkpointer.close)
+thread.start()
+thread.join()
+open("ready-0", "w").close()
+time.sleep(1000)
+"""
+
+
+def test_after_close_in_a_thread_a_signal_ends_the_process_as_usual(tmp_path: Path) -> None:
+    with Running(tmp_path, program=(script(tmp_path, CLOSED_IN_A_THREAD),), fork="all") as job:
+        job.wait_for("ready-0")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == -signal.SIGTERM
 
 
 TRAINER = """

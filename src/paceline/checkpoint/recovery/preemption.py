@@ -11,9 +11,10 @@ import os
 import signal
 import threading
 import time
-from functools import partial
+from functools import cache, reduce
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
+from operator import or_
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -64,11 +65,9 @@ class StopRequests:
             self._publish(Stopping.IN_VAIN)
         else:
             self._installed = list(filter(_is_unhandled, STOP_SIGNALS))
+            is_main = threading.current_thread() is threading.main_thread()
             for number in self._installed:
-                if threading.current_thread() is threading.main_thread():
-                    signal.signal(number, self.note)
-                else:
-                    self._handle_in_thread(number)
+                signal.signal(number, self.note) if is_main else self._handle_in_thread(number)
             if signal.SIGTERM in self._installed:  # the launcher sends SIGTERM to ranks that are READY
                 self._publish(Stopping.READY)
 
@@ -76,11 +75,10 @@ class StopRequests:
         """Return the signal that ends all ranks after this step, or None. Can be a collective if no barrier exists."""
         if not self._saves:
             return None
-        if self._pipes:
-            for reader in wait(list(self._pipes), 0):
-                number = self._pipes.pop(reader)
-                faulthandler.unregister(number)  # a second signal ends the process
-                self.note(number, None)
+        for reader in wait(list(self._pipes), 0) if self._pipes else ():
+            number = self._pipes.pop(reader)
+            faulthandler.unregister(number)  # a second signal ends the process
+            self.note(number, None)
         wishes = self._boundary.wishes if self._boundary.barrier is not None else self._wishes()
         return next((number for bit, number in enumerate(STOP_SIGNALS) if wishes & 1 << bit), None)
 
@@ -111,19 +109,17 @@ class StopRequests:
         """
         reader, writer = Pipe(duplex=False)
         os.set_blocking(writer.fileno(), False)
+        _reset_in_children()
+        _in_pipes.add(number)
         faulthandler.register(number, writer, all_threads=False)  # keeps a reference to the writer
         self._pipes[reader] = number
-        # In a forked child, the signal has its default action, and must not write to this rank's pipe.
-        block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {number})
-        unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {number})
-        os.register_at_fork(before=block, after_in_child=partial(faulthandler.unregister, number))
-        os.register_at_fork(after_in_child=unblock, after_in_parent=unblock)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handle signal `number`: record the first request, and end the process on the second."""
         now, bit = time.monotonic(), 1 << STOP_SIGNALS.index(signal.Signals(number))
         is_second = bool(self._boundary.wish) and now - self._noted > ECHO_S
-        if os.getpid() != self._process or is_second:  # a forked child ends immediately
+        # A forked child ends immediately, and so does this process after close() in another thread than the main one.
+        if os.getpid() != self._process or is_second or not self._installed:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -151,14 +147,34 @@ class StopRequests:
         steps = int((step - asked_step) * ASK_S / max(now - at, 1e-9)) if at else 1
         answers = consensus.gather(world, [self._boundary.wish, max(1, min(steps, 2 * (step - asked_step)))])
         self._asked, self._ask = (step, now), step + int(answers[0][1])
-        wishes = 0
-        for wish, _ in answers:
-            wishes |= int(wish)
-        return wishes
+        return reduce(or_, (int(wish) for wish, _ in answers))
 
     def _publish(self, state: Stopping, number: int = 0) -> None:
         if self._record is not None and self._record.stopping is not Stopping.SAVED:  # SAVED is final
             self._record.stop(state, number, self._boundary.step)
+
+
+_in_pipes: set[signal.Signals] = set()
+"""Signals that faulthandler has handled for a Checkpointer."""
+
+
+@cache  # because callbacks cannot be removed
+def _reset_in_children() -> None:
+    """Give these signals their default action in forked children, which must not write to this process's pipes."""
+    masks = threading.local()
+
+    def block() -> None:
+        masks.earlier = signal.pthread_sigmask(signal.SIG_BLOCK, _in_pipes)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.earlier)
+
+    def reset() -> None:
+        for number in _in_pipes:
+            faulthandler.unregister(number)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_child=reset, after_in_parent=unblock)
 
 
 def _is_unhandled(number: signal.Signals) -> bool:

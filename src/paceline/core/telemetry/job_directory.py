@@ -10,7 +10,8 @@ the folder:
     lock        locked while the launcher runs
 
 The locations are open to all users, so folders of other users are ignored. The launcher removes its folder when the job
-ends. If the launcher is killed, the next launcher or the next search for jobs removes it.
+ends, and its guard (:mod:`paceline.launch.watching.guard`) does so if the launcher is killed. If both are killed, the
+next launcher or the next search for jobs removes it.
 """
 
 from __future__ import annotations

@@ -34,11 +34,10 @@ from typing import Any, NoReturn
 LONGEST = 65536  # maximum message size in bytes; environments may be longer, so they are sent as a file
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 KEPT_BY_FORKS = {"jemalloc_bg_thd"}  # allocator threads that survive forks, because they use pthread_atfork
-ranks: "dict[int, int]" = {}  # pidfd (readable once the rank has exited) -> process id
 THREADS_S = 1.0  # a joined thread may still be listed for this long
 
 
-def serve(setting: str, parent: int, die_with: Callable[..., None]) -> None:
+def serve(setting: str, parent: int, die_with: Callable[[int], None]) -> None:
     """Import modules and fork ranks until the launcher exits; returns only in a rank.
 
     Args:
@@ -54,9 +53,7 @@ def serve(setting: str, parent: int, die_with: Callable[..., None]) -> None:
         launcher.set_inheritable(False)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
         _send(launcher, refused=preload(modules) or unfit())
-        launcher_end = os.pidfd_open(parent)
-        die_with(parent, 0)  # from now on, this process kills the ranks' child processes before it exits
-        request, descriptors = _fork_on_request(launcher, launcher_end)
+        request, descriptors = _fork_on_request(launcher)
     # The server must not return, because its interpreter would then run the script.
     except BaseException:
         _fail()
@@ -146,26 +143,21 @@ def threads() -> "list[str]":
     return names[:1] + [name for name in names[1:] if name not in KEPT_BY_FORKS]
 
 
-def _fork_on_request(launcher: socket.socket, parent: int) -> "tuple[dict[str, Any], list[int]]":
-    """Serve the launcher's requests until it exits or closes the socket; in a forked rank, return its request.
-
-    `parent` is a pidfd of the launcher, because a child process of the launcher may keep the socket open.
-    """
+def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int]]":
+    """Serve the launcher's requests until it closes the socket; in a forked rank, return its request."""
+    ended: dict[int, int] = {}  # pidfd (readable once the rank has exited) -> process id
     poll = select.poll()
     poll.register(launcher, select.POLLIN)
-    poll.register(parent, select.POLLIN)
     while True:
         for descriptor, _ in poll.poll():
-            if descriptor in ranks:
+            if descriptor in ended:
                 poll.unregister(descriptor)
                 os.close(descriptor)
-                _report(launcher, ranks.pop(descriptor))
+                _report(launcher, ended.pop(descriptor))
                 continue
-            if descriptor == parent:
-                _end()
             message, descriptors, _, _ = socket.recv_fds(launcher, LONGEST, 4)
             if not message:
-                _end()
+                os._exit(0)
             order = json.loads(message)
             if "reap" in order:
                 os.waitpid(order["reap"], 0)
@@ -174,7 +166,7 @@ def _fork_on_request(launcher: socket.socket, parent: int) -> "tuple[dict[str, A
             if pid == 0:
                 # If this copy stayed open, the launcher would not notice that the server has exited.
                 launcher.close()
-                for pidfd in (parent, *ranks):
+                for pidfd in ended:
                     os.close(pidfd)
                 with open(descriptors.pop(0), "rb") as file:
                     return json.load(file), descriptors
@@ -182,7 +174,7 @@ def _fork_on_request(launcher: socket.socket, parent: int) -> "tuple[dict[str, A
                 os.close(copy)
             if pid > 0:
                 watched = os.pidfd_open(pid)
-                ranks[watched] = pid
+                ended[watched] = pid
                 poll.register(watched, select.POLLIN)
                 _send(launcher, pid=pid)
 
@@ -210,15 +202,7 @@ def _send(launcher: socket.socket, **message: Any) -> None:
     try:
         launcher.send(json.dumps(message).encode())
     except (BrokenPipeError, ConnectionResetError):
-        _end()
-
-
-def _end() -> NoReturn:
-    """Exit with the ranks and their child processes, such as stuck DataLoader workers."""
-    for pid in ranks.values():
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    os._exit(0)
+        os._exit(0)
 
 
 # The rank

@@ -6,7 +6,6 @@ survives exec. On other systems this module only executes the command.
 """
 
 import os
-import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
@@ -14,13 +13,14 @@ NOT_FOUND = 127  # the shell's exit codes for a missing command, and for one tha
 NOT_EXECUTABLE = 126
 
 
-def die_with(launcher: int, number: int = signal.SIGKILL) -> None:
-    """Make the kernel send signal `number`, or none if it is 0, when this process's parent, `launcher`, exits."""
+def die_with(launcher: int) -> None:
+    """Make the kernel kill this process when its parent, `launcher`, exits."""
     if sys.platform != "linux":
         return
     import ctypes
+    import signal
 
-    if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number) != 0:
+    if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         print("warning: this rank will outlive a launcher that is killed (prctl failed)", file=sys.stderr)
     if os.getppid() != launcher:  # the launcher exited before the call above
         os._exit(1)

@@ -67,11 +67,14 @@ def _print_in_lines() -> None:
 
 def _share_folder() -> None:
     """Make multiprocessing create its sockets in the job's folder, because killed processes do not remove them."""
-    from multiprocessing.process import current_process
+    from multiprocessing import heap, process
+    from tempfile import gettempdir
 
     folder = os.environ["PACELINE_BLACK_BOX"]
     if len(folder) < 80:  # the path of a socket has at most 107 bytes
-        current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+        # Without this, shared arrays that are too large for /dev/shm would be in the job's folder, which is also there.
+        heap.Arena._dir_candidates = [*heap.Arena._dir_candidates, gettempdir()]  # type: ignore[attr-defined]
 
 
 if __name__ == "sitecustomize":  # False if a tool imports every module of the package
