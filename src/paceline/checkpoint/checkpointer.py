@@ -15,6 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+from torch.optim import Optimizer
+
 from paceline.checkpoint import captures
 from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format import state_codec
@@ -131,8 +133,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder(None if per_rank else local_of))
         self._registered[name] = entry
-        if entry.is_optimizer and was_trained(entry.object):
-            _forget_changed_settings([entry])
+        has_seen_steps, others = self._recovery.boundary.has_seen_steps, [*self._registered.values()]
+        optimizer = object if entry.is_optimizer or has_seen_steps else getattr(object, "optimizer", None)
+        if isinstance(optimizer, Optimizer) and was_trained(optimizer, [each.object for each in others]):
+            _forget_changed_settings(each for each in others if each.object is optimizer)
         self._recovery.watch(entry)
         return object
 

@@ -199,7 +199,13 @@ def test_an_export_takes_the_newest_that_is_whole_to_the_last_byte(
     done = command("export", run_folder, "--out", tmp_path / "m.pt")
     assert "'model' of step 2, 7 tensors" in done.out
     assert done.err.startswith("warning: the checkpoint ")
-    assert "step-00000003 is damaged and skipped: the content of model.safetensors" in done.err
+    message = "step-00000003 is damaged and skipped: the content of model.safetensors"
+    assert message in done.err
+    for step in ("1", "2"):
+        flip(run_folder / f"step-0000000{step}" / "model.safetensors")
+    failed = command("export", run_folder, "--out", tmp_path / "n.pt")
+    assert failed.code == 2
+    assert message in failed.err
     line = refused(command("export", run_folder / "step-00000003", "--out", tmp_path / "n.pt"))
     assert "step-00000003 is damaged: the content of model.safetensors" in line
 

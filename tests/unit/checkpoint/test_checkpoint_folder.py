@@ -101,10 +101,17 @@ def test_links_to_checkpoints_are_read_and_nothing_behind_them_is_touched(tmp_pa
     assert names(run) == ["step-00000002"]
     assert not (run / "step-00000002").is_symlink()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("old-*/*")} == before
-    (run / "step-00000009").symlink_to(archive)
-    checkpointer, _ = open_with(run)
-    with pytest.warns(CheckpointWarning, match="step-00000009 is damaged and skipped: it is a link to .*archive"):
-        assert checkpointer.restore() == 2
+    for step, target in ((8, "x" * 300), (9, archive)):  # the error of 8 is not that the target is missing
+        (run / step_name(step)).symlink_to(target)
+    checkpointer, _ = open_with(run, keep=1)
+    with pytest.warns(CheckpointWarning) as warned:
+        assert (checkpointer.restore(), len(load_weights(run))) == (2, 2)
+    said = [str(warning.message) for warning in warned]
+    for message, target in zip(said, [archive, "x" * 300] * 2, strict=True):
+        assert f"is damaged and skipped: it is a link to {target}, which cannot be opened" in message
+    checkpointer.save(10)
+    # What they lead to may be protected and only away for a while.
+    assert names(run) == ["step-00000008", "step-00000009", "step-00000010"]
 
 
 def test_leftovers_that_cannot_be_deleted_stop_no_save_and_no_start(

@@ -257,6 +257,9 @@ def test_a_group_that_joins_in_mid_training_is_compared_by_the_settings_it_joine
     model, optimizer, checkpointer = open_with(None)
     with checkpointer:
         step(model, optimizer)
+        if kind == "plain":  # a group that is removed again does not count
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.3})
+            del optimizer.param_groups[-1]
         optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
         for group in optimizer.param_groups:
             group["lr"] *= 0.5
@@ -272,11 +275,32 @@ def test_a_group_that_joins_in_mid_training_is_compared_by_the_settings_it_joine
         checkpointer.restore()
 
 
+class Halving:
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 LATE: dict[str, tuple[Make, Any, int, str]] = {
     "one cycle": (adam(), lambda optimizer: OneCycleLR(optimizer, 0.2, 12), 2, "betas"),
     "cyclic": (sgd(), lambda optimizer: CyclicLR(optimizer, 0.01, 0.1, 4), 2, "momentum"),
     "plateau": (adam(), lambda optimizer: ReduceLROnPlateau(optimizer, patience=0), 2, "lr"),
-    "plateau, without a state": (sgd(momentum=0), lambda optimizer: ReduceLROnPlateau(optimizer, patience=0), 4, "lr"),
+    "plateau, without a state": (sgd(momentum=0), lambda optimizer: ReduceLROnPlateau(optimizer, patience=0), 2, "lr"),
+    "by hand, without a state": (sgd(momentum=0), Halving, 4, "lr"),
+    "rate in a tensor": (
+        lambda model: Adam(model.parameters(), lr=torch.tensor(0.1)),
+        lambda optimizer: ReduceLROnPlateau(optimizer, patience=0),
+        2,
+        "lr",
+    ),
     "known rates": (sgd(), lambda optimizer: StepLR(optimizer, 2, 0.5), 2, ""),
     "unchanged": (adam(Adagrad), lambda optimizer: StepLR(optimizer, 2, 0.5), 0, ""),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -83,9 +84,9 @@ def _ranking_in(entry: Any) -> tuple[str, str] | None:
 
 
 def read(folder: Path) -> Notes:
-    """Return the notes in the checkpoint `folder`; unreadable notes count as protected."""
+    """Return the notes in the checkpoint `folder`; notes that cannot be read count as protected."""
     try:
-        return parse(verify.read_document(folder / NAME)) if (folder / NAME).exists() else Notes()
+        return parse(verify.read_document(folder / NAME)) if NAME in os.listdir(folder) else Notes()
     except (OSError, ValueError, verify.Damaged):  # deleting a protected checkpoint could not be undone
         return Notes(protected=True)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,41 +31,43 @@ from paceline.core.strict_json import shown
 from paceline.core.torch_internals.distributed.dtensor import has_sharded
 from paceline.errors import CheckpointMismatch
 
-Options = list[dict[str, Any]]
+Options = dict[int, dict[str, Any]]
+"""Settings by the ``id`` of a group's first parameter, because scripts also remove groups."""
 
 
 def remembered_options(optimizer: Optimizer) -> Options:
-    """Return a copy of the settings of each group of `optimizer`; groups that are added later extend the list."""
-    options = [_copied(group) for group in optimizer.param_groups]
+    """Return a copy of the settings of each group of `optimizer`; groups that are added later join it."""
+    options = _copied(optimizer.param_groups)
     # Weak, so that the optimizer is freed without waiting for the garbage collector.
     alive, add = weakref.ref(optimizer), vars(optimizer).get("add_param_group")
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         current = alive()
         assert current is not None, "the optimizer is gone"
-        if add is None:
-            type(current).add_param_group(current, param_group)
-        else:
-            add(param_group)
-        options.append(_copied(current.param_groups[-1]))
+        (add or partial(type(current).add_param_group, current))(param_group)
+        options.update(_copied(current.param_groups[-1:]))
 
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     return options
 
 
-def was_trained(optimizer: Optimizer) -> bool:
-    """Return whether `optimizer` has stepped or loaded a state, as far as it shows."""
+def was_trained(optimizer: Optimizer, others: Iterable[Any]) -> bool:
+    """Return whether `optimizer` has stepped or loaded a state, as far as it or its schedule among `others` shows."""
     # Adagrad's constructor creates its states, with step 0. LRScheduler sets _opt_called when the optimizer steps.
-    states = [state for state in optimizer.state.values() if isinstance(state, Mapping) and state]
-    return bool(getattr(optimizer, "_opt_called", False) or any(state.get("step", 1) for state in states))
+    steps = [state.get("step", 1) for state in optimizer.state.values() if isinstance(state, Mapping) and state]
+    schedules = [each for each in others if isinstance(each, LRScheduler) and each.optimizer is optimizer]
+    steps += [getattr(optimizer, "_opt_called", 0), *(getattr(schedule, "last_epoch", 0) for schedule in schedules)]
+    return any(bool(torch.as_tensor(step, device="cpu").any()) for step in steps)
 
 
 def forget_changed(optimizer: Optimizer, options: Options) -> list[str]:
     """Remove the `options` that a schedule may have changed since `optimizer` was created; return their names."""
     removed: dict[str, Any] = {}
-    for group in options:
+    for group in options.values():
         for key, default in optimizer.defaults.items():
-            if key in group and group[key] != default and not (key == "lr" and "initial_lr" in group):
+            # A tensor may have been changed together with the default, which is the same object.
+            may_differ = isinstance(default, torch.Tensor) or group.get(key) != default
+            if key in group and may_differ and not (key == "lr" and "initial_lr" in group):
                 removed[key] = group.pop(key)
     return list(removed)
 
@@ -86,10 +89,11 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
 def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -> dict[str, Any]:
     """Describe `optimizer`, which had `options` when it was registered, as plain values."""
     groups = [group["params"] for group in optimizer.param_groups]
-    options = [*options, *({} for _ in groups[len(options) :])]  # a group can be added without add_param_group()
+    # A group can be added without add_param_group().
+    known = [options.get(_key(group), {}) for group in optimizer.param_groups]
     return {
         "class": getattr(optimizer, "optimizer_class", type(optimizer)).__qualname__,
-        "options": [{name: _plain(value) for name, value in group.items()} for group in options],
+        "options": [{name: _plain(value) for name, value in group.items()} for group in known],
         "names": [[names.get(id(parameter)) for parameter in group] for group in groups],
         "shapes": [[list(parameter.shape) for parameter in group] for group in groups],
         "dtypes": [[parameter.dtype for parameter in group] for group in groups],
@@ -139,9 +143,9 @@ def apply_options(optimizer: Optimizer, options: Options, live: Mapping[str, Any
 
     The learning rate is scaled instead, which preserves the schedule's factor.
     """
-    groups = zip(optimizer.param_groups, options, live["options"], saved["options"], strict=False)
-    for group, originals, current, stored in groups:
+    for group, current, stored in zip(optimizer.param_groups, live["options"], saved["options"], strict=False):
         for key in _changed(current, stored):
+            originals = options[_key(group)]
             if key != "lr":
                 group[key] = copy.deepcopy(originals[key])
                 continue
@@ -202,9 +206,13 @@ def _check_group(name: str, index: int, aspect: str, group: list[Any], saved_gro
         )
 
 
-def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+def _copied(groups: Iterable[Mapping[str, Any]]) -> Options:
     # Copied, because a learning rate can be a tensor that schedulers fill in place.
-    return copy.deepcopy(settings_of(group))
+    return {_key(group): copy.deepcopy(settings_of(group)) for group in groups}
+
+
+def _key(group: Mapping[str, Any]) -> int:
+    return id(next(iter(group["params"]), None))
 
 
 def _value(options: Mapping[str, Any], key: str) -> Any:

@@ -44,7 +44,7 @@ class Registered:
     per_rank: bool = False
     peers: Mapping[str, Registered] = field(default_factory=dict)
     """All registered objects. An optimizer's parameters get their names from the modules among them."""
-    options: optimizer_states.Options = field(default_factory=list)
+    options: optimizer_states.Options = field(default_factory=dict)
     """An optimizer's settings before training, as far as they are known."""
 
     @classmethod
@@ -52,7 +52,7 @@ class Registered:
         """Return an entry for `object` and its current settings; `peers` are all registered objects."""
         _check_registrable(name, object, peers)
         per_rank = per_rank or isinstance(object, Sharded)
-        options = optimizer_states.remembered_options(object) if isinstance(object, Optimizer) else []
+        options = optimizer_states.remembered_options(object) if isinstance(object, Optimizer) else {}
         return cls(name, object, per_rank, peers, options)
 
     @property

@@ -58,7 +58,7 @@ def steps_in(folder: Path) -> list[int]:
 def identity(path: Path) -> tuple[int, int] | None:
     """Return a value that changes when the folder `path` is replaced or loses a file; None if it does not exist."""
     try:
-        about = path.stat() if path.exists() else path.lstat()  # a dangling link exists, too
+        about = os.stat(path, follow_symlinks=os.path.exists(path))  # a link that cannot be followed exists, too
     except OSError:
         return None
     return about.st_ino, about.st_mtime_ns

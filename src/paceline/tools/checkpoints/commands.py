@@ -121,17 +121,18 @@ def export_object(
 
     target = exporting.check_target(out)
     inspection.locate(folder)  # refuses a folder without checkpoints
-    try:
-        with warnings.catch_warnings(record=True) as skipped:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as skipped:
+        warnings.simplefilter("always")
+        try:
             step, count, size = exporting.export(Path(folder), name, target)
-    # Must come first, because NoCheckpoint is also a CheckpointError.
-    except UsageError:
-        raise
-    except CheckpointError as error:
-        raise NoCheckpoint(str(error)) from error
-    for warning in skipped:
-        warn(str(warning.message))
+        # Must come first, because NoCheckpoint is also a CheckpointError.
+        except UsageError:
+            raise
+        except CheckpointError as error:
+            raise NoCheckpoint(str(error)) from error
+        finally:
+            for warning in skipped:
+                warn(str(warning.message))
     typer.echo(f"{out}: {name!r} of step {step}, {_tensors(count)}, {nbytes(size)}")
 
 
