@@ -16,7 +16,6 @@ from paceline.core.torch_internals.compile import TorchDDP, call_module, never_c
 from paceline.core.torch_internals.tensors import tree_map
 from paceline.ddp.engine.replica import Replica
 from paceline.ddp.reducer.forwards import tensors_in
-from paceline.ddp.slices.buffers import SavedBuffers
 from paceline.errors import PacelineError, UsageError
 
 SHARED = nn.SyncBatchNorm, Communicates
@@ -38,6 +37,8 @@ def have_no_rows(inputs: Any, kwargs: Any) -> bool:
 @never_compiled
 def on_empty_slice(replica: Replica) -> Iterator[None]:
     """Keep the buffers, and mark the forward pass as empty."""
+    from paceline.ddp.slices.buffers import SavedBuffers  # few wrappers need the package
+
     modules = replica.module.modules()
     shared = {(id(part), name) for part in modules if isinstance(part, SHARED) for name in part._buffers}
     buffers = SavedBuffers(replica.module, shared)
