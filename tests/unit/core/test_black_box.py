@@ -424,7 +424,7 @@ def test_a_place_that_is_named_comes_first_and_the_users_cache_last(
     first = "/chosen" if named else "/dev/shm"
     if last == "nowhere":
         with pytest.raises(UsageError, match=rf"cannot be made \({first}: full; .*{homes['cache']}: full\); free some"):
-            black_boxes("run", ["train.py"], 2)
+            black_boxes("run", ["train.py"], 2).__enter__()
         return
     with black_boxes("run", ["train.py"], 2) as folder:
         assert folder.path.parent == homes[last]

@@ -786,7 +786,7 @@ NOT_OF_TORCH = {
     "hypothesis": "_hypothesis_internal_use_settings",
     "coverage": "_warn_no_data _warn_preimported_source _warn_unimported_source",
     "IPython": "_get_exc_info",
-    "multiprocessing": "_config",
+    "multiprocessing": "_config _dir_candidates",
     "a part of names of torch, which are looked at as a whole": "_C _utils _world _execution_engine",
 }
 """Private members of objects that no class of ours has, by whose they are."""

@@ -41,7 +41,7 @@ class StopRequests:
     def __init__(self, boundary: Boundary, record: StepRecord | None, saves: bool) -> None:
         self._boundary, self._record, self._saves = boundary, record, saves
         self._process = os.getpid()
-        self._is_watching = False
+        self._is_watching = self._is_closed = False
         self._installed: list[signal.Signals] = []
         """Signals that this object handles."""
         self._noted = 0.0
@@ -96,7 +96,7 @@ class StopRequests:
             # Only in the main thread, and only if the script has not replaced the handler.
             if signal.getsignal(number) == self.note and threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        self._installed = []
+        self._installed, self._is_closed = [], True
         for number in self._pipes.values():
             faulthandler.unregister(number)
         self._pipes.clear()
@@ -119,7 +119,7 @@ class StopRequests:
         now, bit = time.monotonic(), 1 << STOP_SIGNALS.index(signal.Signals(number))
         is_second = bool(self._boundary.wish) and now - self._noted > ECHO_S
         # A forked child ends immediately, and so does this process after close() in another thread than the main one.
-        if os.getpid() != self._process or is_second or not self._installed:
+        if os.getpid() != self._process or is_second or self._is_closed:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

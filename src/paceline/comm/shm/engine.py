@@ -326,8 +326,9 @@ class Engine:
     def _check_deadlock(self, operation: Operation, missing: Sequence[Peer]) -> None:
         """Record the present wait for other ranks; raise if it waits for itself, or for a rank that raises this."""
         engines, event = _engines(), "ranks wait for each other in different operations"
-        threads = sys._current_frames()
-        del threads[threading.get_ident()]
+        me, frames = threading.get_ident(), sys._current_frames().items()
+        # A runner's thread that is in this function does nothing at present; is_idle() tells whether it is about to.
+        threads = {thread: at for thread, at in frames if thread != me and at.f_code.co_name != "_serve"}
         may_post = any(engine._poster in threads or not engine.is_idle() for engine in engines)
         if may_post or any(map(runs_users_code, threads.values())):
             return

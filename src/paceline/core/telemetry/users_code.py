@@ -44,7 +44,9 @@ def warn(message: str, category: type[Warning] = UserWarning, call: FrameType | 
 def runs_users_code(stack: FrameType) -> bool:
     """Return whether `stack`, of any thread, contains the user's code, or code without a file such as a cell."""
     with readable_stacks():
-        return any(is_users(file := frame.f_code.co_filename) or file[0] == "<" for frame, _ in traceback.walk_stack(stack))
+        return any(
+            is_users(file := frame.f_code.co_filename) or file[0] == "<" for frame, _ in traceback.walk_stack(stack)
+        )
 
 
 def users_line(call: FrameType) -> str:
