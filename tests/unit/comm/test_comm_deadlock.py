@@ -68,7 +68,11 @@ def test_ranks_that_wait_for_each_other_all_name_the_places(case: str) -> None:
     for rank, said in enumerate(run_ranks(3, cross, case, timeout=60, backend="paceline")):
         assert said.startswith(f"rank {rank}: ranks wait for each other in different operations (rank"), said
         places = re.findall(rf"(ranks? [\d, ]+): [\w ]*all_reduce of [^(]* \({__file__}, line \d+\)", said)
-        assert {*re.findall(r"\d", " ".join(places))} >= {"0", str(rank), "12"[rank == 1 and "circle" in case]}, said
+        named = {*re.findall(r"\d", " ".join(places))}
+        # Two ranks are a deadlock, so they do not wait for the third. A circle of groups needs all of them.
+        third = {"12"[rank == 1]} if "circle" in case else set()
+        assert named >= {"0", str(rank)} | third, said
+        assert len(named) >= 2, said
 
 
 def no_deadlock(world: World, seed: int) -> None:
