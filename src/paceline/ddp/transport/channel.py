@@ -9,15 +9,12 @@ Decision 0004 gives the reasons.
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol, TypeAlias, TypeVar
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -81,7 +78,6 @@ class Channel:
         self._options = AllreduceOptions()  # created once, because each bucket of each step needs it
         self._options.asyncOp = True
         self._outstanding = Outstanding()
-        _channels().add(self)
 
     def use_host(self, host: Channel) -> None:
         """Use `host` for tensors in host memory. Either channel can wait for its collectives."""
@@ -207,29 +203,6 @@ class Channel:
         if self.group is not None:
             # NCCL destroys a communicator only if all its work has ended, and aborts it otherwise.
             release(self.group, is_clean=self._outstanding.count == 0)
-
-    def join_threads(self) -> None:
-        """End Gloo's threads at process exit if no collective is running.
-
-        A thread may release a work's tensors after the wait for the work has returned. During interpreter shutdown it
-        could not take the GIL for this, and would abort the process.
-        """
-        is_gloo = self.group is not None and self.group.name() == "gloo"
-        if is_gloo and os.getpid() == self._process and self._outstanding.count == 0:
-            self.group = None  # its destructor joins them
-
-
-@cache
-def _channels() -> WeakSet[Channel]:
-    """Return the channels of this process. Their threads end before interpreter shutdown."""
-    channels: WeakSet[Channel] = WeakSet()
-    atexit.register(_join_all, channels)
-    return channels
-
-
-def _join_all(channels: WeakSet[Channel]) -> None:
-    for channel in list(channels):
-        channel.join_threads()
 
 
 class DeviceChannel(Channel):
