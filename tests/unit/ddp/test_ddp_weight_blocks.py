@@ -174,7 +174,7 @@ def one_backward_of_two_blocks(side: Side, batch: Tensor, number: int) -> None:
 
 
 def dropped(drop: Callable[[nn.Parameter], object], factor: float = 1) -> Callable[[Side, Tensor, int], None]:
-    """A step in which the first micro-batch is dropped, and the second has a gradient times `factor`."""
+    """Drop the first micro-batch, and multiply the gradient of the second by `factor`."""
 
     def run(side: Side, batch: Tensor, number: int) -> None:
         x, share = side.part(batch), 1 if side.wrapped else 0.5
@@ -191,7 +191,7 @@ def dropped(drop: Callable[[nn.Parameter], object], factor: float = 1) -> Callab
 
 
 def changed(change: Callable[[nn.Module], object], factor: float = 1) -> Callable[[Side, Tensor, int], None]:
-    """A step in which the first micro-batch has a gradient times `factor`, which is changed and still counts."""
+    """Multiply the gradient of the first micro-batch by `factor`, then change it; the micro-batch still counts."""
 
     def run(side: Side, batch: Tensor, number: int) -> None:
         x, share = side.part(batch), 1 if side.wrapped else 0.5

@@ -11,13 +11,13 @@ from paceline.launch.failures.root_cause import End, failures, headline, raised,
 from paceline.launch.rank.failure_record import Record, blamed_by
 
 
-def told(message: str, at: float, usage: bool = False, blamed: tuple[int, ...] | None = None) -> Record:
+def recorded(message: str, at: float, usage: bool = False, blamed: tuple[int, ...] | None = None) -> Record:
     return Record(message, f"Traceback\n{message}", at, usage, blamed_by(message) if blamed is None else blamed)
 
 
 def gone(rank: int, at: float) -> Record:
     """What a rank of Paceline's own process group says when it finds that another one has ended."""
-    return told(f"CommunicationError: rank {rank} (pid 7) has ended", at, blamed=(rank,))
+    return recorded(f"CommunicationError: rank {rank} (pid 7) has ended", at, blamed=(rank,))
 
 
 LOST = (
@@ -28,25 +28,25 @@ NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, rem
 
 # Who failed by itself, cause first, out of how rank 0, 1, 2 ended.
 CASES = {
-    "one raised": ([End(0, 0, 9.0), End(1, 1, 5.0, record=told("ValueError: x", 4.0))], [1]),
+    "one raised": ([End(0, 0, 9.0), End(1, 1, 5.0, record=recorded("ValueError: x", 4.0))], [1]),
     "a peer died sooner than the one that raised": (
-        [End(0, 1, 5.0, record=told(LOST, 4.2)), End(1, 1, 5.5, record=told("ValueError: x", 4.1))],
+        [End(0, 1, 5.0, record=recorded(LOST, 4.2)), End(1, 1, 5.5, record=recorded("ValueError: x", 4.1))],
         [1, 0],
     ),
     "a peer told sooner than the crash was noticed": (
-        [End(0, 1, 5.0, record=told(RESET, 4.0)), End(1, -signal.SIGSEGV, 4.1)],
+        [End(0, 1, 5.0, record=recorded(RESET, 4.0)), End(1, -signal.SIGSEGV, 4.1)],
         [1, 0],
     ),
     "torch aborted the peer": (
-        [End(0, -signal.SIGABRT, 4.0), End(1, 1, 5.0, record=told("ValueError: x", 4.5))],
+        [End(0, -signal.SIGABRT, 4.0), End(1, 1, 5.0, record=recorded("ValueError: x", 4.5))],
         [1, 0],
     ),
     "an abort is a cause if nothing else is": (
-        [End(0, 1, 5.0, record=told(NCCL, 3.0)), End(1, -signal.SIGABRT, 4.0)],
+        [End(0, 1, 5.0, record=recorded(NCCL, 3.0)), End(1, -signal.SIGABRT, 4.0)],
         [1, 0],
     ),
     "two raised": (
-        [End(0, 1, 5.0, record=told("ValueError: x", 4.2)), End(1, 1, 4.9, record=told("KeyError: y", 4.3))],
+        [End(0, 1, 5.0, record=recorded("ValueError: x", 4.2)), End(1, 1, 4.9, record=recorded("KeyError: y", 4.3))],
         [0, 1],
     ),
     "the launcher stopped the others": (
@@ -63,7 +63,7 @@ CASES = {
     ),
     "two died nearly at once": ([End(0, -signal.SIGKILL, 4.1), End(1, -signal.SIGSEGV, 4.0)], [1, 0]),
     "one that raised was stopped while it was still shutting down": (
-        [End(0, -signal.SIGABRT, 4.0), End(1, -signal.SIGTERM, 6.0, True, told("ValueError: x", 3.9))],
+        [End(0, -signal.SIGABRT, 4.0), End(1, -signal.SIGTERM, 6.0, True, recorded("ValueError: x", 3.9))],
         [1, 0],
     ),
 }
@@ -77,11 +77,11 @@ def test_the_cause_comes_first(ends: list[End], order: list[int]) -> None:
 # The headline of how ranks 0, 1, 2, … ended.
 HEADLINES = {
     "one that left, rather than the one that missed it": (
-        [End(0, 1, 5.0, record=told(LOST, 4.0)), End(1, 0, 4.1)],
+        [End(0, 1, 5.0, record=recorded(LOST, 4.0)), End(1, 0, 4.1)],
         "rank 1 ended with exit code 0 while the others still needed it, so rank 0",
     ),
     "one that failed by itself, though another was done": (
-        [End(0, 1, 5.0, record=told("ValueError: x", 4.0)), End(1, 0, 3.0)],
+        [End(0, 1, 5.0, record=recorded("ValueError: x", 4.0)), End(1, 0, 3.0)],
         "rank 0 failed first (exit code 1: ValueError: x)",
     ),
     "of two that left, the one that is missed": (
@@ -89,7 +89,7 @@ HEADLINES = {
         "rank 2 ended with exit code 0 while the others still needed it, so rank 0 failed",
     ),
     "two left, and nobody says which one is missed": (
-        [End(0, 1, 5.0, record=told(LOST, 4.0)), End(1, 0, 4.2, leaving=4.0), End(2, 0, 4.1, leaving=3.9)],
+        [End(0, 1, 5.0, record=recorded(LOST, 4.0)), End(1, 0, 4.2, leaving=4.0), End(2, 0, 4.1, leaving=3.9)],
         "ranks 1, 2 ended with exit code 0 while the others still needed it",
     ),
     "one that left was stopped before its interpreter was done": (
@@ -97,7 +97,7 @@ HEADLINES = {
         "rank 1 was about to end while the others still needed it, so rank 0 failed",
     ),
     "torch aborted the one that missed it": (
-        [End(0, -signal.SIGABRT, 4.2), End(1, 0, 4.1, leaving=3.9), End(2, 1, 5.0, record=told(LOST, 4.0))],
+        [End(0, -signal.SIGABRT, 4.2), End(1, 0, 4.1, leaving=3.9), End(2, 1, 5.0, record=recorded(LOST, 4.0))],
         "rank 1 ended with exit code 0 while the others still needed it, so rank 2 failed",
     ),
     "one aborted long after another was done": (
@@ -114,14 +114,14 @@ HEADLINES = {
     ),
     "one never came": (
         [
-            End(0, 1, 5.0, record=told("CommunicationError: rank 1 did not take part", 4.0, blamed=(1,))),
+            End(0, 1, 5.0, record=recorded("CommunicationError: rank 1 did not take part", 4.0, blamed=(1,))),
             End(1, -signal.SIGKILL, 9.0, stopped=True),
             End(2, 0, 3.0, leaving=2.9),
         ],
         "rank 1 kept the others waiting, so rank 0 failed (exit code 1: CommunicationError: rank 1 did not",
     ),
     "one that raised was stopped, which is not how it failed": (
-        [End(0, -signal.SIGTERM, 4.0, True, told("ValueError: x", 3.9)), End(1, 1, 4.0, record=gone(0, 4.0))],
+        [End(0, -signal.SIGTERM, 4.0, True, recorded("ValueError: x", 3.9)), End(1, 1, 4.0, record=gone(0, 4.0))],
         "rank 0 failed first (ValueError: x)",
     ),
     "the kernel killed one": ([End(0, -signal.SIGKILL, 4.0)], "rank 0 failed first (signal SIGKILL, which the kernel"),
@@ -136,9 +136,9 @@ def test_the_headline_names_the_rank_that_the_others_failed_for(ends: list[End],
 def test_the_report_ends_with_the_headline_below_the_only_traceback() -> None:
     # A failing rank was shown twice and every consequence with its traceback, so that the cause scrolled away.
     ends = [
-        End(0, 1, 5.0, record=told("ValueError: x", 4.0)),
-        End(1, 1, 5.0, record=told("KeyError: y", 4.0)),
-        End(2, 1, 5.0, record=told(LOST, 4.1)),
+        End(0, 1, 5.0, record=recorded("ValueError: x", 4.0)),
+        End(1, 1, 5.0, record=recorded("KeyError: y", 4.0)),
+        End(2, 1, 5.0, record=recorded(LOST, 4.1)),
         End(3, -signal.SIGKILL, 6.0, stopped=True),
         End(4, -signal.SIGTERM, 6.0, True, gone(0, 4.2)),
     ]
@@ -157,24 +157,24 @@ def test_the_report_ends_with_the_headline_below_the_only_traceback() -> None:
 
 
 def test_ranks_that_fail_alike_share_a_line() -> None:
-    ends = [End(rank, 1, 5.0, rank > 2, told("OSError: no data", 4.0 + rank)) for rank in range(6)]
-    ends[5] = replace(ends[5], record=replace(told("OSError: no data", 9.0), trace='File "elsewhere.py", line 1'))
+    ends = [End(rank, 1, 5.0, rank > 2, recorded("OSError: no data", 4.0 + rank)) for rank in range(6)]
+    ends[5] = replace(ends[5], record=replace(recorded("OSError: no data", 9.0), trace='File "elsewhere.py", line 1'))
     others = ["ranks 1–4 failed in the same way", "rank 5 also failed (OSError: no data)"]
     assert report(ends, set()).splitlines()[:2] == others
-    ends[0] = replace(ends[0], record=told("KeyError: x", 4.0))
+    ends[0] = replace(ends[0], record=recorded("KeyError: x", 4.0))
     assert report(ends, set()).splitlines()[0] == "ranks 1–4 also failed (exit code 1: OSError: no data)"
 
 
 def test_errors_that_differ_only_in_the_ranks_number_are_alike() -> None:
-    ends = [End(rank, 1, 5.0, record=told(f"ValueError: rank {rank}: no data", 4.0 + rank)) for rank in range(11)]
+    ends = [End(rank, 1, 5.0, record=recorded(f"ValueError: rank {rank}: no data", 4.0 + rank)) for rank in range(11)]
     assert report(ends, set()).splitlines()[0] == "ranks 1–10 failed in the same way"
     assert sum("no data" in line for line in raised(ends, set())) == 1
 
 
 def test_the_first_usage_error_is_taken() -> None:
     ends = [
-        End(0, 2, 5.0, record=told("second", 4.2, True)),
-        End(1, 2, 5.0, record=told("first", 4.1, True)),
+        End(0, 2, 5.0, record=recorded("second", 4.2, True)),
+        End(1, 2, 5.0, record=recorded("first", 4.1, True)),
     ]
     assert usage(ends) == "first"
-    assert usage([End(0, 1, 5.0, record=told("ValueError: x", 4.0))]) is None
+    assert usage([End(0, 1, 5.0, record=recorded("ValueError: x", 4.0))]) is None

@@ -118,7 +118,7 @@ class StopRequests:
         """Handle signal `number`: record the first request, and end the process on the second."""
         now, bit = time.monotonic(), 1 << STOP_SIGNALS.index(signal.Signals(number))
         is_second = bool(self._boundary.wish) and now - self._noted > ECHO_S
-        # A forked child ends immediately, and so does this process after close() in another thread than the main one.
+        # In a forked child, and after a close() outside the main thread, the signal has its default effect.
         if os.getpid() != self._process or is_second or self._is_closed:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

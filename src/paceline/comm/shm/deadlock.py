@@ -4,8 +4,8 @@ A rank that has slept for a while in a wait records in its memory of every group
 waits of all ranks that wait for it, directly or through others. Each rank decides from its own count of posted
 operations whether a recorded wait is for it, so a record that is out of date (the wait is over, or the process is
 stopped or has no core) does no harm. A rank posts nothing while it waits, so what it has recorded remains true as long
-as its wait lasts. If a rank's own wait is among those that wait for it, it will never end (Chandy, Misra and Haas,
-"Distributed deadlock detection", 1983).
+as its wait lasts. A rank whose own wait is in the records of the ranks that wait for it will never be released
+(Chandy, Misra and Haas, "Distributed deadlock detection", 1983).
 
 A rank that computes, or that waits outside shared memory, records nothing. Neither does a rank with another thread that
 runs the user's code or has posted, because it may be about to post the operation that the others wait for.

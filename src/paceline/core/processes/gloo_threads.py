@@ -24,7 +24,7 @@ def await_idle() -> None:
 def _are_busy() -> bool:
     for task in Path("/proc/self/task").glob("*/stat"):  # empty on other systems than Linux
         with suppress(OSError):  # the thread has ended
-            # Reading releases the GIL, so a thread that waits for the GIL is no longer asleep then.
+            # Reading a file releases the GIL, so a thread that needs the GIL is running by now, not asleep.
             name, _, rest = task.read_text().rpartition(") ")
             if name.endswith("(pt_gloo_runloop") and not rest.startswith("S"):
                 return True

@@ -56,7 +56,7 @@ class Slices(list[Any]):
 
     empty: Any = None
     example: int | None = None
-    """In a request, the index of a sample from which to make an empty batch, too."""
+    """In a request, the index of the sample that becomes the model for an empty batch; None if none is needed."""
 
     def __init__(self, slices: Iterable[Any], seeds: list[int]) -> None:
         super().__init__(slices)

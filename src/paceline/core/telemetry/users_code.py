@@ -50,7 +50,7 @@ def runs_users_code(stack: FrameType) -> bool:
 
 
 def users_line(call: FrameType) -> str:
-    """Return the user's line that led to `call`, `` (file, line 7)``."""
+    """Return the user's line that led to `call`, in the form of :func:`place_in`."""
     at = _users_frame(call)
     return f" ({at.f_code.co_filename}, line {at.f_lineno})"
 

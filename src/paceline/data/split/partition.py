@@ -16,7 +16,7 @@ class Slice(list[int]):
     """The indices of one slice of a global batch; `share` is the number of the slice, by default the rank."""
 
     example: int | None = None
-    """Index of a sample from which to make an empty batch, too; None if no empty batch is needed."""
+    """Index of the sample that becomes the model for an empty batch; None if none is needed."""
 
     def __init__(self, indices: list[int], epoch: int, number: int, share: int) -> None:
         super().__init__(indices)

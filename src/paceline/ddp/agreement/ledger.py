@@ -74,8 +74,8 @@ class Ledger:
         """Return the rank's current status, with these `flags`, for a group of `size` ranks."""
         self.add_up()
         compares = self.synchronizations >= self.compare_at
-        values: dict[str, Any] = {"compares": compares, "data": data_position.report(size)}
-        values["settings"] = self.settings.digest()
+        data, settings = data_position.report(size), self.settings.digest()
+        values: dict[str, Any] = {"compares": compares, "data": data, "settings": settings}
         if self.synchronizations == 0:
             values["inputs"] = self.inputs or 0
         # A copy, because control blocks may be read after the ledger has counted further.

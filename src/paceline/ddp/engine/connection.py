@@ -97,7 +97,8 @@ def connect(
         named_buffers = list(replica.buffers.named().items()) if options.syncs_buffers else []
         broadcast = replicated if init_sync is True else named_buffers
         check_synchronized(broadcast, str(dist.get_backend(wrapper.process_group)))
-        check_synchronized(replicated if init_sync or options.check_replicas_every else [])
+        if broadcast is not replicated and (init_sync or options.check_replicas_every):
+            check_synchronized(replicated)
         if options.virtual_ranks or dist.get_world_size(wrapper.process_group) > 1:
             is_first = dist.get_rank(wrapper.process_group) == 0
             check_lookups(replica.module, wrapper.parameters_to_ignore, warns=is_first)

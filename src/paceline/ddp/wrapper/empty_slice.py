@@ -76,5 +76,5 @@ def _with_rows(rows: int, value: int, argument: Any) -> Any:
     if not isinstance(argument, Tensor) or argument.numel():
         return argument
     filled = argument.new_full([size or rows for size in argument.shape], value)
-    # Keep the graph, because a backward pass has to reach the wrapper that computed the argument, too.
+    # Keep the graph, so that backward also reaches the wrapper that computed the argument.
     return filled + argument.sum() if argument.requires_grad else filled

@@ -30,7 +30,7 @@ MOST = 2**23
 """Maximum number of pending bytes. Beyond it, ranks wait, unless the reader has been blocked for :data:`STUCK_S`."""
 STUCK_S = 5.0
 AT_END_S = 15.0
-"""When the ranks have ended, the launcher exits if nothing could be written for this time, in seconds."""
+"""After the ranks have ended, the launcher waits this many seconds for a blocked reader, and then exits."""
 
 
 class Stream:
