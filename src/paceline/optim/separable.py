@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from inspect import unwrap
 from typing import Any
 
 import torch
@@ -37,7 +37,9 @@ def _is_tensorwise(optimizer_class: type[Optimizer]) -> bool:
         if base in _TENSORWISE:
             names = [name for name in dir(base) if not name.startswith("__")]
             # Unwrapped, because torch wraps the step() of a class when its first instance is created.
-            return all(unwrap(getattr(optimizer_class, name)) is unwrap(getattr(base, name)) for name in names)
+            return all(
+                inspect.unwrap(getattr(optimizer_class, name)) is inspect.unwrap(getattr(base, name)) for name in names
+            )
     return False
 
 

@@ -12,10 +12,10 @@ from paceline.ddp.options.config import InitSync
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import ReplicaMismatch
 
-Named = Sequence[tuple[str, Tensor]]
+NamedTensors = Sequence[tuple[str, Tensor]]
 
 
-def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
+def make_equal(channel: Channel, tensors: NamedTensors, init_sync: InitSync) -> None:
     """Compare the replicas' parameters and buffers, then broadcast rank 0's values, or verify that they are equal.
 
     Args:
@@ -65,7 +65,7 @@ def _compare(
             raise ReplicaMismatch(_first_difference(descriptions[0], actual, rank, remedy))
 
 
-def check_same_change(channel: Channel, named: Named, new: Named) -> None:
+def check_same_change(channel: Channel, named: NamedTensors, new: NamedTensors) -> None:
     """Compare the module's parameters after a change, and the values of the `new` ones; called by all ranks."""
     remedy = "make the same change on every rank, or wrap the module again"
     added = {id(parameter) for _, parameter in new}

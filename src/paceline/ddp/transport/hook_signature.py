@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GradBucket
 
 from paceline.errors import HookError
 
@@ -43,7 +43,7 @@ def check_hook(hook: Any) -> None:
     parameter = signature.parameters.get("bucket") or signature.parameters[list(bound.arguments)[-1]]
     bucket, returned = parameter.annotation, signature.return_annotation
     is_open = parameter.kind is inspect.Parameter.VAR_POSITIONAL or isinstance(bucket, str) or bucket in _ANY
-    if not is_open and bucket is not GradBucket:
+    if not is_open and bucket is not dist.GradBucket:
         raise HookError(
             f"Communication hook: bucket annotation should be dist.GradBucket, but {name!r} has {bucket!r}; {wanted}"
         )

@@ -12,8 +12,7 @@ from string import ascii_uppercase
 from rich.table import Table
 from rich.text import Text
 
-from paceline.comm.algorithms import Schedule, Step, Transfer, holdings
-from paceline.comm.algorithms.schedule import Terms
+from paceline.comm.algorithms.schedule import Schedule, Step, Terms, Transfer, holdings
 from paceline.core.output.tables import new_table
 from paceline.core.output.wording import counted
 from paceline.ddp.options.buckets import CAPACITY, MIB
