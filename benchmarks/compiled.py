@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import paceline
 from harness import median_ratio, parser_of, save, take_turns, timed
-from paceline.core.telemetry.spans import recorder
+from paceline.core.spans import recorder
 from workloads import WORKLOADS, Workload
 
 EARLY = 0.1

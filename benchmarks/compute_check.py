@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import paceline
 from harness import median_ratio, parser_of, save, take_turns
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from same_bits import SLICES, WORKLOADS, Variant, shown
 
 EVERY = (1, 10, 100)

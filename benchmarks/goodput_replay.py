@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from harness import parser_of, report
-from paceline.checkpoint.saving.due_saves import DAY_S
+from paceline.checkpoint.due_saves import DAY_S
 from paceline.planner.goodput import RESTART_S, goodput
 
 SERVERS, DRAWS = 400, 40

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from paceline.launch.host_limits import cores
-from paceline.tools.bench.turns import median_ratio as median_ratio
-from paceline.tools.bench.turns import slowest_timed as slowest_timed
-from paceline.tools.bench.turns import take_turns as take_turns
-from paceline.tools.bench.turns import timed as timed
+from paceline.core.host import cores
+from paceline.tools.bench.measure import median_ratio as median_ratio
+from paceline.tools.bench.measure import slowest_timed as slowest_timed
+from paceline.tools.bench.measure import take_turns as take_turns
+from paceline.tools.bench.measure import timed as timed
 
 RESULTS = Path(__file__).parent / "results"
 CLOCKS: dict[str, Callable[[], int]] = {

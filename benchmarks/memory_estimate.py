@@ -28,9 +28,8 @@ import estimated_models
 import paceline
 from estimated_models import CASES, HELD_OUT
 from harness import parser_of, save
-from paceline.ddp.options.buckets import MIB
-from paceline.tools.memory_estimate.footprints import DDP
-from paceline.tools.memory_estimate.optimizer_state import parse_optimizer
+from paceline.ddp.buckets import MIB
+from paceline.tools.memory_estimate.footprints import DDP, parse_optimizer
 
 MARGIN = 0.2
 """Relative error within which an estimate counts as good."""

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import RESULTS, parser_of, save
-from paceline.planner.cluster import Cluster, Link
+from paceline.planner.hardware import Cluster, Link
 from paceline.planner.predictions import BUCKETS_MIB, Job, best_bucket_mib, effects, with_buckets
 from paceline.planner.profiles import MOST_RANKS, Profiled, from_profiles, from_summary
 

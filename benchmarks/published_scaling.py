@@ -19,9 +19,9 @@ from rich.progress import Progress
 from rich.text import Text
 
 from harness import parser_of
-from paceline.core.output.charts import new_figure, write_chart
-from paceline.core.output.tables import new_table, print_table
-from paceline.core.output.wording import counted
+from paceline.core.messages import counted
+from paceline.core.output_files import new_figure, write_chart
+from paceline.core.tables import new_table, print_table
 from paceline.errors import UsageError
 from published.rows import read
 from published.validation import Checked, by_source, cross_validate, score

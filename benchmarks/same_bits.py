@@ -30,7 +30,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from harness import median_ratio, parser_of, save, slowest_timed, take_turns
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.data import DataLoader
 from workloads import SmallGPT, mlp
 

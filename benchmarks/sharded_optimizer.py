@@ -29,7 +29,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import paceline
 from harness import median_ratio, parser_of, report, slowest_timed, take_turns
-from paceline.ddp.options.buckets import MIB
+from paceline.ddp.buckets import MIB
 from paceline.optim import ShardedOptimizer
 from step_time import torch_ddp
 from workloads import WORKLOADS, language_model

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import paceline  # noqa: F401 (registers the backend)
 from harness import save, take_turns
-from paceline.launch.loopback import LOOPBACK, loopback_store
+from paceline.launch.job import LOOPBACK, loopback_store
 
 BACKENDS = ("gloo", "paceline")
 LARGE = 25 * 2**20 // 4

@@ -21,8 +21,8 @@ from torch import nn
 
 import paceline
 from harness import median_ratio, parser_of, report, take_turns, timed
-from paceline.comm.c10d.process_group import PacelineProcessGroup
-from paceline.ddp.options.buckets import CAPACITY
+from paceline.comm.process_group import PacelineProcessGroup
+from paceline.ddp.buckets import CAPACITY
 from workloads import WORKLOADS, Workload
 
 FIXED = ("bare", "bare, zeroed", "copy", "reduction", "torch", "paceline")

@@ -32,9 +32,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from harness import median_ratio, parser_of, save, take_turns
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.data import DataLoader
-from paceline.data.split.speeds import shares_by_speed
+from paceline.data.slices import shares_by_speed
 
 FACTORS = (1.5, 2.0, 3.0)
 SLEEP_S, TURN = 0.002, 12

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.telemetry.failpoints import VARIABLE
+from paceline.core.failpoints import VARIABLE
 
 TRAINING = Path(__file__).with_name("chaos_training.py")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

@@ -27,10 +27,10 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Dataset
 
 import paceline
-from paceline.core.state.digests import tensor_digest
-from paceline.core.telemetry.failpoints import strike
+from paceline.core.digests import tensor_digest
+from paceline.core.failpoints import strike
 from paceline.data import DataLoader
-from paceline.launch.rank.failure_record import LAUNCHER
+from paceline.launch.failure_record import LAUNCHER
 from paceline.optim import ShardedOptimizer
 
 DISTURBED = 13

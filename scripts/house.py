@@ -68,9 +68,9 @@ def options() -> int:
     """Return the number of command-line options and of parameters of public functions and classes."""
     import typer
 
-    from paceline.tools.cli.main import app
-    from paceline.tools.cli.run_options import help_parser
+    from paceline.tools.main import app
     from paceline.tools.recipes.commands import RECIPES, recipe_command
+    from paceline.tools.run_options import help_parser
 
     total = sum("--help" not in action.option_strings for action in help_parser()._actions)
     total += len({parameter.name for recipe in RECIPES for parameter in recipe_command(recipe).params})

@@ -12,7 +12,7 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Entry point of ``paceline``."""
     try:
-        from paceline.tools.cli.main import main as run
+        from paceline.tools.main import main as run
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -36,11 +36,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     config, items = session.config, session.items
     if config.option.collectonly or all(item.get_closest_marker("ranks") is None for item in items):
         return
-    from paceline.testing.pytest_plugin import controller
+    from paceline.testing import plugin
 
-    if not config.pluginmanager.is_registered(controller):
-        config.pluginmanager.register(controller, "paceline ranks")
-    if controller.has_gpus():  # tests with ranks run first, because later forks cannot use GPUs or autograd
+    if not config.pluginmanager.is_registered(plugin):
+        config.pluginmanager.register(plugin, "paceline ranks")
+    if plugin.has_gpus():  # tests with ranks run first, because later forks cannot use GPUs or autograd
         items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
@@ -65,10 +65,10 @@ def faults(request: pytest.FixtureRequest) -> Any:
 def _on_a_rank(request: pytest.FixtureRequest, name: str, key: str) -> Any:
     if request.node.get_closest_marker("ranks") is None:
         pytest.fail(f"the fixture {name!r} is for tests with ranks; mark the test with @pytest.mark.ranks(2)", False)
-    from paceline.testing.pytest_plugin import worker
+    from paceline.testing import plugin_worker
 
     try:
-        return request.config.stash[getattr(worker, key)]
+        return request.config.stash[getattr(plugin_worker, key)]
     except KeyError:
         pytest.fail(
             f"the fixture {name!r} was requested before the ranks started; make it an argument of the fixtures that "

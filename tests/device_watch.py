@@ -7,7 +7,7 @@ is surely the host's.
     with DeviceWatch() as watch:
         watch.on_device(parameters)
         ...
-    watch.stops     # such as "item at ddp/reducer/step.py:180 launch"
+    watch.stops     # such as "item at ddp/step.py:180 launch"
 
 A number that was sent to the host earlier may be waited for, unless nothing was queued since: the device has work left
 meanwhile.
@@ -122,7 +122,7 @@ _open: list[DeviceWatch] = []
 
 
 def _read_later(number: Tensor) -> Callable[[], float]:
-    """Stand for the function of this name in :mod:`paceline.core.state.device_streams`."""
+    """Stand for the function of this name in :mod:`paceline.core.device_streams`."""
     copy = torch.empty((), dtype=torch.float64)
     copy.copy_(number.detach().reshape(()))
     queued_then = DeviceWatch.queued
@@ -192,7 +192,7 @@ def _stays_on_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
 @contextlib.contextmanager
 def queued_operations() -> Iterator[None]:
     """Let the code of ``paceline`` take operations for queued, as on a GPU, with streams that are all the same one."""
-    streams: Any = sys.modules.get("paceline.core.state.device_streams")
+    streams: Any = sys.modules.get("paceline.core.device_streams")
     if streams is None:
         yield
         return

@@ -140,7 +140,7 @@ def _command(
         first()  # now, because it may replace the streams
     if ranks:
         os.environ["PACELINE_PRELOAD"] = "0"  # they are forked already, from the launcher
-        from paceline.core.torch_internals.distributed.elastic import starting_ranks_with
+        from paceline.core.torch_elastic import starting_ranks_with
         from paceline.launch import restart_policy
 
         vars(restart_policy)["subprocess"] = SimpleNamespace(run=_run_copy)

@@ -27,8 +27,8 @@ from typing import Any
 import pytest
 
 from forked import Forked
-from paceline.core.telemetry import failpoints
-from paceline.launch.watching import guard
+from paceline.core import failpoints
+from paceline.launch import guard
 
 TIMEOUT_S = 300.0  # only a command that hangs needs so long, or a very busy machine
 
@@ -55,7 +55,7 @@ def paceline(
 
 def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     """Run the command in this process; its exit code."""
-    from paceline.tools.cli.main import main
+    from paceline.tools.main import main
 
     monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
     with pytest.raises(SystemExit) as end:

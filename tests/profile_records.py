@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.core.telemetry.spans import (
+from paceline.core.spans import (
     BACKWARD,
     CHECKPOINT,
     CONTROL,
@@ -18,12 +18,12 @@ from paceline.core.telemetry.spans import (
     WAIT,
     Span,
 )
-from paceline.profiler.analysis.analyze import Report, report_of
-from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.operator_table import OperatorTable
-from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.records.steps import Meeting, Step, cut_into_stretches, seconds_by_part
-from paceline.profiler.report.advice import Advice
+from paceline.profiler.analyze import Report, report_of
+from paceline.profiler.facts import Facts
+from paceline.profiler.operator_table import OperatorTable
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.rules import Advice
+from paceline.profiler.steps import Meeting, Step, cut_into_stretches, seconds_by_part
 
 GROUP = "ddp/0"
 Timing = Callable[[int, int], dict[str, float]]

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from insides import TorchDispatchMode, tree_leaves, tree_map_only
-from paceline.core.state import device_streams
+from paceline.core import device_streams
 
 _ASKS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "is_nonzero"}
 _UNFILLED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -104,12 +104,12 @@ class QueuedDevice(TorchDispatchMode):
         self._live: dict[int, Memory] = {}
         self._reuses: list[Stream] = []
 
-    # -- the faces of paceline.core.state.device_streams ------------------------------------------------
+    # -- the faces of paceline.core.device_streams ------------------------------------------------
 
     def use(self, patch: pytest.MonkeyPatch) -> None:
         """Take the place of the device's streams."""
         patch.setattr(device_streams, "is_queued", lambda _: True)
-        for module in ("paceline.compression.pipeline", "paceline.ddp.transport.finisher"):
+        for module in ("paceline.compression.pipeline", "paceline.ddp.finisher"):
             patch.setattr(f"{module}.is_queued", lambda _: True)
         patch.setattr(device_streams, "new_stream", lambda _: self.side)
         patch.setattr(device_streams, "current_stream", lambda _: self.current)

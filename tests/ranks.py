@@ -21,7 +21,7 @@ preload(
     "pytest",
     "torch._inductor.compile_fx",  # which torch.compile loads
     "torch._dynamo.backends.inductor",
-    "paceline.tools.cli.main",  # for forked.py
+    "paceline.tools.main",  # for forked.py
     "paceline.launch.agent",
     "paceline.tools.recipes.digits",
     "sklearn.datasets",

@@ -25,9 +25,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.checkpoint import Checkpointer
-from paceline.core.processes.world import World
-from paceline.core.state.digests import tensor_digest, weights_sha256
-from paceline.core.state.rng import rng_state, set_seed
+from paceline.core.digests import tensor_digest, weights_sha256
+from paceline.core.rng import rng_state, set_seed
+from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import PacelineError

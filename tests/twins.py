@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import unwrap
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.nn import SyncBatchNorm
 from paceline.testing.one_process import gradient_difference, tensor_difference, weight_difference

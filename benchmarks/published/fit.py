@@ -10,9 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.planner.calibration import CROWD, FLOOR, Calibration
-from paceline.planner.predictions import spread
-from paceline.planner.simulation import backward_timeline
+from paceline.planner.hardware import CROWD, FLOOR, Calibration
+from paceline.planner.predictions import backward_timeline, spread
 from published.rows import Row
 
 PRIOR = Calibration(

@@ -10,13 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.core.untrusted_files import LARGEST, read_text
+from paceline.core.strict_json import LARGEST, read_text
 from paceline.errors import UsageError
-from paceline.planner.calibration import PUBLISHED, Calibration
-from paceline.planner.cluster import Cluster
-from paceline.planner.hardware import AWS_FLOW, HALF, MFU, Device, between_link, device_or_unknown, inside_link, match
-from paceline.planner.predictions import Job, Prediction
-from paceline.planner.workload import equal_layers
+from paceline.planner.hardware import (
+    AWS_FLOW,
+    HALF,
+    MFU,
+    PUBLISHED,
+    Calibration,
+    Cluster,
+    Device,
+    between_link,
+    device_or_unknown,
+    inside_link,
+    match,
+)
+from paceline.planner.predictions import Job, Prediction, equal_layers
 
 COLUMNS = (
     *("source", "model", "params_millions", "precision", "per_device_batch", "device", "intra_link", "inter_link"),

@@ -9,8 +9,7 @@ from statistics import median
 
 import torch
 
-from paceline.planner.calibration import PUBLISHED, Calibration
-from paceline.planner.hardware import table
+from paceline.planner.hardware import PUBLISHED, Calibration, table
 from paceline.planner.predictions import RULE_OF_THUMB
 from published.fit import Columns, fit, quantile
 from published.rows import Row

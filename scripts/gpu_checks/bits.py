@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpu_checks.models import SMALL, TINY, Llama
 from gpu_checks.rows import Place, Row, holds, measured
-from paceline.core.state.digests import weights_sha256
+from paceline.core.digests import weights_sha256
 from paceline.errors import UsageError, WrongComputation
 from sliced import SAMPLES, Steps
 

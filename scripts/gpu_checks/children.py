@@ -23,8 +23,8 @@ import torch
 import paceline
 from gpu_checks.catalogue import CHECKS, Check, Ranks
 from gpu_checks.rows import NotRun, Place, Row, Verdict, not_run
-from paceline.core.output.wording import signal_name
-from paceline.launch.loopback import LOOPBACK, loopback_store
+from paceline.core.messages import signal_name
+from paceline.launch.job import LOOPBACK, loopback_store
 
 GRACE_S = 5.0
 """How long the other ranks may continue after a rank has ended early."""

@@ -25,7 +25,7 @@ from gpu_checks.wrapping import (
     torch_views,
     with_buckets,
 )  # fmt: skip
-from paceline.core.state.digests import weights_sha256
+from paceline.core.digests import weights_sha256
 from paceline.errors import NonFiniteGradient
 
 

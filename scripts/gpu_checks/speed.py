@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from gpu_checks.rows import Place, Row, holds, measured, not_run
 from gpu_checks.timing import Trainee, Workload, in_turn, mlp, resnet50, smollm2, trainees
 from gpu_checks.wrapping import bucket_bytes, variants
-from paceline.ddp.options.buckets import CAPACITY
-from paceline.tools.bench.turns import median_ratio
+from paceline.ddp.buckets import CAPACITY
+from paceline.tools.bench.measure import median_ratio
 
 SLOWER = 1.03
 """Maximum ratio of step times to torch's faster mode. Smaller differences are noise."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpu_checks.models import SMOLLM2_360M, TINY, ResNet, perceptron
 from gpu_checks.rows import Place
 from gpu_checks.wrapping import Wrap, llama, tokens
-from paceline.tools.bench.turns import take_turns
+from paceline.tools.bench.measure import take_turns
 
 
 @dataclass(frozen=True)

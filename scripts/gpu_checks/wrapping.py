@@ -14,7 +14,7 @@ import paceline
 from gpu_checks.models import Llama, Shape
 from gpu_checks.rows import Place
 from paceline import compression
-from paceline.core.state.digests import weights_sha256
+from paceline.core.digests import weights_sha256
 from paceline.testing.assertions import gather
 
 TorchDDP = nn.parallel.DistributedDataParallel

@@ -14,10 +14,10 @@ from paceline.errors import PacelineError, UsageError
 if TYPE_CHECKING:
     from paceline import checkpoint, compression, data, ddp, nn, optim, profiler, train
     from paceline.checkpoint import Checkpointer, load_weights
-    from paceline.core.processes.rank_lookup import cache_mesh, get
-    from paceline.core.processes.world import World, init
-    from paceline.core.state.rng import set_seed
-    from paceline.core.state.unwrapping import unwrap
+    from paceline.core.rank_lookup import cache_mesh, get
+    from paceline.core.rng import set_seed
+    from paceline.core.unwrapping import unwrap
+    from paceline.core.world import World, init
     from paceline.ddp import DistributedDataParallel, accumulate, gather_for_metrics, mean_over_ranks
     from paceline.nn import SyncBatchNorm
     from paceline.nn.data_parallel import DataParallel
@@ -73,7 +73,7 @@ _HOMES = {
 """The module of each public name that is imported on first use. All other public names are modules themselves."""
 
 if "paceline_command" not in _sys.modules:  # the command imports torch only when it needs it
-    _import_module("paceline.comm.c10d.own_backend").register()
+    _import_module("paceline.comm.own_backend").register()
 
 if not TYPE_CHECKING:  # so that type checkers report unknown names
 

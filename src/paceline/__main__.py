@@ -1,6 +1,6 @@
 """``python -m paceline``: the command line."""
 
-from paceline.tools.cli.main import main
+from paceline.tools.main import main
 
 if __name__ == "__main__":
     main()

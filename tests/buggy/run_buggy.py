@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
 from paceline import testing
-from paceline.core.processes.world import World
+from paceline.core.world import World
 
 UNDER_TORCH = os.environ.get("BUGGY_UNDER") == "torch"
 DDP = TorchDDP if UNDER_TORCH else paceline.DistributedDataParallel

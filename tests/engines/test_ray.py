@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.core.state.digests import weights_sha256
+from paceline.core.digests import weights_sha256
 from paceline.data import DataLoader
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import paceline
-from paceline.core.state.digests import weights_sha256
+from paceline.core.digests import weights_sha256
 from paceline.data import DataLoader
 
 warnings.filterwarnings("ignore", "the process group uses Gloo")

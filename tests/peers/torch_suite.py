@@ -31,7 +31,7 @@ from torch.distributed import device_mesh
 
 import paceline
 from cpu_as_cuda import Cuda, CudaToCpu, Device, View, autocast, grad_scaler
-from paceline.core.processes.world import World
+from paceline.core.world import World
 
 # Sizes made for GPUs and repetitions of one and the same step, by method: torch's words, and what a CPU gets instead.
 SHORTER = {

@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 
 from paceline.comm import algorithms
 from paceline.comm.algorithms import NAMES, bounds, build
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from threads import ThreadRanks
 from twins import Pools
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from twins import INPUTS, OUTPUTS, Pools, global_batch, same_gradients, same_tensor, same_weights
 

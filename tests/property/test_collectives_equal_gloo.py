@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from drawn import draws
-from paceline.comm.c10d.work import Handle
-from paceline.comm.shm.stage import STAGE_BYTES
-from paceline.core.processes.world import World
+from paceline.comm.shm_collectives import STAGE_BYTES
+from paceline.comm.work import Handle
+from paceline.core.world import World
 from twins import Pools
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.core.processes.world import World
-from paceline.core.telemetry.spans import LAUNCH, WAIT, recorder
+from paceline.core.spans import LAUNCH, WAIT, recorder
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from ranks import Pools, run_ranks

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drawn import draws
 from models import chain
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from twins import (

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from drawn import draws
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
-from paceline.data.split.partition import batch_count, slice_bounds
+from paceline.data.slices import batch_count, slice_bounds
 
 sizes = st.integers(1, 60)
 batch_sizes = st.integers(1, 17)

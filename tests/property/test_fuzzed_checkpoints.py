@@ -27,10 +27,10 @@ from torch.utils.data import TensorDataset
 from drawn import LONG
 from paceline.checkpoint import Checkpointer
 from paceline.core import strict_json
-from paceline.core.state.digests import tensor_digest
+from paceline.core.digests import tensor_digest
 from paceline.data import DataLoader
 from paceline.errors import PacelineError
-from paceline.tools.checkpoints import inspection
+from paceline.tools import checkpoint_files
 
 COUNT = 5000 if LONG else 200
 MEMORY = 2**30
@@ -198,7 +198,7 @@ def test_a_mutated_checkpoint_loads_right_or_not_at_all(tmp_path: Path) -> None:
         right[step] = job.state()
     newest = tmp_path / "run" / "step-00000002"
     shutil.copytree(newest, tmp_path / "whole")
-    list(inspection.inspect(tmp_path / "run", every_byte=True))
+    list(checkpoint_files.inspect(tmp_path / "run", every_byte=True))
     refused = other = 0
     for seed in range(COUNT):
         draw = random.Random(seed)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.core.processes.world import World
-from paceline.core.state.digests import weights_sha256
+from paceline.core.digests import weights_sha256
+from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.train import Evaluation, evaluate
 from trainings import digest, relative_difference
@@ -66,7 +66,7 @@ def train(world: World, folder: str, dropout: float, resume_from: int | None = N
     assert step == EPOCHS * WINDOWS
     return {
         "weights": {name: tensor.numpy().copy() for name, tensor in model.module.state_dict().items()},
-        "bits": (weights_sha256(model), digest(optimizer.state_dict()), digest(paceline.core.state.rng.rng_state())),
+        "bits": (weights_sha256(model), digest(optimizer.state_dict()), digest(paceline.core.rng.rng_state())),
         "metrics": metrics,
     }
 

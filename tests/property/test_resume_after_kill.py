@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from paceline.ddp.wrapper import wrapper
+from paceline.ddp import wrapper
 from processes import Running, gone_after, paceline, state_of
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
 from drawn import draws
-from paceline.core.processes.world import World
-from paceline.core.state.rng import rng_state, set_seed
+from paceline.core.rng import rng_state, set_seed
+from paceline.core.world import World
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.optim import ShardedOptimizer

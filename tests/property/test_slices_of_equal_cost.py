@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.data import DataLoader, GlobalBatchSampler
-from paceline.data.split.balance import split_by_cost, split_by_padded_cost
+from paceline.data.balance import split_by_cost, split_by_padded_cost
 from paceline.errors import UsageError
 from real_data import real_data
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from paceline.compression import Int8
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import NonFiniteGradient, ReplicaMismatch, UsageError
 from twins import Pools, make_optimizer, same_tensor, summed_loss

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from drawn import draws
 from paceline import SyncBatchNorm, compression
 from paceline.comm.algorithms import ring_all_reduce
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import DesyncError, UsageError
 from ranks import run_ranks

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.checkpoint.format.manifest import GENERATORS
-from paceline.checkpoint.format.safetensors_file import Spec, packed, runs, specs_of, unpacked
-from paceline.checkpoint.format.state_codec import Encoder
-from paceline.checkpoint.objects.registered import Registered
-from paceline.core.processes.consensus import carrier, decode, encode
-from paceline.core.processes.missing_ranks import collective
-from paceline.core.processes.world import World
-from paceline.core.state.rng import rng_state, set_rng_state
-from paceline.core.torch_internals.distributed.dtensor import local_of, whole_of
+from paceline.checkpoint.manifest import GENERATORS
+from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.safetensors_file import Spec, packed, runs, specs_of, unpacked
+from paceline.checkpoint.state_codec import Encoder
+from paceline.core.consensus import carrier, decode, encode
+from paceline.core.missing_ranks import collective
+from paceline.core.rng import rng_state, set_rng_state
+from paceline.core.torch_distributed import local_of, whole_of
+from paceline.core.world import World
 
 
 @dataclass(frozen=True)

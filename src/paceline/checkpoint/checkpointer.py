@@ -17,26 +17,23 @@ from typing import Any, Literal, TypeVar, cast
 
 from torch.optim import Optimizer
 
-from paceline.checkpoint import captures
-from paceline.checkpoint.format import metadata as notes
-from paceline.checkpoint.format import state_codec
-from paceline.checkpoint.format.metadata import Keep
-from paceline.checkpoint.format.state_codec import Encoder
-from paceline.checkpoint.loading.restore import restore
-from paceline.checkpoint.objects.optimizer_states import forget_changed, was_trained
-from paceline.checkpoint.objects.protocols import Stateful
-from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.recovery.emergency_save import Contents
-from paceline.checkpoint.recovery.interrupts import uninterrupted
-from paceline.checkpoint.recovery.recovery import History, Recovery
-from paceline.checkpoint.saving.due_saves import DueSaves, SaveInterval
-from paceline.checkpoint.saving.run_folder import RunFolder, on_all_ranks, validate_path
-from paceline.checkpoint.saving.save import capture_all
-from paceline.core.processes import consensus
-from paceline.core.processes.world import World
-from paceline.core.telemetry.spans import CHECKPOINT, recorder
-from paceline.core.telemetry.users_code import warn
-from paceline.core.torch_internals.distributed.dtensor import local_of
+from paceline.checkpoint import captures, state_codec
+from paceline.checkpoint import metadata as notes
+from paceline.checkpoint.due_saves import DueSaves, SaveInterval
+from paceline.checkpoint.metadata import Keep
+from paceline.checkpoint.optimizer_states import forget_changed, was_trained
+from paceline.checkpoint.recovery import Contents, History, Recovery
+from paceline.checkpoint.registered import Registered, Stateful
+from paceline.checkpoint.restore import restore
+from paceline.checkpoint.run_folder import RunFolder, on_all_ranks, validate_path
+from paceline.checkpoint.saving import capture_all
+from paceline.checkpoint.signals import uninterrupted
+from paceline.checkpoint.state_codec import Encoder
+from paceline.core import consensus
+from paceline.core.spans import CHECKPOINT, recorder
+from paceline.core.stacks import warn
+from paceline.core.torch_distributed import local_of
+from paceline.core.world import World
 from paceline.errors import CheckpointWarning, UsageError
 
 Object = TypeVar("Object", bound=Stateful)

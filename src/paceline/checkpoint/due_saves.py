@@ -8,10 +8,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from paceline.core.processes import consensus
-from paceline.core.processes.world import World
-from paceline.core.telemetry.step_progress import StepRecord
-from paceline.core.telemetry.users_code import warn
+from paceline.core import consensus
+from paceline.core.stacks import warn
+from paceline.core.step_progress import StepRecord
+from paceline.core.world import World
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 
 Every = int | timedelta | Literal["auto"] | None

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.format import safetensors_file, state_codec, verify
-from paceline.checkpoint.format.manifest import Manifest
-from paceline.checkpoint.format.state_codec import Encoder
-from paceline.checkpoint.loading.saved_checkpoint import Saved, malformed
-from paceline.checkpoint.objects.registered import Outline, Registered
+from paceline.checkpoint import safetensors_file, state_codec, step_folders, verify
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.registered import Outline, Registered
+from paceline.checkpoint.restore import Saved, malformed
+from paceline.checkpoint.state_codec import Encoder
 from paceline.checkpoint.step_names import step_at, step_of
-from paceline.checkpoint.storage import step_folders
-from paceline.core.processes.world import World
-from paceline.core.state.optimizer_shards import KEY, Assembly, Window
+from paceline.core.optimizer_shards import KEY, Assembly, Window
+from paceline.core.world import World
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 _ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, device=torch.device("cpu"))

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.format.safetensors_file import Spec
+from paceline.checkpoint.safetensors_file import Spec
 from paceline.core import strict_json
 from paceline.errors import NoCheckpoint
 

@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.checkpoint.format import state_codec, verify
-from paceline.checkpoint.format.state_codec import Encoder, Unencodable
-from paceline.core import strict_json
-from paceline.core.processes import consensus
-from paceline.core.telemetry.users_code import warn
+from paceline.checkpoint import state_codec, verify
+from paceline.checkpoint.state_codec import Encoder, Unencodable
+from paceline.core import consensus, strict_json
+from paceline.core.stacks import warn
 from paceline.errors import CheckpointWarning, UsageError
 
 NAME = "metadata.json"  # also the file's role in the manifest

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core.state.unwrapping import plain_name
-from paceline.core.torch_internals.distributed.dtensor import is_sharded, part_like
+from paceline.core.torch_distributed import is_sharded, part_like
+from paceline.core.unwrapping import plain_name
 from paceline.errors import CheckpointMismatch
 
 

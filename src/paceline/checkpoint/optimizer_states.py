@@ -24,11 +24,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from paceline.checkpoint.objects.module_states import part_of
-from paceline.core.state.optimizer_shards import settings_of, uncast
-from paceline.core.state.unwrapping import plain_name, unwrap
+from paceline.checkpoint.module_states import part_of
+from paceline.core.optimizer_shards import settings_of, uncast
 from paceline.core.strict_json import shown
-from paceline.core.torch_internals.distributed.dtensor import has_sharded
+from paceline.core.torch_distributed import has_sharded
+from paceline.core.unwrapping import plain_name, unwrap
 from paceline.errors import CheckpointMismatch
 
 Options = dict[int, dict[str, Any]]

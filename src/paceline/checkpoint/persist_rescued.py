@@ -10,10 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from paceline.checkpoint.recovery.emergency_save import DESTINATION
-from paceline.checkpoint.saving.run_folder import newest_rescued
-from paceline.checkpoint.storage import step_folders
-from paceline.checkpoint.storage.step_folders import Storage, reason
+from paceline.checkpoint import step_folders
+from paceline.checkpoint.recovery import DESTINATION
+from paceline.checkpoint.run_folder import newest_rescued
+from paceline.checkpoint.step_folders import Storage, reason
 from paceline.errors import PacelineError
 
 

@@ -6,22 +6,60 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.format.manifest import GENERATORS, RANK_ROLE
-from paceline.checkpoint.format.state_codec import Encoder, Unencodable, decode
-from paceline.checkpoint.objects import module_states, optimizer_states
-from paceline.checkpoint.objects.module_states import as_in, check_module, without_compile
-from paceline.checkpoint.objects.protocols import Mergeable, Sharded
-from paceline.core.output.wording import with_article
-from paceline.core.state.optimizer_shards import Assembly, Window
-from paceline.core.state.unwrapping import AveragingWrapper, unwrap
-from paceline.core.torch_internals.distributed.dtensor import has_sharded
+from paceline.checkpoint import module_states, optimizer_states
+from paceline.checkpoint.manifest import GENERATORS, RANK_ROLE
+from paceline.checkpoint.module_states import as_in, check_module, without_compile
+from paceline.checkpoint.state_codec import Encoder, Unencodable, decode
+from paceline.core.messages import with_article
+from paceline.core.optimizer_shards import Assembly, Window
+from paceline.core.torch_distributed import has_sharded
+from paceline.core.unwrapping import AveragingWrapper, unwrap
 from paceline.errors import CheckpointMismatch, PacelineError, UsageError
+
+# Protocols of the objects that can be registered with a Checkpointer.
+
+
+class Stateful(Protocol):
+    """An object with a state: a module, optimizer, scheduler, sampler or GradScaler."""
+
+    def state_dict(self) -> Any:
+        """Return the state as nested plain values and tensors."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Load a state that :meth:`state_dict` returned."""
+
+
+@runtime_checkable
+class Mergeable(Protocol):
+    """A per-rank object without tensors that can load states from a different number of ranks."""
+
+    def load_rank_states(self, states: Sequence[Any], /) -> None:
+        """Load this rank's part of the states of all ranks."""
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """An optimizer whose state is sharded over the ranks; see :mod:`paceline.core.optimizer_shards`."""
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """Class of the sharded optimizer."""
+
+    def local_state(self) -> dict[str, Any]:
+        """Return this rank's shard."""
+
+    def windows(self) -> dict[int, Window]:
+        """Return this rank's part of each parameter's state."""
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Load this rank's shard, an :class:`Assembly` of shards, or the state of the unsharded optimizer."""
+
 
 _NAME = re.compile(r"[a-z0-9_]{1,64}")
 _RESERVED = ("state", RANK_ROLE, GENERATORS)

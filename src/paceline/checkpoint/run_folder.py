@@ -8,17 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint import metadata
 from paceline.checkpoint.captures import Capture
-from paceline.checkpoint.format import metadata
-from paceline.checkpoint.format.manifest import Manifest
-from paceline.checkpoint.format.metadata import Keep
-from paceline.checkpoint.format.verify import read_whole
-from paceline.checkpoint.saving.save import Save, parts
-from paceline.checkpoint.saving.writer import Writer
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.metadata import Keep
+from paceline.checkpoint.saving import Save, Writer, parts
+from paceline.checkpoint.step_folders import Storage, Value, intact, newest, steps_in
 from paceline.checkpoint.step_names import step_name
-from paceline.checkpoint.storage.step_folders import Storage, Value, intact, newest, steps_in
-from paceline.core.processes.missing_ranks import called_by_all
-from paceline.core.telemetry.spans import CHECKPOINT, recorder
+from paceline.checkpoint.verify import read_whole
+from paceline.core.missing_ranks import called_by_all
+from paceline.core.spans import CHECKPOINT, recorder
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 

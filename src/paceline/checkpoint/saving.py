@@ -1,29 +1,178 @@
-"""Writes checkpoints on rank 0: the files into a temporary folder, then the manifest that lists them."""
+"""A save: every rank captures its states, the ranks agree, and rank 0 writes the files and a manifest."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.checkpoint.format import manifest, safetensors_file
-from paceline.checkpoint.format import metadata as notes
-from paceline.checkpoint.format.manifest import RANK_ROLE, File, Manifest
-from paceline.checkpoint.format.metadata import Keep
-from paceline.checkpoint.saving.save import Part, Save
-from paceline.checkpoint.saving.staging import Staging
-from paceline.checkpoint.storage import step_folders
-from paceline.checkpoint.storage.step_folders import Storage, reason
-from paceline.core import strict_json
-from paceline.core.telemetry.failpoints import strike
-from paceline.core.telemetry.users_code import warn
-from paceline.errors import CheckpointError, CheckpointWarning
+from paceline.checkpoint import captures, manifest, safetensors_file, step_folders
+from paceline.checkpoint import metadata as notes
+from paceline.checkpoint.captures import Capture
+from paceline.checkpoint.manifest import RANK_ROLE, File, Manifest
+from paceline.checkpoint.metadata import Keep, Notes
+from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.state_codec import Encoder
+from paceline.checkpoint.step_folders import Storage, reason
+from paceline.core import consensus, strict_json
+from paceline.core.failpoints import strike
+from paceline.core.stacks import warn
+from paceline.core.torch_distributed import local_of
+from paceline.core.world import World
+from paceline.errors import CheckpointError, CheckpointWarning, DesyncError, UsageError
+
+# Memory for the copy of rank 0's states that a background save writes.
+
+
+class Staging:
+    """Memory for one copy of rank 0's states, reused by every save because new pages are expensive."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[int, str], torch.Tensor] = {}
+        """The copies, by the number of the capture and the name of the tensor."""
+
+    def copies(self, captures: Sequence[Capture]) -> list[Capture]:
+        """Return copies of `captures` on the CPU, overwriting the previous copies."""
+        return [
+            replace(capture, tensors={name: self._copy((number, name), of) for name, of in capture.tensors.items()})
+            for number, capture in enumerate(captures)
+        ]
+
+    def _copy(self, key: tuple[int, str], tensor: torch.Tensor) -> torch.Tensor:
+        memory = self._memory.get(key)
+        if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
+            try:
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
+            except RuntimeError as error:  # raised by torch if memory is exhausted
+                raise MemoryError(f"not enough memory for a copy of {tensor.nbytes} bytes ({error})") from error
+            self._memory[key] = memory
+        return memory.copy_(tensor)
+
+
+# A save on every rank: states are captured, the ranks agree, and rank 0 writes the states of all ranks.
+
+
+Part = tuple[int | None, Capture]
+"""A rank and its own states, or None and the state of a shared object."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save of `step` by `world_size` ranks, with `size` bytes of tensors and the user's notes."""
+
+    step: int
+    world_size: int
+    size: int
+    notes: Notes
+
+
+def capture_all(
+    world: World, step: int, entries: Sequence[Registered], note: Callable[[], Notes]
+) -> tuple[Save, list[Capture]]:
+    """Capture the states of `entries` at `step`, and check that all ranks save the same step and objects.
+
+    Returns:
+        The description of the save, and this rank's captures: one for each shared object, then one with this rank's own
+        states.
+    """
+    notes: list[Notes] = []
+    captured: list[Capture] = []
+
+    def take() -> None:
+        captured.extend(captures.shared(entry, world.rank == 0) for entry in entries if not entry.per_rank)
+        captured.append(captures.own([*(entry for entry in entries if entry.per_rank), captures.generators()]))
+
+    def prepare() -> None:
+        notes.append(note())
+        _check_can_be_saved(step, entries)
+        with _explained(step):
+            if not any(entry.is_sharded for entry in entries):
+                take()
+                return
+            # A dry run on this rank's shards detects states that cannot be saved, without waiting for other ranks.
+            for entry in entries:
+                entry.capture(Encoder(None if entry.per_rank else local_of))
+
+    def gather() -> None:
+        with _explained(step):
+            take()
+
+    names = [f"{entry.name} (per rank)" if entry.per_rank else entry.name for entry in entries]
+    sizes = _agree(world, step, names, prepare, captured)
+    if not captured:
+        # DTensors are gathered after all ranks have prepared without an error, because a gather needs all ranks.
+        sizes = _agree(world, step, names, gather, captured)
+    return Save(step, world.size, sum(sizes), notes[0]), captured
+
+
+def _check_can_be_saved(step: Any, entries: Iterable[Registered]) -> None:
+    if type(step) is not int or not 0 <= step < 10**18:
+        raise UsageError(f"step must be a whole number >= 0, not {step!r}")
+    for entry in entries:
+        entry.check_window(step)
+
+
+def _agree(
+    world: World, step: int, names: list[str], action: Callable[[], None], captured: Sequence[Capture]
+) -> list[int]:
+    """Call `action` on every rank, compare `step` and `names`, and return the number of bytes that each rank saves."""
+    error = consensus.error_of(action)
+    saved = captured if world.rank == 0 else captured[-1:]
+    size = sum(step_folders.needed(capture.tensors.values()) for capture in saved)
+    facts = consensus.agree(world, error, None if error else {"step": step, "names": names, "size": size})
+    for rank, report in enumerate(facts):
+        if report["names"] != names:
+            raise UsageError(
+                f"rank {rank} has registered {report['names']} but rank {world.rank} has registered {names}; register "
+                "the same objects in the same order on every rank"
+            )
+        if report["step"] != step:
+            raise DesyncError(
+                f"rank {rank} saves step {report['step']} but rank {world.rank} saves step {step}; "
+                "save after the same number of steps on every rank"
+            )
+    return [report["size"] for report in facts]
+
+
+@contextmanager
+def _explained(step: int) -> Iterator[None]:
+    try:
+        yield
+    # The state_dict() of a user's object can raise anything.
+    except Exception as error:
+        raise CheckpointError(f"step {step} was not saved: {error}") from error
+
+
+@contextmanager
+def parts(world_size: int, own_captures: Sequence[Capture]) -> Iterator[Iterator[Part]]:
+    """Yield rank 0's captures (its own states last), then fetch and yield the capture of each other rank.
+
+    If the block raises, rank 0 declines the captures of the remaining ranks.
+    """
+    *shared, own_states = own_captures
+    waiting = list(range(1, world_size))
+
+    def all_parts() -> Iterator[Part]:
+        for states in shared:
+            yield None, states
+        yield 0, own_states
+        while waiting:  # fetch captures one by one, so that rank 0 never holds the states of all ranks
+            rank = waiting.pop(0)
+            yield rank, captures.fetch(rank)
+
+    try:
+        yield all_parts()
+    finally:
+        # Skip the rank whose transfer has begun, because it can no longer be declined.
+        for rank in waiting:
+            captures.decline(rank)
 
 
 def write(store: Storage, order: Save, draft: Path, states: Iterable[Part]) -> Path:

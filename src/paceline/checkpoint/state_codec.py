@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from paceline.checkpoint.format.safetensors_file import CODES
+from paceline.checkpoint.safetensors_file import CODES
 from paceline.core import strict_json
-from paceline.core.torch_internals.distributed.dtensor import is_sharded
+from paceline.core.torch_distributed import is_sharded
 
 _SAME_HASH = 100  # maximum number of a dict's keys with the same hash; a lookup compares all of them
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

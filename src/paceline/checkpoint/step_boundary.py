@@ -2,7 +2,7 @@
 
 Parameters and optimizer states do not change until the next optimizer step, so they are not copied. Settings of
 optimizers, small buffers of modules, and the states of other objects can change earlier, so they are copied; see
-:mod:`paceline.checkpoint.steps.step_snapshot`.
+:mod:`paceline.checkpoint.step_snapshot`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import nn
 
 from paceline.checkpoint import captures
 from paceline.checkpoint.captures import Capture
-from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.steps.step_barrier import StepBarrier
-from paceline.checkpoint.steps.step_snapshot import SmallBuffers, Snapshotter, object_from_snapshot, parameters_of
-from paceline.checkpoint.storage.free_space import nothing_is_kept
-from paceline.core.state.unwrapping import AveragingWrapper, joins
-from paceline.core.telemetry.failpoints import strike
-from paceline.core.telemetry.spans import recorder
-from paceline.core.telemetry.step_progress import StepRecord
+from paceline.checkpoint.rank_states import StepBarrier
+from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.step_folders import nothing_is_kept
+from paceline.checkpoint.step_snapshot import SmallBuffers, Snapshotter, object_from_snapshot, parameters_of
+from paceline.core.failpoints import strike
+from paceline.core.spans import recorder
+from paceline.core.step_progress import StepRecord
+from paceline.core.unwrapping import AveragingWrapper, joins
 from paceline.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

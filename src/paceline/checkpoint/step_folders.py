@@ -18,26 +18,122 @@ A file is durable after its fsync, and a name after the fsync of its folder, whi
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.checkpoint.format import metadata as notes
-from paceline.checkpoint.format.manifest import Manifest
-from paceline.checkpoint.format.metadata import Keep, Notes
-from paceline.checkpoint.format.verify import Damaged, read_manifest, read_whole
+import torch
+
+from paceline.checkpoint import metadata as notes
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.metadata import Keep, Notes
+from paceline.checkpoint.safetensors_file import spec_of
 from paceline.checkpoint.step_names import step_name, step_of
-from paceline.checkpoint.storage.folder_lock import UNSUPPORTED, FolderLock
-from paceline.checkpoint.storage.free_space import check_room
-from paceline.core.telemetry.failpoints import strike
-from paceline.core.telemetry.users_code import warn
+from paceline.checkpoint.verify import Damaged, read_manifest, read_whole
+from paceline.core.failpoints import strike
+from paceline.core.messages import nbytes
+from paceline.core.stacks import warn
 from paceline.errors import CheckpointError, CheckpointWarning, NoCheckpoint, UsageError
+
+# A lock on a folder, released when the process that holds it ends.
+
+
+UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+"""Errors of a file system that does not support an operation."""
+
+
+class FolderLock:
+    """An exclusive ``flock`` on `folder` itself, so that no lock file is left behind.
+
+    Forked children (DataLoader workers) close the descriptor immediately, so that they do not keep the lock if they
+    outlive this process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        """Closes the descriptor once; other processes that share it keep the lock."""
+        self._close.atexit = False  # the rescue at exit needs the lock
+        os.register_at_fork(after_in_child=self._close)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another run is using the checkpoint folder {folder} on rank 0's host; end that run, close() its "
+                "Checkpointer if it is in this process, or choose another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            warn(
+                f"the file system of the checkpoint folder {folder} does not support locks "
+                f"({error.strerror}); make sure that no other run uses it",
+                CheckpointWarning,
+            )
+
+    def is_on(self, folder: Path) -> bool:
+        """Return whether the folder at this path is still the locked folder, and has not been replaced."""
+        current, locked = os.stat(folder), os.fstat(self._descriptor)
+        return (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino)
+
+    def release(self) -> None:
+        """Release the lock, if it is held."""
+        if self._close.alive:
+            # Closing is not enough while a forked child still has the descriptor.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._close()
+
+
+# Compares free space with the size of a save before anything is written.
+
+
+PER_TENSOR = 512
+"""Bytes for a tensor's entries in the header, the manifest and ``state.json``."""
+MARGIN = 64 * 2**10
+"""Bytes for plain values, and for rounding to whole blocks."""
+
+
+def needed(tensors: Collection[torch.Tensor]) -> int:
+    """Return the number of bytes that `tensors` need in a checkpoint, without :data:`MARGIN`."""
+    return sum(spec_of(tensor).nbytes for tensor in tensors) + PER_TENSOR * len(tensors)
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Check that the file system of `folder` has space for `size` bytes, if it reports its free space."""
+    free = _free(folder)
+    if free is not None and free < size + MARGIN:
+        figures = f"{nbytes(size + MARGIN)} are needed, but only {nbytes(free)} are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {figures}")
+
+
+def nothing_is_kept(error: OSError, folder: Path) -> str:
+    """Return the message for ranks that cannot rescue steps because the job's `folder` is full."""
+    return (
+        "a failure will cost the steps since the last save on disk, because the job's folder is full "
+        f"({folder.parent.parent}: {error.strerror or error}); enlarge it (in a container: docker run --shm-size=8g), "
+        "or choose another folder with PACELINE_JOBS"
+    )
+
+
+def _free(folder: Path) -> int | None:
+    """Return the free bytes of the file system of `folder`; None if it does not report them."""
+    try:
+        about = os.statvfs(folder)
+    except OSError:
+        return None  # the write will report the problem
+    if about.f_blocks == 0:
+        return None  # on some network file systems
+    blocks = about.f_bfree if os.geteuid() == 0 else about.f_bavail  # some blocks are reserved for root
+    return blocks * about.f_frsize
+
 
 Value = TypeVar("Value")
 _OURS = re.compile(r"\.(writing|replaced|deleted)-([^.]+)(?:\.1)*")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.objects.optimizer_states import parameters
-from paceline.checkpoint.objects.registered import Registered
-from paceline.core.state.unwrapping import unwrap
+from paceline.checkpoint.optimizer_states import parameters
+from paceline.checkpoint.registered import Registered
+from paceline.core.unwrapping import unwrap
 from paceline.errors import CheckpointError
 
 SMALL = 2**16

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from paceline.checkpoint.format import manifest, safetensors_file
-from paceline.checkpoint.format.manifest import File, Manifest
+from paceline.checkpoint import manifest, safetensors_file
+from paceline.checkpoint.manifest import File, Manifest
 from paceline.core import strict_json
 from paceline.errors import NoCheckpoint
 

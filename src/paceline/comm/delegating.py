@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from paceline.comm.c10d.work import Runner
 from paceline.comm.forking import keep_in_children
 from paceline.comm.gloo import connect_gloo
-from paceline.core.processes.store_epochs import connecting
-from paceline.core.torch_internals.compile import class_never_compiled
-from paceline.core.torch_internals.tensors import tree_leaves
+from paceline.comm.work import Runner
+from paceline.core.stores import connecting
+from paceline.core.torch_internals import class_never_compiled, tree_leaves
 from paceline.errors import UsageError
 
 _LEAVE_S = 0.5

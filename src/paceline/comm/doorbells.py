@@ -7,7 +7,7 @@ import select
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.comm.shm.handshake import Peer
+from paceline.comm.handshake import Peer
 
 _DONE = 32
 """Lowest bit of the count of done operations in a ring's value; the bits below it count posted operations."""

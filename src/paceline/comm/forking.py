@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from paceline.core.torch_internals.distributed.c10d import get_known_groups
+from paceline.core.torch_distributed import get_known_groups
 from paceline.errors import CommunicationError
 
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroupGloo, Store
 
-from paceline.core.processes.missing_ranks import CONNECTION_REMEDY, GRACE_S, missing_from, named_ranks, reason_of
-from paceline.core.processes.private_store import is_private
+from paceline.core.missing_ranks import CONNECTION_REMEDY, GRACE_S, missing_from, named_ranks, reason_of
+from paceline.core.stores import is_private
 from paceline.errors import CommunicationError
 
 _LINE = re.compile(r"^ *\d+: (\S+) (\S+) (?!06)(\S+) \S+ \S+ \S+ +(\d+) +\d+ (\d+) ", re.MULTILINE)

@@ -1,7 +1,7 @@
 """The handshake: the ranks of one host find each other and exchange the descriptors of their memory and signals.
 
 Each rank listens on an abstract Unix socket, only during the handshake. The sockets' names and secrets are in a private
-store (:mod:`paceline.core.processes.private_store`), which other users cannot read or write. The steps, in order::
+store (:mod:`paceline.core.stores`), which other users cannot read or write. The steps, in order::
 
     connector                                       listener
     1. the kernel says that it is our user          1. the kernel says that it is our user
@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from torch.distributed import Store
 
-from paceline.comm.shm.arena import Arena, Segment
-from paceline.core.processes.missing_ranks import late, read_from
+from paceline.comm.shm_arena import Arena, Segment
+from paceline.core.missing_ranks import late, read_from
 from paceline.errors import CommunicationError
 
 _SECRET_BYTES = 32

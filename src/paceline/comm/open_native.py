@@ -11,13 +11,13 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from paceline.comm.shm.arena import Arena
-from paceline.comm.shm.engine import Engine
-from paceline.comm.shm.handshake import connect
+from paceline.comm.handshake import connect
+from paceline.comm.shm_arena import Arena
+from paceline.comm.shm_engine import Engine
 from paceline.comm.topology import Refused, memory_identity
-from paceline.core.processes.missing_ranks import read_from
-from paceline.core.processes.private_store import private_store
-from paceline.core.telemetry.users_code import warn
+from paceline.core.missing_ranks import read_from
+from paceline.core.stacks import warn
+from paceline.core.stores import private_store
 from paceline.errors import UsageError
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from paceline.comm.arithmetic import name_of
-from paceline.comm.shm.arena import Segment
-from paceline.core.processes.missing_ranks import ranks_by_value
+from paceline.comm.shm_arena import Segment
+from paceline.core.missing_ranks import ranks_by_value
 from paceline.errors import DesyncError
 
 SLOTS = 256

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.core.processes import OWN_BACKEND
+from paceline.core.world import OWN_BACKEND
 
 
 def register() -> None:
@@ -18,7 +18,7 @@ def register() -> None:
 def _create(options: Any, backend_options: Any = None) -> Any:
     """Return the group for ``init_process_group("paceline")`` and ``new_group``; torch calls this."""
     # Imported here, because a script that uses another backend should not pay for the import.
-    from paceline.comm.c10d.process_group import create
+    from paceline.comm.process_group import create
 
     names = options.global_ranks_in_group or range(options.group_size)
     # Connect now: the first delegated operation may be a send, and connecting needs all ranks.

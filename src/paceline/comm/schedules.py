@@ -1,4 +1,4 @@
-"""The schedule: the messages of each step, with source, destination and chunks, and whether the receiver adds them.
+"""Schedules of collective algorithms: the messages of each step, and whether the receiver adds them.
 
 Each algorithm is a pure function that returns a :class:`Schedule`. The same value is executed
 (``execute.py``), costed (``cost.py``), drawn (``paceline explain``) and tested.
@@ -17,10 +17,13 @@ A schedule follows these rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from paceline.core.missing_ranks import ranks_by_value
+from paceline.errors import UsageError
 
 Result = Literal["all-reduce", "reduce", "broadcast", "reduce-scatter", "all-gather", "all-to-all"]
 
@@ -112,3 +115,423 @@ def backwards(steps: Iterable[Step]) -> list[Step]:
         tuple(Transfer(sent.dst, sent.src, sent.chunks, reduce=False) for sent in step)
         for step in reversed(list(steps))
     ]
+
+
+# The alpha-beta-gamma model of an algorithm's cost.
+#
+# A message costs alpha seconds, plus beta for each byte; reducing a byte costs gamma. Hockney, "The communication
+# challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20 (1994); with gamma as in Thakur, Rabenseifner
+# &
+# Gropp, IJHPCA 19 (2005). A rank sends and receives at the same time, one message each way. So a step takes
+#
+#     alpha  +  beta · the most bytes that a rank sends or receives  +  gamma · the most bytes that a rank reduces
+#
+# and an algorithm takes the sum of its steps. For p ranks, n bytes, L = ⌈log₂ p⌉ (tested equal to the schedules):
+#
+#     linear broadcast, reduce           (p−1) α  +  (p−1) n β          [+ (p−1) n γ]
+#     tree broadcast, reduce             L α      +  L n β              [+ L n γ]
+#     scatter, all-gather (p = 2^L)      (L+p−1) α + 2 (p−1)/p n β
+#     ring reduce-scatter, all-gather    (p−1) α  +  (p−1)/p n β        [+ (p−1)/p n γ]
+#     ring all-reduce                    2(p−1) α +  2 (p−1)/p n β       + (p−1)/p n γ
+#     tree all-reduce                    2 L α    +  2 L n β             + L n γ
+#     halving-doubling (p = 2^L)         2 L α    +  2 (p−1)/p n β       + (p−1)/p n γ
+#     hierarchical, h hosts of m         2(m+h−2) α + 2 (p−1)/p n β      + (p−1)/p n γ
+
+
+class Model(NamedTuple):
+    """Costs of messages and sums."""
+
+    alpha: float
+    """Seconds for a message."""
+    beta: float
+    """Seconds for a byte that is sent."""
+    gamma: float = 0.0
+    """Seconds for a byte that is reduced."""
+
+    def seconds(self, schedule: Schedule, nbytes: float) -> float:
+        """Return the seconds that `schedule` takes for a tensor of `nbytes`."""
+        messages, moved, reduced = features(schedule, nbytes)
+        return self.alpha * messages + self.beta * moved + self.gamma * reduced
+
+
+Features = tuple[float, float, float]
+"""Factors of alpha, beta and gamma."""
+
+
+def features(schedule: Schedule, nbytes: float) -> Features:
+    """Count the consecutive messages, the bytes moved and the bytes reduced, for a tensor of `nbytes`."""
+    counts = [_count(step, nbytes / schedule.chunks) for step in schedule.steps]
+    messages, moved, reduced = (sum(column) for column in zip(*counts, strict=True)) if counts else (0.0, 0.0, 0.0)
+    return messages, moved, reduced
+
+
+def _count(step: Step, per_chunk: float) -> Features:
+    """Count the factors of one step: the busiest rank's work."""
+    if not step:
+        return 0.0, 0.0, 0.0
+    sent: dict[int, float] = {}
+    received: dict[int, float] = {}
+    reduced: dict[int, float] = {}
+    for transfer in step:
+        size = per_chunk * len(transfer.chunks)
+        sent[transfer.src] = sent.get(transfer.src, 0.0) + size
+        received[transfer.dst] = received.get(transfer.dst, 0.0) + size
+        if transfer.reduce:
+            reduced[transfer.dst] = reduced.get(transfer.dst, 0.0) + size
+    return 1.0, max(*sent.values(), *received.values()), max(reduced.values(), default=0.0)
+
+
+# Point to point: the root serves the other ranks one by one, in p−1 steps of n bytes. All-to-all is pairwise.
+#
+# This is the baseline for the other algorithms, none of which is faster with two ranks ::
+#
+#     broadcast from rank 1 of 4            reduction to rank 1 of 4
+#     step 1    1 → 2                       step 1    2 → 1    adds
+#     step 2    1 → 3                       step 2    3 → 1    adds
+#     step 3    1 → 0                       step 3    0 → 1    adds
+
+
+_WHOLE = range(1)
+
+
+def linear_broadcast(size: int, root: int = 0) -> Schedule:
+    """Build the broadcast: p−1 steps; the root sends (p−1) · n bytes, one message at a time."""
+    steps = tuple((Transfer(root, (root + place) % size, _WHOLE, reduce=False),) for place in range(1, size))
+    return Schedule("linear_broadcast", "broadcast", size, 1, steps, root)
+
+
+def linear_reduce(size: int, root: int = 0) -> Schedule:
+    """Build the reduction: p−1 steps; the root receives (p−1) · n bytes, added in rank order from the next rank."""
+    steps = tuple((Transfer((root + place) % size, root, _WHOLE, reduce=True),) for place in range(1, size))
+    return Schedule("linear_reduce", "reduce", size, 1, steps, root)
+
+
+def pairwise_all_to_all(size: int) -> Schedule:
+    """Build the pairwise exchange: in step k, rank r and rank r xor k swap the parts meant for each other.
+
+    Chunk s·p + d is rank s's part for rank d, so all chunks together are p tensors of n bytes. If p is a power of two:
+    p−1 steps, (p−1)/p · n bytes from every rank. There is no public function for it, only this schedule.
+    """
+    steps = (
+        tuple(
+            Transfer(rank, rank ^ step, range(chunk := rank * size + (rank ^ step), chunk + 1), reduce=False)
+            for rank in range(size)
+            if rank ^ step < size
+        )
+        for step in range(1, 1 << (size - 1).bit_length())
+    )
+    return Schedule("pairwise_all_to_all", "all-to-all", size, size * size, tuple(steps))
+
+
+# The binomial tree: in every step the number of ranks that have finished doubles, so ⌈log₂ p⌉ steps suffice.
+#
+# No algorithm has fewer steps, because a rank can reach only one other rank per step. The tree pays off for short
+# messages, because every step sends the whole message; see Thakur, Rabenseifner & Gropp, "Optimization of collective
+# communication operations in MPICH", IJHPCA 19 (2005).
+#
+# Reduction to rank 0 of 6 ranks; ``→`` adds ::
+#
+#     step 1    1 → 0    3 → 2    5 → 4
+#     step 2    2 → 0
+#     step 3    4 → 0
+#
+# A broadcast runs the steps in reverse and copies instead of adding: ``0 → 4``, then ``0 → 2``, then ``0 → 1, 2 → 3, 4
+# →
+# 5``. Another root takes the place of rank 0, followed by the ranks after it in order. The whole tensor is one chunk.
+
+
+def tree_reduce_steps(size: int, root: int = 0) -> list[Step]:
+    """Build the steps toward `root`; the rank v places after it sends in the step of v's lowest set bit."""
+    steps = []
+    distance = 1
+    while distance < size:
+        senders = range(distance, size, 2 * distance)
+        steps.append(
+            tuple(
+                Transfer((root + place) % size, (root + place - distance) % size, _WHOLE, reduce=True)
+                for place in senders
+            )
+        )
+        distance *= 2
+    return steps
+
+
+def tree_reduce(size: int, root: int = 0) -> Schedule:
+    """Build the reduction: ⌈log₂ p⌉ steps; every rank but the root sends n bytes, the root receives ⌈log₂ p⌉ · n."""
+    return Schedule("tree_reduce", "reduce", size, 1, tuple(tree_reduce_steps(size, root)), root)
+
+
+def tree_broadcast(size: int, root: int = 0) -> Schedule:
+    """Build the broadcast: ⌈log₂ p⌉ steps; every rank but the root receives n bytes, the root sends ⌈log₂ p⌉ · n."""
+    return Schedule("tree_broadcast", "broadcast", size, 1, tuple(backwards(tree_reduce_steps(size, root))), root)
+
+
+def tree_all_reduce(size: int) -> Schedule:
+    """Build the all-reduce: reduction to rank 0, then broadcast from it. 2 ⌈log₂ p⌉ steps of n bytes."""
+    steps = tree_reduce_steps(size)
+    return Schedule("tree_all_reduce", "all-reduce", size, 1, tuple(steps + backwards(steps)))
+
+
+# The ring: in every step each rank sends only to the next one, so all links are always busy.
+#
+# Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009). In any
+# all-reduce each rank sends at least 2 (p−1)/p · n bytes, and in the ring it sends no more. The price is 2 (p−1) steps.
+#
+# Reduce-scatter with 3 ranks, chunks A B C. The columns show the chunks of each rank (a: its own, A₁₂: a partial sum)
+# ::
+#
+#               rank 0        rank 1        rank 2
+#     start     a  b  c       a  b  c       a  b  c
+#     step 1    rank 0 sends C to 1,  1 sends A to 2,  2 sends B to 0;  each adds
+#               a  B₂₀ c      a  b  C₀₁     A₁₂ b  c
+#     step 2    rank 0 sends B to 1,  1 sends C to 2,  2 sends A to 0;  each adds
+#               A  .  .       .  B  .       .  .  C         rank r has the whole sum of chunk r
+#
+# All-gather: the sums go around the ring in the same direction and are copied ::
+#
+#     step 3    A  .  C       A  B  .       .  B  C
+#     step 4    A  B  C       A  B  C       A  B  C
+#
+# Every chunk is summed along one path and then copied, so the results on all ranks are bit-identical.
+
+
+def reduce_scatter_steps(members: Sequence[int], blocks: Sequence[range]) -> list[Step]:
+    """Build the steps among `members`; the i-th member ends with the sum of ``blocks[i]``."""
+    size = len(members)
+    return [
+        tuple(
+            Transfer(members[place], members[(place + 1) % size], blocks[(place - 1 - step) % size], reduce=True)
+            for place in range(size)
+        )
+        for step in range(size - 1)
+    ]
+
+
+def all_gather_steps(members: Sequence[int], blocks: Sequence[range]) -> list[Step]:
+    """Build the steps among `members`; the i-th member begins with ``blocks[i]``."""
+    size = len(members)
+    return [
+        tuple(
+            Transfer(members[place], members[(place + 1) % size], blocks[(place - step) % size], reduce=False)
+            for place in range(size)
+        )
+        for step in range(size - 1)
+    ]
+
+
+def ring_reduce_scatter(size: int) -> Schedule:
+    """Build the reduce-scatter: rank r ends with the sum of chunk r. p−1 steps, (p−1)/p · n bytes from every rank."""
+    steps = reduce_scatter_steps(range(size), _one_each(size))
+    return Schedule("ring_reduce_scatter", "reduce-scatter", size, size, tuple(steps))
+
+
+def ring_all_gather(size: int) -> Schedule:
+    """Build the all-gather: rank r's chunk r goes to all ranks. p−1 steps, (p−1)/p · n bytes sent by every rank."""
+    steps = all_gather_steps(range(size), _one_each(size))
+    return Schedule("ring_all_gather", "all-gather", size, size, tuple(steps))
+
+
+def ring_all_reduce(size: int) -> Schedule:
+    """Build the all-reduce: reduce-scatter, then all-gather. 2 (p−1) steps, 2 (p−1)/p · n bytes sent by every rank."""
+    blocks = _one_each(size)
+    steps = reduce_scatter_steps(range(size), blocks) + all_gather_steps(range(size), blocks)
+    return Schedule("ring_all_reduce", "all-reduce", size, size, tuple(steps))
+
+
+def _one_each(size: int) -> list[range]:
+    return [range(chunk, chunk + 1) for chunk in range(size)]
+
+
+# Halving and doubling: reduce-scatter by recursive halving, then all-gather by recursive doubling.
+#
+# Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; Thakur, Rabenseifner & Gropp, IJHPCA 19
+# (2005). It sends as few bytes as the ring, 2 (p−1)/p · n, in only 2 log₂ p steps, if p is a power of two.
+#
+# Four ranks, chunks A B C D. Partners exchange halves of the chunks that they still reduce, and add ::
+#
+#     halving     step 1    0 ↔ 2, 1 ↔ 3    0 and 1 keep A B,  2 and 3 keep C D
+#                 step 2    0 ↔ 1, 2 ↔ 3    0 keeps A,  1 keeps B,  2 keeps C,  3 keeps D:  each a whole sum
+#     doubling    step 3    0 ↔ 1, 2 ↔ 3    0 and 1 have A B,  2 and 3 have C D
+#                 step 4    0 ↔ 2, 1 ↔ 3    all have A B C D
+#
+# For other p, the ranks beyond the largest power of two q are folded in: rank q+i first sends everything to rank i,
+# which
+# adds it, and at the end receives the result from it. Each chunk's sum is completed on one rank and copied from there,
+# so
+# the results on all ranks are bit-identical.
+
+
+def halving_doubling_all_reduce(size: int) -> Schedule:
+    """Build the all-reduce: 2 log₂ p steps, 2 (p−1)/p · n bytes sent by every rank.
+
+    If p is not a power of two: two steps and 2 n bytes more.
+    """
+    core = 1 << (size.bit_length() - 1)
+    extra: Step = tuple(Transfer(core + rank, rank, range(core), reduce=True) for rank in range(size - core))
+    steps = ([extra] if extra else []) + halving_steps(core)
+    return Schedule("halving_doubling_all_reduce", "all-reduce", size, core, tuple(steps + backwards(steps)))
+
+
+def halving_steps(size: int) -> list[Step]:
+    """Build the halving among `size` ranks, a power of two: rank r ends with the sum of chunk r."""
+    steps: list[Step] = []
+    distance = size // 2
+    while distance > 0:
+        # A rank still holds the sums of 2·distance chunks. Its partner's half begins at the partner's number, rounded
+        # down to a multiple of distance.
+        steps.append(
+            tuple(
+                Transfer(rank, rank ^ distance, _half_of(rank ^ distance, distance), reduce=True)
+                for rank in range(size)
+            )
+        )
+        distance //= 2
+    return steps
+
+
+def _half_of(rank: int, distance: int) -> range:
+    first = rank // distance * distance
+    return range(first, first + distance)
+
+
+# Hierarchical all-reduce: within hosts, across hosts, within hosts, so each byte crosses the network once per host.
+#
+# Cho, Finkler, Kung & Hunter, "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network
+# hierarchy",
+# SysML 2019. With h hosts of m ranks, a rank sends 2 (h−1)/h · n/m bytes over the network; a flat ring sends
+# 2 (p−1)/p · n over each link between hosts ::
+#
+#     host x: ranks 0 1     host y: ranks 2 3     chunks A B | C D:  place 0 of a host reduces A B, place 1 C D
+#
+#     inside     step 1    0 ↔ 1, 2 ↔ 3     a ring's reduce-scatter: 0 and 2 have their host's A B, 1 and 3 its C D
+#     across     step 2    0 ↔ 2, 1 ↔ 3     a ring's reduce-scatter: 0 has A, 2 has B, 1 has C, 3 has D
+#                step 3    0 ↔ 2, 1 ↔ 3     a ring's all-gather: 0 and 2 have A B, 1 and 3 have C D
+#     inside     step 4    0 ↔ 1, 2 ↔ 3     a ring's all-gather: all have A B C D
+#
+# If hosts have different numbers of ranks, m is the smallest. Each additional rank of a host first sends everything to
+# one of the m ranks, and receives the result from it at the end.
+
+
+def hierarchical_all_reduce(hosts: Sequence[Hashable]) -> Schedule:
+    """Build the all-reduce: 2 (m−1) + 2 (h−1) steps, 2 (p−1)/p · n bytes sent by every rank, p = h · m."""
+    rows = list(ranks_by_value(enumerate(hosts)).values())  # the ranks of each host
+    places, size = min(map(len, rows)), len(hosts)
+    parts = len(rows)
+    chunks = places * parts
+    shards = [range(place * parts, (place + 1) * parts) for place in range(places)]
+    cores = [row[:places] for row in rows]
+
+    folded = _fold(rows, places, chunks)
+    inside = together(*(reduce_scatter_steps(row, shards) for row in cores))
+    columns = [[row[place] for row in cores] for place in range(places)]
+    pieces = [[range(chunk, chunk + 1) for chunk in shard] for shard in shards]
+    across = together(*(reduce_scatter_steps(*pair) for pair in zip(columns, pieces, strict=True)))
+    back = together(*(all_gather_steps(*pair) for pair in zip(columns, pieces, strict=True)))
+    outside = together(*(all_gather_steps(row, shards) for row in cores))
+    steps = [*folded, *inside, *across, *back, *outside, *backwards(folded)]
+    return Schedule("hierarchical_all_reduce", "all-reduce", size, chunks, tuple(steps))
+
+
+def _fold(rows: Sequence[Sequence[int]], places: int, chunks: int) -> list[Step]:
+    """Build the rounds in which each host's other ranks send messages to its first `places` ranks."""
+    rounds: list[Step] = []
+    # A rank receives at most one message per step, so several rounds may be needed.
+    for start in range(places, max(map(len, rows)), places):
+        rounds.append(
+            tuple(
+                Transfer(rank, row[place], range(chunks), reduce=True)
+                for row in rows
+                for place, rank in enumerate(row[start : start + places])
+            )
+        )
+    return rounds
+
+
+# Broadcast of long messages: scatter the pieces down a tree, then pass them around a ring.
+#
+# Van de Geijn's algorithm: Barnett, Shuler, Gupta, Payne, van de Geijn & Watts, "Building a high-performance collective
+# communication library", Supercomputing '94. The tree sends the whole message ⌈log₂ p⌉ times through one rank;
+# this sends about 2 n bytes through every rank, at the price of p−1 more steps.
+#
+# Four ranks, root 0, chunks A B C D ::
+#
+#     scatter       step 1    0 → 2  C D
+#                   step 2    0 → 1  B        2 → 3  D           rank r has chunk r (the root: all)
+#     all-gather    step 3    0 → 1  A    1 → 2  B    2 → 3  C    3 → 0  D
+#                   step 4    0 → 1  D    1 → 2  A    2 → 3  B    3 → 0  C
+#                   step 5    0 → 1  C    1 → 2  D    2 → 3  A    3 → 0  B
+#
+# With another root, chunks are numbered starting from the root: the rank v places after it gets chunk v.
+
+
+def scatter_all_gather_broadcast(size: int, root: int = 0) -> Schedule:
+    """Build the broadcast: ⌈log₂ p⌉ + p−1 steps; every rank receives at most 2 (p−1)/p · n bytes, less than 2 n."""
+    members = [(root + place) % size for place in range(size)]
+    steps = scatter_steps(size, root) + all_gather_steps(members, [range(chunk, chunk + 1) for chunk in range(size)])
+    return Schedule("scatter_all_gather_broadcast", "broadcast", size, size, tuple(steps), root)
+
+
+def scatter_steps(size: int, root: int) -> list[Step]:
+    """Build the steps down the binomial tree: a rank forwards the chunks of the receiver's whole subtree."""
+    distance = 1
+    while distance < size:
+        distance *= 2
+    steps: list[Step] = []
+    while (distance := distance // 2) > 0:
+        steps.append(
+            tuple(
+                Transfer(
+                    (root + place - distance) % size,
+                    (root + place) % size,
+                    range(place, min(place + distance, size)),
+                    reduce=False,
+                )
+                for place in range(distance, size, 2 * distance)
+            )
+        )
+    return steps
+
+
+# All schedules, by the name of their public function.
+
+
+_ROOTED: dict[str, Callable[[int, int], Schedule]] = {
+    "linear_broadcast": linear_broadcast,
+    "tree_broadcast": tree_broadcast,
+    "scatter_all_gather_broadcast": scatter_all_gather_broadcast,
+    "linear_reduce": linear_reduce,
+    "tree_reduce": tree_reduce,
+}
+_ROOTLESS: dict[str, Callable[[int], Schedule]] = {
+    "ring_reduce_scatter": ring_reduce_scatter,
+    "ring_all_gather": ring_all_gather,
+    "ring_all_reduce": ring_all_reduce,
+    "tree_all_reduce": tree_all_reduce,
+    "halving_doubling_all_reduce": halving_doubling_all_reduce,
+}
+NAMES = (*_ROOTED, *_ROOTLESS, "hierarchical_all_reduce")
+"""Names of all schedules."""
+
+
+def build(name: str, size: int, root: int = 0, hosts: Sequence[Hashable] | None = None) -> Schedule:
+    """Build the schedule `name` for `size` ranks.
+
+    Args:
+        name: one of :data:`NAMES`.
+        size: number of ranks, 1 or more.
+        root: the source of a broadcast or the destination of a reduction; other algorithms ignore it.
+        hosts: the host of each rank, for ``"hierarchical_all_reduce"``; by default all ranks are on one host.
+    """
+    if size < 1:
+        raise UsageError(f"size={size}, but a schedule needs at least 1 rank")
+    if not 0 <= root < size:
+        raise UsageError(f"root={root} is not one of the ranks 0 to {size - 1}")
+    if hosts is not None and len(hosts) != size:
+        raise UsageError(f"hosts names {len(hosts)} hosts for {size} ranks; name the host of every rank")
+    if name in _ROOTED:
+        return _ROOTED[name](size, root)
+    if name in _ROOTLESS:
+        return _ROOTLESS[name](size)
+    if name == "hierarchical_all_reduce":
+        return hierarchical_all_reduce(hosts if hosts is not None else [0] * size)
+    raise UsageError(f"unknown algorithm {name!r}; choose one of {', '.join(NAMES)}")

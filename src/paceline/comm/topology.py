@@ -9,7 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
-from paceline.comm.shm.arena import Arena
+from paceline.comm.shm_arena import Arena
 
 SPLIT = "PACELINE_HOSTS"
 """Environment variable for tests: divides the ranks of a host into this many blocks, which count as hosts."""

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.forking import check_own_process
-from paceline.comm.shm.engine import Operation
-from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.comm.shm_engine import Operation
+from paceline.core.torch_internals import class_never_compiled
 from paceline.errors import CommunicationError
 
 

@@ -8,9 +8,8 @@
 This works in both Paceline's and torch's DDP. ``docs/compression.md`` describes each compressor.
 """
 
-from paceline.compression.cast import Cast
 from paceline.compression.compressor import Compressor, hook
-from paceline.compression.int8 import Int8
+from paceline.compression.low_precision import Cast, Int8
 from paceline.compression.powersgd import PowerSGD
 from paceline.compression.topk import TopK
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.compression.compressor import Compressor
-from paceline.compression.gradients import Gradients
-from paceline.compression.pipeline import Stages
-from paceline.core.state.device_streams import keep, may_hold
+from paceline.compression.pipeline import Gradients, Stages
+from paceline.core.device_streams import keep, may_hold
 from paceline.errors import UsageError
 
 BLOCK = 1024

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.compression.compressor import Compressor
-from paceline.compression.gradients import Gradients
-from paceline.compression.pipeline import Stages
+from paceline.compression.pipeline import Gradients, Stages
 from paceline.errors import UsageError
 
 

@@ -1,7 +1,7 @@
 """The black box: a small file in memory with a rank's current phase, which other processes can read at any time.
 
 The launcher creates a file of :data:`SIZE` bytes for each of its ranks; see
-:mod:`paceline.core.telemetry.job_directory`. A rank maps the file and writes to it without a system call, so the last
+:mod:`paceline.core.job_directory`. A rank maps the file and writes to it without a system call, so the last
 entry survives SIGKILL. Areas, by offset:
 
     0     head     version, process, rank, world size, host: written once, its first bytes last
@@ -12,7 +12,7 @@ entry survives SIGKILL. Areas, by offset:
     512   free     zeros, reserved for new areas; readers ignore areas that they do not know
 
 To show another number in ``paceline top``, append it to :data:`STEP` and :class:`Snapshot`, write it in
-``black_box_writer.py``, and read it in ``tools/top/rank_status.py``.
+``black_box_writer.py``, and read it in ``tools/top.py``.
 
 Each number is written atomically, but a reader may see an area during a write. A displayed time can then be wrong.
 

@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from paceline.core.process_status import is_running
-from paceline.core.telemetry.black_box import (
+from paceline.core.black_box import (
     FOLDER,
     HEAD,
     JOB,
@@ -35,7 +34,8 @@ from paceline.core.telemetry.black_box import (
     path_of,
     read_box,
 )
-from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.core.host import is_running
+from paceline.core.torch_internals import class_never_compiled
 
 LOOP, DATA_WAIT, FORWARD, BACKWARD, WAIT, BUCKET_WAIT, OPTIMIZER, CHECKPOINT, COLLECTIVE = range(len(PHASES))
 

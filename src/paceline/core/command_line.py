@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.core.output.messages import end_echo, say
+from paceline.core.messages import end_echo, say
 from paceline.errors import UsageError
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from paceline import errors
 from paceline.core import strict_json
-from paceline.core.processes.missing_ranks import collective
-from paceline.core.processes.world import World, current
+from paceline.core.missing_ranks import collective
+from paceline.core.world import World, current
 
 _LIMIT = 2**40
 """Maximum message size in bytes. Effectively unlimited, because only our own ranks send messages."""

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from paceline.core.state.unwrapping import unwrap
+from paceline.core.unwrapping import unwrap
 
 PIECE = 2**14
 """Number of 64-bit words that are digested at once on the CPU, so that they fit into the cache."""

@@ -45,7 +45,7 @@ import signal
 import time
 from collections import Counter
 
-from paceline.core.torch_internals.compile import never_compiled
+from paceline.core.torch_internals import never_compiled
 
 VARIABLE = "PACELINE_FAILPOINTS"
 DEFAULTS = {"rank": "any", "at": "1", "start": "0", "do": "kill"}

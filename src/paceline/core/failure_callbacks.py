@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache
 from types import TracebackType
 
-from paceline.core.telemetry.users_code import place_in
+from paceline.core.stacks import place_in
 from paceline.errors import UsageError
 
 logger = logging.getLogger(__name__)

@@ -5,12 +5,12 @@ the path to its ranks. The environment variable :data:`PARENT` names a location 
 the folder:
 
     job.json    the launcher, its command, and the processes of the ranks
-    rank-<n>    the black box of each rank of this host; see :mod:`paceline.core.telemetry.black_box`
+    rank-<n>    the black box of each rank of this host; see :mod:`paceline.core.black_box`
     spare/      a reserved page for each rank's step record, in case memory is full; see :mod:`.step_progress`
     lock        locked while the launcher runs
 
 The locations are open to all users, so folders of other users are ignored. The launcher removes its folder when the job
-ends, and its guard (:mod:`paceline.launch.watching.guard`) does so if the launcher is killed. If both are killed, the
+ends, and its guard (:mod:`paceline.launch.guard`) does so if the launcher is killed. If both are killed, the
 next launcher or the next search for jobs removes it.
 """
 
@@ -29,8 +29,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from paceline.core.telemetry.black_box import SIZE, path_of
-from paceline.core.telemetry.step_progress import SPARE, record_path, write_page
+from paceline.core.black_box import SIZE, path_of
+from paceline.core.step_progress import SPARE, record_path, write_page
 
 PARENT = "PACELINE_JOBS"
 """Environment variable with the location of job folders; it must be the same for the launcher and ``paceline top``."""

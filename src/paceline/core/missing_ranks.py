@@ -3,8 +3,8 @@
 After a timeout, Gloo and the store do not report which rank was missing. A rank whose collective fails therefore leaves
 a mark in the store and waits briefly for the marks of the other ranks. Successful collectives do not use the store.
 
-Three other modules name missing ranks: ``comm/shm/engine.py`` in a collective in shared memory, ``comm/gloo.py`` while
-connecting, and ``checkpoint/steps/step_barrier.py`` at an optimizer step.
+Three other modules name missing ranks: ``comm/shm_engine.py`` in a collective in shared memory, ``comm/gloo.py`` while
+connecting, and ``checkpoint/rank_states.py`` at an optimizer step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from paceline.core.telemetry.spans import waiting
-from paceline.core.torch_internals.distributed.c10d import get_default_store
+from paceline.core.spans import waiting
+from paceline.core.torch_distributed import get_default_store
 from paceline.errors import CommunicationError, PacelineError
 
 GRACE_S = 1.0

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from paceline.core.torch_internals.distributed.nccl import abort_known_groups, grouped_aborts, nccl_of
+from paceline.core.torch_distributed import abort_known_groups, grouped_aborts, nccl_of
 
 
 @dataclass(eq=False)

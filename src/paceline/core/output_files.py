@@ -1,17 +1,85 @@
-"""Charts, drawn with Matplotlib and saved to a file."""
+"""Output files of commands: charts and HTML pages, checked before the work starts."""
 
 from __future__ import annotations
 
 import io
+import json
+import os
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from paceline.core.output.files import check_file, write_file
 from paceline.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+# HTML documents with embedded styles, scripts and data, in a light and a dark theme.
+
+
+def document(title: str, body: str, styles: str, scripts: Sequence[str]) -> str:
+    """Return the document; the styles of the theme come before `styles`."""
+    code = "\n".join(f"<script>\n{script}\n</script>" for script in scripts)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>
+{resource("paceline.core", "theme.css")}
+{styles}
+</style>
+</head>
+<body>
+{body}
+{code}
+</body>
+</html>
+"""
+
+
+def data_block(name: str, value: Any) -> str:
+    """Return an element with the id `name` that holds `value` as JSON."""
+    # "</script>" in a string would end the element.
+    text = json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
+def resource(package: str, *path: str) -> str:
+    """Return the text of a file that belongs to `package`."""
+    return files(package).joinpath(*path).read_text("utf-8")
+
+
+# Output files of a command: checked before the work starts, and written at the end.
+
+
+def check_file(option: str, file: str | None) -> None:
+    """Raise an error early if `file` cannot be written."""
+    if file is None:
+        return
+    path = Path(file).absolute()
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {file}: the folder {path.parent} does not exist; make it, or choose another file")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "it is a folder" if path.is_dir() else "permission denied"
+        raise UsageError(f"{option} {file} cannot be written: {reason}; choose another file")
+
+
+def write_file(option: str, file: str | None, content: str | bytes) -> None:
+    """Write `content` to `file`, unless `file` is None."""
+    if file is None:
+        return
+    try:
+        # A path in the text may not be UTF-8.
+        Path(file).write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+    except OSError as error:
+        raise UsageError(f"{option} {file} cannot be written: {error.strerror}; choose another file") from error
+
 
 SUFFIXES = (".svg", ".png", ".pdf")
 

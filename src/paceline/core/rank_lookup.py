@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.core.processes.world import current
+from paceline.core.world import current
 from paceline.errors import UsageError, WorldError
 
 Answer = TypeVar("Answer")

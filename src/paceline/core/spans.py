@@ -20,7 +20,7 @@ arrives, ``sent`` when this rank has filled bucket `bucket` and begins its all-r
 when the all-reduce is finished.
 
 Under our launcher, a rank always writes its current span to its black box, even if spans are not recorded; see
-:mod:`paceline.core.telemetry.black_box`.
+:mod:`paceline.core.black_box`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.profiler import record_function
 
-from paceline.core.telemetry.black_box_writer import BlackBox, open_box
-from paceline.core.torch_internals.compile import class_never_compiled, never_compiled
-from paceline.core.torch_internals.profiler import is_profiling
+from paceline.core.black_box_writer import BlackBox, open_box
+from paceline.core.torch_internals import class_never_compiled, is_profiling, never_compiled
 
 DATA_WAIT, FORWARD, BACKWARD = "data wait", "forward", "backward"
 LAUNCH, CONTROL, WAIT, BUCKET_WAIT = "launch", "control", "wait", "bucket wait"

@@ -1,19 +1,42 @@
-"""Finds the user's code in a stack, for messages and warnings."""
+"""Stacks of threads, and the user's code in them, for messages and warnings."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from paceline.core.thread_stacks import readable_stacks
+# Reads the stacks of other threads.
 
-_LIBRARIES = (sys.base_prefix + "/lib", str(Path(__file__).parents[2]), "<")
+
+@contextmanager
+def readable_stacks() -> Iterator[None]:
+    """Keep the frames of ``sys._current_frames()`` valid: in Python 3.11, pause the garbage collector.
+
+    In that version, ``f_back`` creates the frame that it returns. If this starts a collection whose callbacks release
+    the GIL, the other thread may return from the function meanwhile, and the frame then refers to reused memory.
+
+    If two threads read stacks at the same time, the pause ends when the first is done, even if the second is still
+    reading. This is rare, because a thread normally reads a stack in less time than it may keep the GIL.
+    """
+    pauses = sys.version_info[:2] == (3, 11) and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()
+
+
+_LIBRARIES = (sys.base_prefix + "/lib", str(Path(__file__).parents[1]), "<")
 """Path prefixes of files of Python and of this package, and of code without a file."""
 _INSTALLED = re.compile(r"/(site|dist)-packages/")
 _TYPED = ("<string>", "<stdin>")

@@ -4,7 +4,7 @@ Ranks on the launcher's host keep it in ``<job's folder>/steps/<key of the check
 the launcher moves it to ``steps-before``. A rank has *prepared* a step when it has its averaged gradients and has
 stored its per-rank states. It has *completed* the step when the optimizer has stepped and all registered objects are
 consistent again. No optimizer steps before all ranks have prepared the step; see
-:class:`paceline.checkpoint.steps.step_boundary.Boundary`. If a rank dies, the others have therefore completed the same
+:class:`paceline.checkpoint.step_boundary.Boundary`. If a rank dies, the others have therefore completed the same
 step, or are about to, unless they need that rank for another backward in the same step.
 
 Only the rank itself writes its numbers, each of them atomically.
@@ -22,7 +22,7 @@ from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
-from paceline.core.telemetry.black_box import FOLDER, SIZE
+from paceline.core.black_box import FOLDER, SIZE
 
 STEPS, BEFORE, RESCUE, SPARE = "steps", "steps-before", "rescue", "spare"
 """Folders in a job's folder: records of the current and the previous start, rescued checkpoints, and reserved pages, so

@@ -1,18 +1,138 @@
-"""Asks torch's autograd engine about the running backward pass. Some of this has no public API."""
+"""The private parts of torch that Paceline uses, apart from :mod:`.torch_distributed`."""
 
 from __future__ import annotations
 
+import functools
+import gc
+import logging
+import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType, FunctionType
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
+import torch.autograd.profiler as profiler
+import torch.utils.data
+import torch.utils.data.dataloader
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # intercepts every operator
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils.hooks import RemovableHandle
 
-from paceline.core.thread_stacks import readable_stacks
-from paceline.core.torch_internals.tensors import content_of
+from paceline.core.stacks import readable_stacks
+from paceline.errors import UsageError
+
+# Functions without a public API in torch: queries about a tensor's memory, and operations on lists of tensors.
+
+
+Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
+copy_each: Callable[[Tensors, Tensors], None] = torch._foreach_copy_
+"""Copies each tensor in the second list to the tensor at the same index in the first list. These names refer to torch's
+functions directly, without a wrapper, because every bucket uses them in every step."""
+multiply_each: Callable[[Tensors, float], object] = torch._foreach_mul_
+"""Multiplies each tensor by a number, in place."""
+add_each: Callable[[Tensors, Tensors], object] = torch._foreach_add_
+"""Adds each tensor in the second list to the tensor at the same index in the first list, in place."""
+mix_each: Callable[[Tensors, Tensors, float], object] = torch._foreach_lerp_
+"""Moves each tensor in the first list toward the tensor at the same index in the second list (``lerp``), in place."""
+zero_each: Callable[[Tensors], object] = torch._foreach_zero_
+"""Fills each tensor with zeros."""
+count_each: Callable[[int], int] = torch._C._storage_Use_Count
+"""Counts the tensors and storages that refer to the memory of the storage with this :func:`address_of`."""
+LARGE = 2**20
+"""Minimum size of a tensor for which a separate operation on a GPU costs less than another pass over the tensor."""
+
+
+def address_of(storage: torch.UntypedStorage) -> int:
+    """Return torch's own address of `storage`, which is valid as long as the storage exists."""
+    return int(storage._cdata)
+
+
+def count_uses(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and storages refer to the memory of `storage`, including itself."""
+    return count_each(storage._cdata)
+
+
+def has_overlap(tensor: Tensor) -> bool:
+    """Return whether elements of `tensor` certainly share memory, for example after ``expand``."""
+    return torch._debug_has_internal_overlap(tensor) == 1
+
+
+def has_elements(tensor: Tensor) -> bool:
+    """Return whether the elements of `tensor` can be read like those of a dense tensor; quantized weights refuse."""
+    if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    try:  # with none of the elements of a subclass, so that nothing is copied
+        read = tensor if type(tensor) in (Tensor, nn.Parameter) else torch.cat([tensor.detach().reshape(-1)[:0]])
+        return type(read).__torch_dispatch__ is Tensor.__torch_dispatch__
+    except Exception:
+        return False
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is ordinary and strided: not a subclass, quantized, on ``meta``, or lazily conjugated."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    return tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg()
+
+
+def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
+    """Copy each of `sources`, times `factor`, to the target at the same index."""
+    if factor == 1.0:
+        copy_each(targets, sources)
+        return
+    small: tuple[list[Tensor], list[Tensor]] = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if source.numel() >= LARGE and source.dtype is target.dtype and source.shape == target.shape:
+            torch.mul(source, factor, out=target)
+        else:
+            small[0].append(target)
+            small[1].append(source)
+    if small[0]:
+        copy_each(*small)
+        multiply_each(small[0], factor)
+
+
+def stored_elements(gradient: Tensor) -> Tensor:
+    """Return the elements that a gradient stores: all of a dense one, the values of a sparse one."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def has_nonzero(gradient: Tensor) -> bool:
+    """Return whether an element is nonzero; waits for the device."""
+    return bool(stored_elements(gradient).any())
+
+
+def norm_each(tensors: Tensors) -> Tensors:
+    """Return the largest absolute value in each of the nonempty `tensors`; NaN if a tensor contains NaN."""
+    reals = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]
+    return torch._foreach_norm(reals, math.inf)
+
+
+def content_of(tensors: Sequence[Tensor]) -> int:
+    """Return a number that changes when ``torch.utils.swap_tensors`` swaps the content of the first tensor.
+
+    Hooks and autograd nodes move with the content. The first tensor is enough: modules swap all parameters or none.
+    """
+    return tensors[0]._cdata if tensors else 0
+
+
+# Detects gradients that ``torch.amp.GradScaler`` has changed without raising their version counters.
+
+
+def have_unscaled() -> bool:
+    """Whether an optimizer's gradients are unscaled but it has not stepped yet. Searches all Python objects."""
+    scalers = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), GradScaler)]
+    states = [state for scaler in scalers for state in scaler._per_optimizer_states.values()]
+    return any(state["stage"] is not OptState.READY for state in states)
 
 
 class GraphTask:
@@ -162,3 +282,173 @@ def _accumulate_node(parameter: Tensor) -> Any:
     with torch.enable_grad():
         alias: Any = parameter.expand_as(parameter)
     return alias.grad_fn.next_functions[0][0]
+
+
+# Tells ``torch.compile`` to leave Paceline alone: Paceline runs between compiled graphs, never inside them.
+# torch.compile translates Python functions when they are called, including Paceline's hooks and collectives between two
+# graphs. These are marked in the same way as torch's own functions, without importing torch._dynamo, which is slow to
+# load. The mark survives ``torch._dynamo.reset()``.
+
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+AnyClass = TypeVar("AnyClass", bound=type)
+TorchDDP = nn.parallel.DistributedDataParallel
+
+
+def never_compiled(function: AnyFunction) -> AnyFunction:
+    """Keep torch.compile away from `function` and everything that it calls."""
+    _mark(function, _FrameAction.SKIP)
+    return function
+
+
+def compiled_below(function: AnyFunction) -> AnyFunction:
+    """Keep torch.compile away from `function`, but not from the functions that it calls."""
+    _mark(function, _FrameAction.DEFAULT)
+    return function
+
+
+def class_never_compiled(kind: AnyClass) -> AnyClass:
+    """Apply :func:`never_compiled` to all methods that `kind` itself defines."""
+    for member in vars(kind).values():
+        if isinstance(member, FunctionType):
+            never_compiled(member)
+    return kind
+
+
+def leaves_graph(function: AnyFunction) -> AnyFunction:
+    """Run `function` uncompiled: one compiled graph ends before it, and another begins after it."""
+    return cast("AnyFunction", _disable_dynamo(function))
+
+
+def original_of(module: nn.Module) -> nn.Module | None:
+    """Return the original of a `module` that ``torch.compile`` returned; None if `module` is not compiled."""
+    evaluation = sys.modules.get("torch._dynamo.eval_frame")  # None if no module was compiled
+    if evaluation is None or not isinstance(module, evaluation.OptimizedModule):
+        return None
+    original: nn.Module = module._orig_mod
+    return original
+
+
+def _mark(function: Any, below: _FrameAction) -> None:
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
+    # torch.compile reads this before it traces a called function into its graph.
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "Paceline runs between compiled graphs"
+
+
+def check_eager_backward(rank: int) -> None:
+    """Raise under compiled autograd, which calls hooks late and never calls end-of-backward callbacks."""
+    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if autograd is not None and autograd.in_compiled_autograd_region:
+        raise UsageError(
+            f"rank {rank}: backward runs under torch's compiled autograd, which would leave gradients "
+            "unaveraged; set torch._dynamo.config.compiled_autograd = False"
+        )
+
+
+@compiled_below
+def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call `module`. If it is compiled, split it into graphs at the bucket boundaries of `wrapper`, if given.
+
+    torch's DDPOptimizer does this for the wrapper that is active during compilation. It uses the same rule as our
+    buckets: starting from the last operation, a graph ends when its parameters fill a bucket.
+    """
+    previous = TorchDDP._active_ddp_module
+    TorchDDP._active_ddp_module = wrapper
+    try:
+        kind: Any = type(module)
+        return _caller(kind)(module, *inputs, **kwargs)
+    finally:
+        TorchDDP._active_ddp_module = previous
+
+
+@cache
+@never_compiled  # runs on the first call for each class, in the middle of what should become one graph
+def _caller(kind: type[nn.Module]) -> Callable[..., Any]:
+    """Return a function that calls a module of the class `kind`."""
+    if not getattr(kind.forward, "__module__", "").startswith("torch."):
+        return _call
+    # torch.compile does not begin a graph in torch's own files, such as that of nn.Sequential, so it needs a function
+    # elsewhere. Each class has its own function, because torch.compile stores the shapes of inputs by function name.
+    code = _call_from_graph.__code__.replace(co_name=f"call_{kind.__name__}")
+    return FunctionType(code, _call_from_graph.__globals__)
+
+
+@compiled_below
+def _call(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+    return module(*inputs, **kwargs)
+
+
+def _call_from_graph(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+    return module(*inputs, **kwargs)
+
+
+# The iterators and workers of torch's ``DataLoader``.
+
+
+@contextmanager
+def hide_worker_info() -> Iterator[None]:
+    """Make ``get_worker_info()`` return None in the block, like in the main process."""
+    worker: Any = torch.utils.data._utils.worker
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
+
+
+def parts_of(iterator: Any) -> tuple[Any, Any, int]:
+    """Return the dataset, the sampler and the number of workers of an iterator of a ``DataLoader``."""
+    return iterator._dataset, iterator._index_sampler, iterator._num_workers
+
+
+def pipes_of(iterator: Any) -> tuple[Any, ...]:
+    """Return the workers of an iterator and its connections to them; none of them refers to the dataset."""
+    return iterator._workers, iterator._index_queues, iterator._worker_result_queue, iterator._workers_done_event
+
+
+BatchIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+"""Base class of the iterators of a ``DataLoader``; its ``__next__`` waits for a batch."""
+
+
+# Tensors that have a shape, a dtype and a device, but neither values nor memory.
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Run operations without allocating memory for results; inputs may be ordinary tensors.
+
+    Logging is disabled in the block, because torch would also log the errors of such operations.
+    """
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        logging.disable(level)
+
+
+# Tells whether torch's profiler is running and when it starts; torch has no public API for this.
+
+
+def is_profiling() -> bool:
+    """Return whether a ``torch.profiler.profile`` or ``torch.autograd.profiler.profile`` block is open."""
+    return profiler._is_profiler_enabled
+
+
+@contextmanager
+def before_profiling(call: Callable[[], None]) -> Iterator[None]:
+    """In the block, call `call` whenever a torch profiler is about to start or warm up."""
+    original: Any = profiler.profile._prepare_trace
+
+    @functools.wraps(original)
+    def prepare(self: Any) -> None:
+        call()
+        original(self)
+
+    profiler.profile._prepare_trace = prepare  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        profiler.profile._prepare_trace = original  # type: ignore[method-assign]

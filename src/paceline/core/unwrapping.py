@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from paceline.core.torch_internals.compile import original_of
+from paceline.core.torch_internals import original_of
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from paceline.core.option_rules import whole_number
-from paceline.core.state.rng import derive_seed, seed_all
+from paceline.core.rng import derive_seed, seed_all
 from paceline.errors import UsageError
 
 

@@ -6,14 +6,17 @@ The names follow torchrun's contract. This module has no state: torch.distribute
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,19 +25,96 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
-from paceline.core.process_status import is_running
-from paceline.core.processes import OWN_BACKEND
-from paceline.core.processes.gpus import check_own_gpu, choose_gpu, gpu_name
-from paceline.core.processes.missing_ranks import called_by_all, collective, failed_to_connect, missing_from
-from paceline.core.processes.nccl_communicators import abort_all, destroy_all
-from paceline.core.processes.private_store import is_one_host, world_stores
-from paceline.core.processes.schedulers import adopt, is_alone
-from paceline.core.processes.store_epochs import connecting, meet
-from paceline.core.telemetry.failpoints import strike
-from paceline.core.telemetry.failure_callbacks import show_mistakes_in_one_line
-from paceline.core.torch_internals.distributed.c10d import get_default_store, get_known_groups
-from paceline.core.torch_internals.distributed.nccl import nccl_of
+from paceline.core.failpoints import strike
+from paceline.core.failure_callbacks import show_mistakes_in_one_line
+from paceline.core.host import is_running
+from paceline.core.missing_ranks import called_by_all, collective, failed_to_connect, missing_from
+from paceline.core.nccl_communicators import abort_all, destroy_all
+from paceline.core.schedulers import adopt, is_alone
+from paceline.core.stores import connecting, is_one_host, meet, world_stores
+from paceline.core.torch_distributed import get_default_store, get_known_groups, nccl_of
 from paceline.errors import CommunicationError, PacelineError, WorldError
+
+# Waits for Gloo's threads at the end of the process.
+
+
+_MOST_S = 5.0
+"""Longest wait, in seconds."""
+
+
+def await_idle() -> None:
+    """Wait until no thread of a Gloo group is busy.
+
+    A thread may release a collective's tensors after the wait for the collective has returned. During interpreter
+    shutdown it could not take the GIL for this, and would abort the process after a successful training.
+    """
+    idle, end = 0, time.monotonic() + _MOST_S
+    # Twice, because a thread that was waiting for another one can become busy between the two reads.
+    while idle < 2 and time.monotonic() < end:
+        time.sleep(0.001)  # threads take the GIL
+        idle = 0 if _are_busy() else idle + 1
+
+
+def _are_busy() -> bool:
+    for task in Path("/proc/self/task").glob("*/stat"):  # empty on other systems than Linux
+        with suppress(OSError):  # the thread has ended
+            # Reading a file releases the GIL, so a thread that needs the GIL is running by now, not asleep.
+            name, _, rest = task.read_text().rpartition(") ")
+            if name.endswith("(pt_gloo_runloop") and not rest.startswith("S"):
+                return True
+    return False
+
+
+# The ranks of a job: who they are, and how they find each other.
+
+
+OWN_BACKEND = "paceline"
+"""Name of the backend that ``import paceline`` registers, except in the process of the command line."""
+
+atexit.register(await_idle)
+
+
+# The GPU of each rank, which no other rank may use.
+
+
+_REMEDY = "or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+
+
+def choose_gpu(rank: int, local_rank: int, visible: int) -> int:
+    """Return the index of this rank's GPU among the `visible` ones.
+
+    This is the local rank, or 0 if a scheduler makes only one GPU visible to each rank.
+    """
+    if local_rank < visible:
+        return local_rank
+    if visible == 1:
+        return 0
+    raise WorldError(
+        f"rank {rank}: local rank {local_rank} has no GPU, because only {visible} are visible; start at most "
+        f"that many ranks per host, make one GPU visible to each rank, {_REMEDY}"
+    )
+
+
+def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
+    """Return the identity of a GPU: its UUID, plus the visible part if the GPU is divided (MIG).
+
+    It includes the host's name in ``NCCL_HOSTID``, because NCCL lets ranks share a GPU if their host names differ.
+    """
+    visible, host = environment.get("CUDA_VISIBLE_DEVICES", ""), environment.get("NCCL_HOSTID")
+    parts = [uuid, *([visible] if "MIG" in visible else []), *([f"of NCCL_HOSTID={host}"] if host else [])]
+    return " ".join(parts)
+
+
+def check_own_gpu(store: Store, rank: int, size: int, gpu: str) -> None:
+    """Raise if another rank uses the GPU with this :func:`gpu_name`. All ranks call this with the same store."""
+    store.set(f"gpu/{rank}", gpu)
+    for peer in range(size):
+        if peer != rank and store.get(f"gpu/{peer}").decode() == gpu:
+            raise WorldError(
+                f"rank {rank}: rank {peer} has the same GPU {gpu}, and NCCL allows one rank per GPU; start at most "
+                f"as many ranks as GPUs, {_REMEDY}"
+            )
+
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +247,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
 
     Reads torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
     ``MASTER_ADDR``, ``MASTER_PORT``), and sets these variables if srun or mpirun started several processes; see
-    :mod:`paceline.core.processes.schedulers`. Without these variables, this process is the only rank. An existing
+    :mod:`paceline.core.schedulers`. Without these variables, this process is the only rank. An existing
     process group is used unchanged. Returns once every rank is connected. From then on a
     :class:`~paceline.errors.UsageError` prints one line and exits with code 2, no matter which launcher started the
     script, unless the script sets ``sys.excepthook``.

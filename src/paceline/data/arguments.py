@@ -9,8 +9,8 @@ from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 
-from paceline.core.processes import world
-from paceline.core.processes.schedulers import adopted
+from paceline.core import world
+from paceline.core.schedulers import adopted
 from paceline.errors import CheckpointMismatch, UsageError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from paceline.core.state.rng import preserved
-from paceline.core.telemetry.users_code import warn
+from paceline.core.rng import preserved
+from paceline.core.stacks import warn
 from paceline.errors import UsageError
 
 Cost = Sequence[float] | torch.Tensor | Callable[[Any], float]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from paceline.core.state.digests import PIECE, tensor_digest
+from paceline.core.digests import PIECE, tensor_digest
 
 PROBES = 16
 """Number of samples of each column that :func:`outline_digest` reads."""

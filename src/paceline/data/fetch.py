@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
-from paceline.core.output.wording import with_article
-from paceline.core.state.empty_batch import emptied
-from paceline.core.state.rng import derive_seed, preserved, sow
-from paceline.core.state.virtual_ranks import Slices
-from paceline.data.split.partition import Slice
+from paceline.core.data_position import emptied
+from paceline.core.messages import with_article
+from paceline.core.rng import derive_seed, preserved, sow
+from paceline.core.virtual_ranks import Slices
+from paceline.data.slices import Slice
 from paceline.errors import DataError
 
 Collate = Callable[[list[Any]], Any]

@@ -8,15 +8,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from paceline.core.state import data_position
-from paceline.core.state.digests import quick_digest
-from paceline.core.state.rng import derive_seed
-from paceline.core.state.virtual_ranks import Slices, seed_of_slice
+from paceline.core import data_position
+from paceline.core.digests import quick_digest
+from paceline.core.rng import derive_seed
+from paceline.core.virtual_ranks import Slices, seed_of_slice
 from paceline.data.arguments import at_least, size_of
+from paceline.data.balance import Cost, costs_of, split_by_cost, split_by_padded_cost, warn_if_equal
 from paceline.data.position import Position
-from paceline.data.split.balance import Cost, costs_of, split_by_cost, split_by_padded_cost, warn_if_equal
-from paceline.data.split.order import EpochOrder, Indices
-from paceline.data.split.partition import Slice, batch_bounds, batch_count, slice_bounds
+from paceline.data.slices import EpochOrder, Indices, Slice, batch_bounds, batch_count, slice_bounds
 from paceline.errors import CheckpointMismatch, UsageError
 
 

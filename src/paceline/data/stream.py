@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from paceline.core.state.data_position import short
-from paceline.core.state.rng import derive_seed, sow
-from paceline.core.state.virtual_ranks import seed_of_slice
-from paceline.core.torch_internals.data import hide_worker_info
+from paceline.core.data_position import short
+from paceline.core.rng import derive_seed, sow
+from paceline.core.torch_internals import hide_worker_info
+from paceline.core.virtual_ranks import seed_of_slice
 from paceline.data.arguments import reiterable
 from paceline.data.dataset_digest import outline_digest
 from paceline.data.fetch import Collate, Failure, gathered, own_streams, with_empty
 from paceline.data.position import Position
-from paceline.data.split.partition import slice_bounds
+from paceline.data.slices import slice_bounds
 from paceline.errors import CheckpointMismatch, UsageError
 
 PROBES = 4

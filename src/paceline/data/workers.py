@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 
-from paceline.core.output.wording import signal_name
-from paceline.core.telemetry.step_progress import ECHO_S, STOP_SIGNALS
-from paceline.core.torch_internals.data import pipes_of
+from paceline.core.messages import signal_name
+from paceline.core.step_progress import ECHO_S, STOP_SIGNALS
+from paceline.core.torch_internals import pipes_of
 from paceline.data.position import Position
 from paceline.errors import DataError
 

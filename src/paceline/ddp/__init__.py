@@ -2,7 +2,7 @@
 
 from paceline.ddp.metrics import gather_for_metrics, mean_over_ranks
 from paceline.ddp.training_loop import accumulate
-from paceline.ddp.wrapper.wrapper import DistributedDataParallel
+from paceline.ddp.wrapper import DistributedDataParallel
 
 __all__ = [
     "DistributedDataParallel",

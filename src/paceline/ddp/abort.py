@@ -20,11 +20,11 @@ from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from paceline.core.torch_internals.autograd import current_task, has_ended
-from paceline.ddp.consistency.module_changes import Trained
-from paceline.ddp.reducer.backward import Backward, Phase
-from paceline.ddp.reducer.extension import Extensions
-from paceline.ddp.transport.finisher import Finisher
+from paceline.core.torch_internals import current_task, has_ended
+from paceline.ddp.backward import Backward, Phase
+from paceline.ddp.extension_points import Extensions
+from paceline.ddp.finisher import Finisher
+from paceline.ddp.module_changes import Trained
 
 
 class Member(Protocol):

@@ -13,10 +13,9 @@ from operator import attrgetter
 
 from torch import Tensor
 
-from paceline.core.torch_internals.amp import have_unscaled
-from paceline.core.torch_internals.tensors import has_nonzero
-from paceline.ddp.consistency.module_changes import Trained
-from paceline.ddp.reducer.bucket_set import BucketSet
+from paceline.core.torch_internals import has_nonzero, have_unscaled
+from paceline.ddp.buckets import BucketSet
+from paceline.ddp.module_changes import Trained
 from paceline.errors import UsageError
 
 _version_of: Callable[[Tensor], int] = attrgetter("_version")

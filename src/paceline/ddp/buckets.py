@@ -1,18 +1,300 @@
-"""All buckets of a wrapper: the position of each parameter's gradient, and the launch order."""
+"""Buckets: flat tensors that hold the gradients of neighboring parameters, which are reduced together."""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from paceline.core.torch_internals.tensors import copy_each
-from paceline.ddp.options.buckets import Bucket, assign
-from paceline.ddp.reducer.gradient_views import AllBucketViews, BucketViews, shared
-from paceline.ddp.transport.channel import Channel
+from paceline.core.flat_views import views_of
+from paceline.core.torch_internals import address_of, copy_each, count_each, count_uses
+from paceline.ddp.channel import Channel
+
+# The bucket: a flat tensor that holds the gradients of neighboring parameters, which are reduced together.
+#
+# Parameters are assigned to buckets based on plain values only, so every rank computes the same assignment. Bucketing
+# and
+# its overlap with backward follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+# VLDB 2020.
+
+
+MIB = 2**20
+FIRST_CAPACITY = MIB
+"""Bytes of the first bucket to launch: small, so that communication starts early in backward."""
+CAPACITY = 25 * MIB
+"""Bytes of every other bucket. Measured through shared memory on two cores, with models of 3 to 17 million parameters:
+the differences between 1, 4, 25 and 100 MiB are below the noise (benchmarks/results, step-time-variants)."""
+
+
+def assign(
+    sizes: Sequence[int], kinds: Sequence[Hashable], order: Sequence[int], capacities: Sequence[int]
+) -> list[list[int]]:
+    """Split the parameters in `order` into buckets, each with one dtype on one device.
+
+    Args:
+        sizes: bytes of each parameter's gradient.
+        kinds: (dtype, device) of each parameter; a bucket cannot mix them.
+        order: indices of all parameters in the expected order of arrival during backward.
+        capacities: bytes of the first, second, … bucket; the last value applies to all further buckets. A bucket is
+            closed by the parameter that fills it, so it may exceed its capacity by one parameter.
+
+    Returns:
+        The parameter indices of each bucket. Buckets are in the order that they fill up and are launched.
+    """
+    buckets: list[list[int]] = []
+    open_buckets: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    for index in order:
+        # A bucket is one flat tensor, so it has one dtype and one device.
+        kind = kinds[index]
+        bucket = open_buckets.setdefault(kind, [])
+        bucket.append(index)
+        filled[kind] = filled.get(kind, 0) + sizes[index]
+        # The number of closed buckets is this bucket's position in the launch order, because closed buckets launch
+        # first.
+        if filled[kind] >= capacities[min(len(buckets), len(capacities) - 1)]:
+            buckets.append(open_buckets.pop(kind))
+            del filled[kind]
+    position = {index: place for place, index in enumerate(order)}
+    return buckets + sorted(open_buckets.values(), key=lambda bucket: position[bucket[-1]])
+
+
+def arrival_order(observed: Sequence[int], count: int) -> list[int]:
+    """Return all `count` parameters in `observed` order of arrival; unobserved ones come last, in reverse order.
+
+    If a parameter arrived several times (reentrant checkpointing), its last arrival counts.
+    """
+    last = {index: place for place, index in enumerate(observed)}
+    arrived = sorted(last, key=last.__getitem__)
+    return arrived + [index for index in reversed(range(count)) if index not in last]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Timeline of one backward pass: seconds from its start, with one entry per bucket in launch order."""
+
+    full: tuple[float, ...]
+    """Arrival time of the bucket's last gradient."""
+    begin: tuple[float, ...]
+    """Start of its all-reduce."""
+    end: tuple[float, ...]
+    """End of its all-reduce."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that the backward pass waits for communication at its end."""
+        return max(0.0, self.end[-1] - self.full[-1])
+
+
+def overlap(backward: Sequence[float], reduce: Sequence[float], launch_when_full: bool = True) -> Overlap:
+    """Return the timeline of a backward pass whose buckets are reduced one after another.
+
+    Args:
+        backward: seconds that backward takes to fill each bucket, in launch order; must not be empty.
+        reduce: seconds of each bucket's all-reduce, assumed not to slow down backward (as with a network card).
+        launch_when_full: whether each bucket is launched as soon as it is full, rather than all after backward.
+    """
+    full = tuple(accumulate(backward))
+    begin: list[float] = []
+    end: list[float] = []
+    for filled, seconds in zip(full, reduce, strict=True):
+        begin.append(max(filled if launch_when_full else full[-1], end[-1] if end else 0.0))
+        end.append(begin[-1] + seconds)
+    return Overlap(full, tuple(begin), tuple(end))
+
+
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+@dataclass
+class Bucket:
+    """A flat gradient buffer with a view for each parameter's gradient."""
+
+    indices: list[int]
+    """The parameters, by index in the reducer."""
+    flat: Tensor
+    """All gradients, one after another, without gaps."""
+    views: list[Tensor] = field(default_factory=list)
+    """Views of ``flat`` for each parameter's gradient: same shape, and same strides if those are dense."""
+    largest: int = 0
+    """Number of elements in the largest gradient."""
+    is_last: bool = False
+    """Whether this bucket is launched last."""
+    prescale: float = 1.0
+    """Factor applied to gradients when they are copied in; unless it is 1, the bucket holds means instead of sums."""
+    memory: Tensor = field(default=NOTHING)
+    """The whole allocation: ``flat`` followed by the tail."""
+    tail: Tensor = field(default=NOTHING)
+    """Additional elements after the gradients that are reduced along with them."""
+
+    @classmethod
+    def allocate(
+        cls,
+        indices: list[int],
+        parameters: Sequence[Tensor],
+        allocate: Callable[..., Tensor] = torch.zeros,
+        dtype: torch.dtype | None = None,
+        tail: int = 0,
+    ) -> Bucket:
+        """Return a zeroed bucket for `parameters` at `indices`, which share a device; `dtype` defaults to theirs.
+
+        ``allocate(numel, dtype=…, device=…)`` provides the memory, including room for `tail` additional elements.
+        """
+        members = [parameters[index] for index in indices]
+        total = sum(parameter.numel() for parameter in members)
+        memory = allocate(total + tail, dtype=dtype or members[0].dtype, device=members[0].device)
+        flat = memory[:total]
+        largest = max((parameter.numel() for parameter in members), default=0)
+        return cls(indices, flat, views_of(flat, members), largest, memory=memory, tail=memory[total:])
+
+
+# Bucket views: the gradients of one bucket as users see them, and checks for references that users keep.
+#
+# ``p.grad`` is a view of a bucket, which the next backward overwrites. By default, torch gives every gradient its own
+# memory, so a reference kept across steps keeps its values. To give the same guarantee without a copy in every step,
+# reference counts are checked before a bucket is written: the counts of the views, because a user may keep ``p.grad``
+# itself, and the count of their storage, because a user may keep something derived from it (``p.grad.detach()``, a
+# slice,
+# a NumPy array).
+#
+# Decision 0012 gives the reasons.
+
+
+_address, _storage = Tensor.data_ptr, attrgetter("storage")
+
+
+class BucketViews:
+    """The views of one bucket, over a separate storage that only the views and users reference.
+
+    Args:
+        flat: the bucket's memory.
+        parameters: the parameters whose gradients are in it, in order.
+    """
+
+    views: list[Tensor]
+    """The gradient of each parameter. Users get these tensors themselves, and may point one to other memory
+    (``p.grad.data = …``); see :meth:`restore_moved`."""
+    addresses: list[int]
+    """Address of each gradient in the bucket."""
+
+    def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        # A second storage over the same memory. Works, futures and hooks hold `flat`'s storage, so they do not count.
+        self._memory = torch.utils.dlpack.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
+        # torch returns this same object to any Python code that asks one of these tensors for its storage.
+        self.storage = self._memory.untyped_storage()
+        self._start = flat.data_ptr()
+        self._parameters = parameters
+        self.views = self._make_views()
+        self.addresses = list(map(_address, self.views))
+        # The baseline for all later counts, taken before any user has seen the memory.
+        self._references_alone = self._references()
+        # The parts of the baseline, which :class:`AllBucketViews` compares for all buckets at once.
+        self.address, self.uses_alone = address_of(self.storage), count_uses(self.storage)
+        self.handles_alone = next(map(sys.getrefcount, map(_storage, [self])))
+
+    def restore_moved(self) -> list[int]:
+        """Replace views that a user has pointed to other memory; returns their indices."""
+        addresses = list(map(_address, self.views))
+        if addresses == self.addresses:
+            return []
+        moved = [place for place, address in enumerate(addresses) if address != self.addresses[place]]
+        fresh = self._make_views()
+        for place in moved:
+            self.views[place] = fresh[place]
+        return moved
+
+    def is_referenced(self, lists: int, others: Collection[int] = ()) -> bool:
+        """Return whether a user keeps a gradient that is no longer in ``p.grad``; call :meth:`restore_moved` first.
+
+        While ``p.grad`` is still the view, backward accumulates into it, and every reference to it sees the change, as
+        in torch.
+
+        Args:
+            lists: the number of our lists that hold each view.
+            others: indices of gradients that stay in ``p.grad``, which then counts as a user.
+        """
+        # `share_memory_()` moves the storage of the views, which then belongs to the user.
+        has_moved = self._memory.data_ptr() != self._start
+        if has_moved or self._references() != self._references_alone:  # not only our own views reference the memory
+            return True
+        counts, unshared = list(map(sys.getrefcount, self.views)), _BASE_COUNT + lists
+        if max(counts) <= unshared:
+            return False
+        suspects = [place for place, count in enumerate(counts) if count > unshared]
+        return any(place in others or self._parameters[place].grad is not self.views[place] for place in suspects)
+
+    def is_in_use(self) -> bool:
+        """Return whether a user still references the memory after our own views were dropped."""
+        return self._references() > self._references_alone - len(self.addresses)
+
+    def _references(self) -> int:
+        """Count the tensors that use the memory, and the Python objects that reference its storage."""
+        return count_uses(self.storage) + sys.getrefcount(self.storage)
+
+    def _make_views(self) -> list[Tensor]:
+        # Detached, because autograd refuses p.grad.detach_() on views that it knows.
+        return [view.detach() for view in views_of(self._memory, self._parameters)]
+
+
+class AllBucketViews:
+    """The views of all buckets of a wrapper, checked together.
+
+    Args:
+        parts: the views of each bucket, in bucket order.
+        views: the same tensors in one list, in any order.
+        addresses: the address of each.
+        lists: the number of our lists that hold each view.
+    """
+
+    def __init__(self, parts: Sequence[BucketViews], views: list[Tensor], addresses: list[int], lists: int) -> None:
+        self._views, self._addresses, self._alone = views, addresses, _BASE_COUNT + lists
+        self._parts = parts
+        self._memories = [part.address for part in parts]
+        self._uses = [part.uses_alone for part in parts]
+        self._handles = [part.handles_alone for part in parts]
+
+    def are_untouched(self) -> bool:
+        """Return whether no view has moved and no user references a gradient of any bucket; true in most steps.
+
+        If true, :meth:`BucketViews.restore_moved` has no effect, and :meth:`BucketViews.is_referenced` returns False.
+        """
+        # Loops in C rather than in Python, because this runs in every step.
+        return (
+            list(map(_address, self._views)) == self._addresses
+            and list(map(count_each, self._memories)) == self._uses
+            and list(map(sys.getrefcount, map(_storage, self._parts))) == self._handles
+            and max(map(sys.getrefcount, self._views), default=0) <= self._alone
+        )
+
+
+def shared(gradients: Mapping[int, Tensor]) -> list[int]:
+    """Return the keys of the `gradients` that are referenced elsewhere, directly or through their memory."""
+    tensors = list(gradients.values())
+    counts = list(map(sys.getrefcount, tensors))
+    unshared = _BASE_COUNT + 2  # the mapping and the list
+    return [
+        index
+        for index, tensor, count in zip(gradients, tensors, counts, strict=True)
+        if count > unshared
+        or count_uses(tensor.untyped_storage()) > _UNSHARED_COUNT
+        or (tensor.is_cpu and tensor.is_shared())  # maybe with another process
+    ]
+
+
+# Measured rather than hard-coded, because counts differ between versions of Python and torch.
+_one = [torch.empty(1, device="cpu")]
+_BASE_COUNT = next(map(sys.getrefcount, _one)) - 1
+"""The count that ``map(sys.getrefcount, …)`` gives for a tensor, minus the lists that hold it."""
+_UNSHARED_COUNT = count_uses(_one[0].untyped_storage())
+"""The use count of a storage that only one tensor uses."""
+
 
 _LISTS = 2
 """Number of internal lists that hold each view: one in its bucket, and one in the bucket set."""
@@ -24,7 +306,7 @@ class BucketSet:
     Args:
         names: the parameters' names.
         parameters: in the module's order.
-        capacities: size in bytes of the first, second, … bucket; see :func:`paceline.ddp.options.buckets.assign`.
+        capacities: size in bytes of the first, second, … bucket; see :func:`paceline.ddp.buckets.assign`.
         channel: allocates the buckets.
         unbucketed: indices of parameters that are not assigned to a bucket.
         reduce_dtype: dtype of the buckets of real parameters; None for each parameter's own.

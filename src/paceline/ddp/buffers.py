@@ -1,4 +1,4 @@
-"""The broadcast of buffers during a synchronized backward pass, which makes them equal between steps.
+"""Buffers: which ones are synchronized, and the broadcasts that keep them equal on all ranks.
 
 torch DDP broadcasts before each forward pass in training mode. Between its steps, each rank therefore has different
 running statistics for BatchNorm, and evaluation results differ by rank. Here, the broadcast runs with the backward pass
@@ -10,16 +10,79 @@ Decision 0024 says why.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from paceline.core.torch_internals.distributed.dtensor import local_of
-from paceline.core.torch_internals.tensors import copy_each, zero_each
-from paceline.ddp.consistency.buffers import Buffers
-from paceline.ddp.transport.channel import Channel, Launched
+from paceline.core.torch_distributed import local_of
+from paceline.core.torch_internals import class_never_compiled, copy_each, zero_each
+from paceline.ddp.channel import Channel, Launched
+from paceline.ddp.joined_steps import Event, JoinEvents
+from paceline.ddp.ledger import Ledger
 from paceline.errors import DesyncError
+
+# The buffers of a module that are synchronized between ranks, by name.
+
+
+class Buffers:
+    """Finds the buffers of `module` by name, except the `ignored` ones; the model's gradients are on `device`."""
+
+    def __init__(self, module: nn.Module, ignored: set[str], device: torch.device) -> None:
+        self.device = device
+        # Modules and names instead of tensors, because a module may assign a new tensor to a buffer (pytorch issue
+        # 63916).
+        self.places: list[tuple[str, nn.Module, str]] = []
+        self._left_out: list[tuple[str, nn.Module, str]] = []
+        self._ignored = ignored
+        # Modules whose buffers are known; buffers that they register later stay local.
+        self._parts: WeakSet[nn.Module] = WeakSet()
+        self.renew(module)
+
+    def renew(self, module: nn.Module) -> None:
+        """Add the buffers of new submodules of `module`, and drop the buffers of removed ones.
+
+        A persistent buffer that is still None, such as a codebook filled by the first batch, is also added, and is
+        synchronized once it is a tensor. A buffer that is registered later, or that is None and not persistent, stays
+        local: it is usually a cache, and its size may differ between ranks.
+        """
+        previous = {(id(part), name) for _, part, name in self.places}
+        known_parts, self.places = self._parts, []
+        self._parts = WeakSet(module.modules())
+        visited: set[int] = set()
+        self._left_out = []
+        for prefix, part in module.named_modules():
+            for name, buffer in part._buffers.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if full in self._ignored:
+                    self._left_out.append((full, part, name))
+                # Norm layers without statistics keep these buffer names with the value None.
+                is_left_out = name in part._non_persistent_buffers_set or not getattr(part, "track_running_stats", True)
+                if (buffer is None and is_left_out) or full in self._ignored or id(buffer) in visited:
+                    continue
+                if buffer is not None:
+                    visited.add(id(buffer))  # broadcast only once if two modules share it
+                if part not in known_parts or (id(part), name) in previous:
+                    self.places.append((full, part, name))
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the current tensors, by name."""
+        return _present(self.places)
+
+    def ignored(self) -> dict[str, Tensor]:
+        """Return the current tensors of ignored buffers, by name."""
+        return _present(self._left_out)
+
+
+def _present(places: Iterable[tuple[str, nn.Module, str]]) -> dict[str, Tensor]:
+    pairs = ((full, part._buffers.get(name)) for full, part, name in places)
+    return {full: buffer for full, buffer in pairs if buffer is not None}
+
 
 _ALIGNMENT = 16  # bytes, the size of the largest dtype: views of any dtype may start at multiples of this
 
@@ -149,3 +212,136 @@ class BuffersAtRest:
             f"rank {self._channel.members[self._channel.rank]}: its new buffers are {some}, but {others} has different "
             f"ones{reason}; use the same shapes on all ranks in each step, or register caches with persistent=False"
         )
+
+
+# Buffer synchronization: keeps a module's buffers equal on all ranks.
+#
+# Buffers are broadcast with the synchronized backward pass that follows a counted forward pass
+# (:mod:`.buffers_at_rest`). If they may differ when a step begins, they are also broadcast before its first counted
+# forward pass. Inside ``join``, every broadcast is announced to the ranks without data, and runs before that forward.
+#
+# Decision 0024 says why.
+
+
+class Statistics(Protocol):
+    """Buffers that need an exchange other than a broadcast to become equal on every rank."""
+
+    def launch(self) -> None:
+        """Launch the exchange at the end of a synchronized backward pass."""
+
+    def wait(self, *, are_rank_0s: bool) -> None:
+        """Wait for the exchange, and update the buffers; `are_rank_0s` if rank 0's buffers were just broadcast."""
+
+
+@class_never_compiled
+class BufferSync:
+    """Synchronizes the buffers of one wrapper that has peers.
+
+    Args:
+        buffers: the module's buffers.
+        channel: connects all ranks.
+        join_events: announces each broadcast to ranks without data.
+        ledger: counts forward passes, for comparison with other ranks.
+        is_wanted: returns whether forward passes in training mode currently synchronize buffers.
+        may_differ: whether the buffers may differ between ranks at first.
+    """
+
+    _may_differ: bool
+    """Whether there was a counted forward pass since the buffers were last equal. When a step begins, the value is the
+    same on every rank. Passes under ``no_sync`` do not count."""
+    statistics: Statistics | None = None
+    """Adds up BatchNorm's statistics over the slices of virtual ranks; None without them."""
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        channel: Channel,
+        join_events: JoinEvents,
+        ledger: Ledger,
+        is_wanted: Callable[[], bool | None],
+        *,
+        may_differ: bool,
+    ) -> None:
+        self._may_differ = may_differ
+        self._buffers, self._channel, self._at_rest = buffers, channel, BuffersAtRest(buffers, channel)
+        self._join_events, self._ledger, self._is_wanted = join_events, ledger, is_wanted
+
+    # -- with a forward -----------------------------------------------------------------------------------------
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self._is_wanted())
+
+    def each_ranks_own(self) -> dict[str, Tensor]:
+        """Return, by name, the buffers that forward passes in training mode do not currently synchronize."""
+        return self._buffers.ignored() | ({} if self._is_wanted() else self._buffers.named())
+
+    def begin_step(self) -> None:
+        """Make the buffers equal unless they already are; called on all ranks before a forward pass or sliced step."""
+        if self._may_differ:
+            self.synchronize()
+
+    def restored(self) -> None:
+        """Record that the buffers have been reset to their values before the step, which are equal on all ranks."""
+        self._may_differ = False
+
+    def forward_begins(self) -> bool:
+        """Count a forward pass, and return whether it synchronizes buffers.
+
+        If so, and if it is the first one of its step, first make the buffers equal unless they already are.
+        """
+        travels = bool(self._is_wanted())
+        # Not before later forward passes of the step, because a rank without data does not know their number.
+        broadcasts = travels and self._ledger.forwards_since_sync == 0
+        self._ledger.forward(broadcasts=broadcasts)
+        # With virtual ranks, rank 0 may be working on another slice, so each slice keeps its own buffers.
+        if broadcasts and self.statistics is None:
+            self.begin_step()
+        self._may_differ = True
+        return travels
+
+    def synchronize(self) -> bool:
+        """Make the buffers equal now; returns whether there are any to synchronize."""
+        if not self._is_wanted():
+            return False
+        if self._join_events.enabled:
+            self._join_events.announce(Event.BUFFERS)
+        self.exchange()
+        self._may_differ = False
+        return True
+
+    # -- with a backward ----------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Launch the broadcast at the end of a synchronized backward pass, if any forward pass was counted before it.
+
+        All ranks make the same decision.
+        """
+        if self.statistics is not None:
+            self.statistics.launch()
+        # Inside join(), a separate broadcast is announced before the next step's first forward pass.
+        if not self._buffers.places or self._join_events.enabled:
+            return
+        if self._may_differ and self._is_wanted():
+            self._may_differ = False
+            self._at_rest.launch()
+
+    def wait(self) -> None:
+        """Wait for the broadcast, if one was launched, and copy its values into the buffers."""
+        if is_broadcast := self._at_rest.is_under_way:
+            self._at_rest.wait()
+        if self.statistics is not None:  # after the broadcast, which restores the values from before the step
+            self.statistics.wait(are_rank_0s=is_broadcast)
+
+    # -- inside join --------------------------------------------------------------------------------------------
+
+    def exchange(self) -> None:
+        """Copy the buffers of the first rank that has data to all ranks; collective."""
+        # Through .data, so that autograd's version counters do not change: two forwards may precede a backward pass.
+        tensors = [local_of(buffer.data) for buffer in self._buffers.named().values()]
+        self._channel.broadcast(tensors, self._join_events.source)
+
+    def taken_along(self) -> list[Tensor]:
+        """Return the buffers for the broadcast at the end of ``join``, and count them as equal."""
+        self._may_differ = False
+        return [buffer.data for buffer in self._buffers.named().values()]

@@ -28,18 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.output.wording import counted
-from paceline.core.processes.missing_ranks import named_ranks
-from paceline.core.state.digests import quick_digest
-from paceline.core.state.rng import seed_all
-from paceline.core.state.virtual_ranks import Slices
-from paceline.core.torch_internals.distributed.dtensor import local_of
-from paceline.ddp.reducer.gradients import digest_of
-from paceline.ddp.reducer.reducer import Reducer
-from paceline.ddp.slices.buffers import SavedBuffers
-from paceline.ddp.slices.gradients import Begin, VirtualRanks, in_order
-from paceline.ddp.slices.statistics import REPEAT
-from paceline.ddp.transport.channel import Channel
+from paceline.core.digests import quick_digest
+from paceline.core.messages import counted
+from paceline.core.missing_ranks import named_ranks
+from paceline.core.rng import seed_all
+from paceline.core.torch_distributed import local_of
+from paceline.core.virtual_ranks import Slices
+from paceline.ddp.arrivals import digest_of
+from paceline.ddp.channel import Channel
+from paceline.ddp.reducer import Reducer
+from paceline.ddp.running_statistics import REPEAT
+from paceline.ddp.virtual_ranks import Begin, SavedBuffers, VirtualRanks, in_order
 from paceline.errors import UsageError, WrongComputation
 
 REPEATS = 3

@@ -1,38 +1,91 @@
-"""The connection: the parts of a wrapper that communicate with other ranks."""
+"""One rank's replica of the module, and the parts of a wrapper that communicate with other ranks."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.forking import finalize
-from paceline.core.telemetry.spans import recorder
-from paceline.ddp.consistency.buffer_sync import BufferSync
-from paceline.ddp.consistency.initial_sync import make_equal
-from paceline.ddp.consistency.module_changes import OnChange
-from paceline.ddp.engine.replica import Replica
-from paceline.ddp.extensions.finite_check import FiniteCheck
-from paceline.ddp.extensions.graph_capture import CHECK_FINITE, GraphCapture
-from paceline.ddp.extensions.joined_steps import JoinedSteps
-from paceline.ddp.extensions.out_of_bucket import OutOfBucket
-from paceline.ddp.extensions.replica_check import ReplicaCheck
-from paceline.ddp.extensions.shared_parameters import SharedParameters
-from paceline.ddp.extensions.unused_parameters import UnusedParameters
-from paceline.ddp.options.config import Options
-from paceline.ddp.options.module_checks import check_lookups, check_synchronized
-from paceline.ddp.reducer.extension import Extension
-from paceline.ddp.reducer.reducer import Reducer
-from paceline.ddp.transport.channel import Channel
-from paceline.ddp.transport.opening import open_channel
+from paceline.core.spans import recorder
+from paceline.core.unwrapping import plain_name
+from paceline.ddp.buffers import Buffers, BufferSync
+from paceline.ddp.channel import Channel, open_channel
+from paceline.ddp.extension_points import Extension
+from paceline.ddp.extensions import CHECK_FINITE, FiniteCheck, GraphCapture, OutOfBucket, UnusedParameters
+from paceline.ddp.joined_steps import JoinedSteps
+from paceline.ddp.ledger import Ledger
+from paceline.ddp.module_changes import ModuleWatch, Named, OnChange, make_equal
+from paceline.ddp.options import Options, check_averaged, check_lookups, check_synchronized, trained_parameters
+from paceline.ddp.reducer import Reducer
+from paceline.ddp.replica_check import ReplicaCheck
+from paceline.ddp.shared_parameters import SharedParameters
 
 if TYPE_CHECKING:
-    from paceline.ddp.slices.compute_check import ComputeCheck
-    from paceline.ddp.slices.gradients import VirtualRanks
+    from paceline.ddp.compute_check import ComputeCheck
+    from paceline.ddp.virtual_ranks import VirtualRanks
+
+
+# The replica: one rank's module from the wrapper's point of view, without any communication.
+
+
+class Replica:
+    """Knows which parameters and buffers of a module are synchronized, and counts this rank's steps.
+
+    Args:
+        modules: the wrapper's ``_modules``, so that assigning a new ``model.module`` is detected too.
+        ignored: names of parameters and buffers that are not synchronized.
+    """
+
+    device: torch.device
+    """Device of the first parameter when the module was wrapped."""
+    trained: Named
+    """The parameters that are averaged."""
+    watch: ModuleWatch
+    """Detects when the module's parameters differ from `trained`."""
+    buffers: Buffers
+    """The buffers that are synchronized."""
+    ledger: Ledger
+    """Counts steps and adds up weights, which the control block reports to the other ranks."""
+
+    def __init__(self, modules: dict[str, Any], ignored: set[str]) -> None:
+        trained = trained_parameters(modules["module"], ignored)
+        check_averaged(trained)
+        self.device = trained[0][1].device
+        self.trained = [(plain_name(name), parameter) for name, parameter in trained]
+        self.watch = ModuleWatch(modules, ignored, self.trained)
+        self.buffers = Buffers(self.module, ignored, self.device)
+        self._ignored = ignored
+        self.ledger = Ledger()
+
+    @property
+    def module(self) -> nn.Module:
+        return self.watch.module
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.trained]
+
+    def all_parameters(self) -> list[nn.Parameter]:
+        """Return all parameters of the module, averaged or not."""
+        return list(self.module.parameters())
+
+    def initial_tensors(self, options: Options) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors that must be equal when averaging begins: parameters (including frozen ones) and
+        buffers."""
+        parameters = self.module.named_parameters()
+        buffers = self.buffers.named().items() if options.syncs_initial_buffers else []
+        return [*((name, tensor) for name, tensor in parameters if name not in self._ignored), *buffers]
+
+    def adopt(self, named: Named) -> None:
+        """From now on, average the parameters `named`, and synchronize the buffers that were added with them."""
+        self.trained = named
+        self.buffers.renew(self.module)
+
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -60,8 +113,8 @@ class Connection:
 
     def with_virtual_ranks(self, options: Options) -> Connection:
         """Return the connection, extended with sums of gradients and statistics over slices; called on all ranks."""
-        from paceline.ddp.slices.compute_check import ComputeCheck  # few wrappers need this import
-        from paceline.ddp.slices.gradients import VirtualRanks
+        from paceline.ddp.compute_check import ComputeCheck  # few wrappers need this import
+        from paceline.ddp.virtual_ranks import VirtualRanks
 
         count, every = options.virtual_ranks, options.check_compute_every
         virtual_ranks = VirtualRanks(self.reducer, count)

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.processes.missing_ranks import named_ranks
-from paceline.core.state.data_position import Origin, difference, who_has
-from paceline.core.telemetry.users_code import warn
-from paceline.ddp.agreement.weight_block import BY_SLICE, UNWEIGHTED, WEIGHTED
+from paceline.core.data_position import Origin, difference, who_has
+from paceline.core.missing_ranks import named_ranks
+from paceline.core.stacks import warn
+from paceline.ddp.weights import BY_SLICE, UNWEIGHTED, WEIGHTED
 from paceline.errors import DesyncError, NonFiniteGradient
 
 Allocate = Callable[..., Tensor]

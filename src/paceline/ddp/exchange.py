@@ -21,24 +21,21 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from paceline.core.telemetry.spans import CONTROL, WAIT, recorder
-from paceline.core.torch_internals.compile import class_never_compiled
-from paceline.ddp.agreement.control_block import ControlBlock, Status
-from paceline.ddp.agreement.digest import StatusDigest
-from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weight_block import UNWEIGHTED, compute_scale
-from paceline.ddp.consistency.buffer_sync import BufferSync
-from paceline.ddp.consistency.module_changes import ModuleWatch, Trained, find_refusal
-from paceline.ddp.options.buckets import arrival_order
-from paceline.ddp.reducer.arrivals import Arrivals
-from paceline.ddp.reducer.averages import Averages, EarlyAverages
-from paceline.ddp.reducer.backward import Backward, Phase
-from paceline.ddp.reducer.bucket_set import BucketSet
-from paceline.ddp.reducer.extension import Exchanged, Extensions
-from paceline.ddp.transport.channel import Channel, Launched, Pausing
-from paceline.ddp.transport.exposed_time import ExposedTime
-from paceline.ddp.transport.finisher import CONTROL_EXCHANGE, Finisher
-from paceline.ddp.transport.opening import TEST_HOST_CHANNEL
+from paceline.core.spans import CONTROL, WAIT, recorder
+from paceline.core.torch_internals import class_never_compiled
+from paceline.ddp.arrivals import Arrivals
+from paceline.ddp.averages import Averages, EarlyAverages
+from paceline.ddp.backward import Backward, Phase
+from paceline.ddp.buckets import BucketSet, arrival_order
+from paceline.ddp.buffers import BufferSync
+from paceline.ddp.channel import TEST_HOST_CHANNEL, Channel, ExposedTime, Launched, Pausing
+from paceline.ddp.control_block import ControlBlock, Status
+from paceline.ddp.digest import StatusDigest
+from paceline.ddp.extension_points import Exchanged, Extensions
+from paceline.ddp.finisher import CONTROL_EXCHANGE, Finisher
+from paceline.ddp.ledger import Ledger
+from paceline.ddp.module_changes import ModuleWatch, Trained, find_refusal
+from paceline.ddp.weights import UNWEIGHTED, compute_scale
 
 logger = logging.getLogger(__name__)
 USUAL_STEPS = 16

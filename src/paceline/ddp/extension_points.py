@@ -26,10 +26,10 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.ddp.agreement.control_block import ControlBlock, Status
-from paceline.ddp.options.buckets import Bucket
-from paceline.ddp.reducer.backward import Backward
-from paceline.ddp.transport.channel import Pausing
+from paceline.ddp.backward import Backward
+from paceline.ddp.buckets import Bucket
+from paceline.ddp.channel import Pausing
+from paceline.ddp.control_block import ControlBlock, Status
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Unused parameters: parameters without a gradient on some rank. They are harmless, but can be reported or refused.
+"""Extensions for single steps: checks for NaN, graph capture, late and sparse gradients, unused parameters.
 
 For each parameter, the control block contains the number of ranks that have a gradient. The ranks that lack it are
 determined only the first time that the parameter is missing. A rank without any gradients had no data and does not
@@ -7,17 +7,186 @@ count. Frozen parameters do not count either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from paceline.core.processes.missing_ranks import named_ranks
-from paceline.core.telemetry.users_code import warn
-from paceline.ddp.options.config import UnusedParameters as UnusedParameterMode
-from paceline.ddp.reducer.backward import Backward
-from paceline.ddp.reducer.extension import Exchanged, Extension
-from paceline.ddp.reducer.reducer import Reducer
-from paceline.ddp.transport.channel import Pausing
+import torch
+from torch import Tensor
+
+from paceline.core.device_streams import is_capturing, is_queued
+from paceline.core.missing_ranks import named_ranks
+from paceline.core.stacks import warn
+from paceline.core.torch_internals import norm_each, stored_elements
+from paceline.ddp.backward import Backward
+from paceline.ddp.buckets import Bucket, BucketSet
+from paceline.ddp.channel import Channel, Pausing
+from paceline.ddp.extension_points import Exchanged, Extension
+from paceline.ddp.module_changes import Trained
+from paceline.ddp.options import UnusedParameters as UnusedParameterMode
+from paceline.ddp.reducer import Reducer
+from paceline.ddp.sparse import as_dense, average_sparse
 from paceline.errors import UnusedParameterWarning, UsageError
+
+# Finds gradients that contain NaN or Inf, waiting for the device only once per step.
+
+
+class FiniteCheck(Extension):
+    """Looks for NaN and Inf in this rank's gradients, reading them from the buckets.
+
+    Args:
+        is_wanted: returns whether the check is on.
+    """
+
+    def __init__(self, is_wanted: Callable[[], bool]) -> None:
+        self._is_wanted = is_wanted
+        self._checked = Magnitudes()
+
+    def is_active(self) -> bool:
+        return self._is_wanted()
+
+    def begin(self, backward: Backward) -> None:
+        """Forget magnitudes left over from an earlier backward pass that an exception may have interrupted."""
+        self._checked = Magnitudes()
+
+    def bucket_ready(self, backward: Backward, bucket: Bucket) -> None:
+        """Check the gradients in `bucket`, which are local until the bucket is launched."""
+        self._checked.add_bucket(bucket)
+
+    def has_report(self, backward: Backward) -> bool:
+        """Record the parameters with non-finite gradients, including gradients outside the buckets."""
+        self._checked.add(backward.out_of_bucket.keys(), list(map(stored_elements, backward.out_of_bucket.values())))
+        backward.non_finite = self._checked.found()
+        return bool(backward.non_finite)
+
+
+class Magnitudes:
+    """The largest magnitudes of one step's gradients; gradients may be changed or dropped after they were added."""
+
+    def __init__(self) -> None:
+        # For each device, the parameters added and the largest magnitude in each gradient.
+        self._largest: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+
+    def add_bucket(self, bucket: Bucket) -> None:
+        # On a CPU, reading a value is free, and a finite sum shows that all gradients are finite. On a GPU, reading
+        # would make the host wait, so magnitudes are computed for all gradients and read once at the end.
+        if is_queued(bucket.flat.device) or not torch.isfinite(bucket.flat.sum()):
+            self.add(bucket.indices, bucket.views)
+
+    def add(self, indices: Collection[int], gradients: Collection[Tensor]) -> None:
+        """Add the `gradients` of the parameters `indices`; for a sparse gradient, pass its stored values."""
+        pairs = [(index, gradient) for index, gradient in zip(indices, gradients, strict=True) if gradient.numel()]
+        if not pairs:
+            return
+        for (index, gradient), largest in zip(pairs, norm_each([gradient for _, gradient in pairs]), strict=True):
+            places, norms = self._largest.setdefault(gradient.device, ([], []))
+            places.append(index)
+            norms.append(largest)
+
+    def found(self) -> list[int]:
+        """Return the parameters whose gradient is not finite; waits for each device that holds magnitudes."""
+        return [
+            index
+            for places, norms in self._largest.values()
+            for index, is_finite in zip(places, torch.stack(norms).isfinite().tolist(), strict=True)
+            if not is_finite
+        ]
+
+
+# Capture of a step in a CUDA graph; a feature that a graph cannot replay raises an error that names it.
+
+
+CHECK_FINITE = "check_finite=True, because the host reads the result"
+
+
+class GraphCapture(Extension):
+    """Refuses to capture a backward pass that needs the host, because a graph replays only device operations.
+
+    Args:
+        device: the device of the gradients.
+        rank: this rank.
+        unfit: functions that return whether a feature is in use, keyed by the feature's name in the error.
+    """
+
+    def __init__(self, device: torch.device, rank: int, unfit: Mapping[str, Callable[[], bool]]) -> None:
+        self._device, self._rank, self._unfit = device, rank, unfit
+
+    def is_active(self) -> bool:
+        """Return whether a CUDA graph can be captured on the device."""
+        return self._device.type == "cuda"
+
+    def check_change(self) -> None:
+        if is_capturing(self._device):
+            raise cannot_capture("the first step after parameters were added or unfrozen", self._rank)
+
+    def begin(self, backward: Backward) -> None:
+        """Refuse to capture the backward pass if a feature is in use that a graph cannot replay."""
+        if is_capturing(self._device):
+            for name, is_used in self._unfit.items():
+                if is_used():
+                    raise cannot_capture(name, self._rank)
+
+
+def cannot_capture(name: str, rank: int) -> UsageError:
+    """Return the error for a feature that a CUDA graph cannot capture."""
+    return UsageError(
+        f"rank {rank}: a CUDA graph cannot capture {name}; leave it out, or train this step without a graph; see "
+        "docs/gpu.md"
+    )
+
+
+# The second pass: averages gradients that are sparse or arrived too late for a bucket.
+#
+# The control block lists the affected parameters.
+
+
+class OutOfBucket(Extension):
+    """Averages the gradients outside the buckets on all ranks, after the buckets are averaged."""
+
+    def __init__(self, trained: Trained, buckets: BucketSet, channel: Channel) -> None:
+        self._trained, self._buckets, self._channel = trained, buckets, channel
+
+    def after_averages(self, backward: Backward, exchanged: Exchanged) -> Pausing[None]:
+        """Average late deltas and sparse gradients; a late delta is added to the average in its bucket."""
+        sparse, late = exchanged.control.second_pass()
+        # All ranks read the same lists from the summed block; a rank without such a gradient contributes zeros.
+        trained, local, scale = self._trained, backward.out_of_bucket, exchanged.scale
+        targets = {index: self._target(index) for index in late}
+        if late:
+            dense = {index: as_dense(local[index]) for index in late if index in local}
+            yield from _add_late(dense, targets, scale, self._channel)
+        averages = {index: target for index, target in targets.items() if index in self._buckets.unbucketed}
+        if sparse:
+            pending = average_sparse(sparse, local, trained.parameters, trained.names, scale, self._channel)
+            averages |= yield from pending
+        backward.out_of_bucket_averages = averages
+
+    def _target(self, index: int) -> Tensor:
+        """Return the tensor that holds the sum of late deltas."""
+        if index in self._buckets.unbucketed:
+            return torch.zeros_like(self._trained.parameters[index].detach())
+        return self._buckets.views[index]
+
+
+def _add_late(
+    local: Mapping[int, Tensor], targets: Mapping[int, Tensor], scale: float, channel: Channel
+) -> Pausing[None]:
+    """Sum the ranks' deltas (`local` holds this rank's), scale them, and add them to the averages in `targets`."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, target in targets.items():
+        kinds.setdefault((target.dtype, target.device), []).append(index)
+    launched = []
+    for same in kinds.values():
+        parts = [local[index] if index in local else torch.zeros_like(targets[index]) for index in same]
+        # Sum half precision in single precision: the sum over N ranks may overflow even if the mean does not.
+        dtype = torch.promote_types(targets[same[0]].dtype, torch.float32)
+        flat = torch.cat([part.detach().reshape(-1).to(dtype) for part in parts])
+        launched.append((same, flat, channel.all_reduce(flat)))
+    yield True
+    for same, flat, work in launched:
+        channel.meet(work, "all-reduce of late gradients")
+        sums = flat.split([targets[index].numel() for index in same])
+        for index, total in zip(same, sums, strict=True):
+            targets[index].add_(total.view(targets[index].shape), alpha=scale)
 
 
 class UnusedParameters(Extension):

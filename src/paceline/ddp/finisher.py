@@ -1,6 +1,6 @@
 """The finisher: makes a bucket's gradients the same on every rank.
 
-By default it is an all-reduce. A communication hook (:mod:`paceline.ddp.transport.comm_hook`) can replace it. Control
+By default it is an all-reduce. A communication hook (:mod:`paceline.ddp.comm_hook`) can replace it. Control
 blocks and late deltas never pass through the finisher.
 
 Decision 0007 gives the reasons.
@@ -17,15 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.arithmetic import reduce_into
-from paceline.core.state.device_streams import is_queued
-from paceline.core.telemetry.spans import BUCKET_WAIT, COLLECTIVE, DONE, SENT, BucketWatch, recorder
-from paceline.core.torch_internals.profiler import is_profiling
-from paceline.core.torch_internals.tensors import multiply_each
-from paceline.ddp.agreement.digest import Notes
-from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weight_block import WEIGHTED, compute_correction, compute_scale
-from paceline.ddp.options.buckets import Bucket
-from paceline.ddp.transport.channel import Channel, Launched
+from paceline.core.device_streams import is_queued
+from paceline.core.spans import BUCKET_WAIT, COLLECTIVE, DONE, SENT, BucketWatch, recorder
+from paceline.core.torch_internals import is_profiling, multiply_each
+from paceline.ddp.buckets import Bucket
+from paceline.ddp.channel import Channel, Launched
+from paceline.ddp.digest import Notes
+from paceline.ddp.ledger import Ledger
+from paceline.ddp.weights import WEIGHTED, compute_correction, compute_scale
 
 CONTROL_EXCHANGE = "exchange of control blocks"
 BUCKET_REDUCTION = "all-reduce of gradient bucket"

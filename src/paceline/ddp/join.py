@@ -7,7 +7,7 @@
     … until the end of the step                   … until the end of the step
 
 A rank that ran out of data learns of each collective, including SyncBatchNorm's, from an event
-(:mod:`paceline.ddp.agreement.join_events`). While every rank has data, only the first event of a step is sent.
+(:mod:`paceline.ddp.joined_steps`). While every rank has data, only the first event of a step is sent.
 
 Decision 0008 gives the reasons.
 """
@@ -25,20 +25,17 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from paceline.core.processes.missing_ranks import collective
-from paceline.core.state.unwrapping import Communicates
-from paceline.core.telemetry.users_code import warn
-from paceline.core.torch_internals.distributed.ddp import make_disabled_join
-from paceline.core.torch_internals.distributed.dtensor import local_of
-from paceline.ddp.agreement.join_events import Event, Stage
-from paceline.ddp.agreement.step_guard import StepGuard
-from paceline.ddp.engine.connection import Connection
-from paceline.ddp.engine.replica import Replica
-from paceline.ddp.extensions.joined_steps import JoinedSteps
+from paceline.core.missing_ranks import collective
+from paceline.core.stacks import warn
+from paceline.core.torch_distributed import local_of, make_disabled_join
+from paceline.core.unwrapping import Communicates
+from paceline.ddp.connection import Connection, Replica
+from paceline.ddp.joined_steps import Event, JoinedSteps, Stage
+from paceline.ddp.step_guard import StepGuard
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.ddp.wrapper.sync_control import SyncControl
+    from paceline.ddp.wrapper import SyncControl
 
 
 class Announcement:

@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from paceline.core.state.device_streams import is_queued, read_later
-from paceline.core.torch_internals.autograd import GraphTask, is_accumulated, queue_callback
-from paceline.core.torch_internals.tensors import has_nonzero, has_overlap, multiply_each, norm_each, stored_elements
+from paceline.core.device_streams import is_queued, read_later
+from paceline.core.torch_internals import (
+    GraphTask,
+    has_nonzero,
+    has_overlap,
+    is_accumulated,
+    multiply_each,
+    norm_each,
+    queue_callback,
+    stored_elements,
+)
 from paceline.errors import UsageError
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.core.state import data_position
-from paceline.core.telemetry.spans import recorder
-from paceline.core.torch_internals.autograd import current_task, queue_callback
-from paceline.ddp.agreement.control_block import Status
-from paceline.ddp.agreement.kept_gradients import KeptGradients, LocalGradients
-from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
-from paceline.ddp.agreement.optimizer_settings import OptimizerSettings
-from paceline.ddp.agreement.weight_block import BY_SLICE, UNCOUNTED, UNWEIGHTED, WEIGHTED, Block, Blocks
+from paceline.core import data_position
+from paceline.core.spans import recorder
+from paceline.core.torch_internals import current_task, queue_callback
+from paceline.ddp.control_block import Status
+from paceline.ddp.digest import OptimizerSettings
+from paceline.ddp.kept_gradients import KeptGradients, LocalGradients
+from paceline.ddp.weights import BY_SLICE, UNCOUNTED, UNWEIGHTED, WEIGHTED, Block, Blocks, MistakenMeans
 
 
 class Ledger:

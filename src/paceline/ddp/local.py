@@ -14,21 +14,27 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.core.state.device_streams import is_capturing
-from paceline.core.torch_internals.autograd import Accumulators, GraphTask, has_ended, queue_callback
-from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
-from paceline.core.torch_internals.tensors import has_nonzero, stored_elements
-from paceline.ddp.agreement.control_block import non_finite
-from paceline.ddp.agreement.kept_gradients import multiply
-from paceline.ddp.agreement.weight_block import UNWEIGHTED, WEIGHTED, Block, compute_scale
-from paceline.ddp.consistency.module_changes import Named, OnChange, Trained
-from paceline.ddp.engine.replica import Replica
-from paceline.ddp.extensions.finite_check import Magnitudes
-from paceline.ddp.extensions.graph_capture import CHECK_FINITE, cannot_capture
-from paceline.ddp.extensions.shared_parameters import NOTHING_SHARED, Sharing
-from paceline.ddp.options.module_checks import check_averaged
-from paceline.ddp.reducer.forwards import Forward
-from paceline.ddp.reducer.reducer import Reducer
+from paceline.core.device_streams import is_capturing
+from paceline.core.torch_internals import (
+    Accumulators,
+    GraphTask,
+    check_eager_backward,
+    class_never_compiled,
+    has_ended,
+    has_nonzero,
+    queue_callback,
+    stored_elements,
+)
+from paceline.ddp.backward import Forward
+from paceline.ddp.connection import Replica
+from paceline.ddp.control_block import non_finite
+from paceline.ddp.extensions import CHECK_FINITE, Magnitudes, cannot_capture
+from paceline.ddp.kept_gradients import multiply
+from paceline.ddp.module_changes import Named, OnChange, Trained
+from paceline.ddp.options import check_averaged
+from paceline.ddp.reducer import Reducer
+from paceline.ddp.shared_parameters import NOTHING_SHARED, Sharing
+from paceline.ddp.weights import UNWEIGHTED, WEIGHTED, Block, compute_scale
 from paceline.errors import DesyncError
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.core.output.wording import with_article
-from paceline.core.processes.missing_ranks import called_by_all, collective
+from paceline.core.messages import with_article
+from paceline.core.missing_ranks import called_by_all, collective
 from paceline.errors import UsageError
 
 Part = tuple[int, Any]

@@ -12,29 +12,24 @@ from functools import partial
 
 import torch
 
-from paceline.core.torch_internals.autograd import Accumulators
-from paceline.core.torch_internals.compile import class_never_compiled
-from paceline.core.torch_internals.tensors import has_nonzero
-from paceline.ddp.agreement.control_block import ControlBlock
-from paceline.ddp.agreement.digest import StatusDigest, width
-from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weight_block import UNWEIGHTED
-from paceline.ddp.consistency.buffer_sync import BufferSync
-from paceline.ddp.consistency.module_changes import Change, ModuleWatch, Named, OnChange, Trained, find_refusal
-from paceline.ddp.options.config import Options
-from paceline.ddp.reducer import abort
-from paceline.ddp.reducer.arrivals import Arrivals
-from paceline.ddp.reducer.averages import Averages
-from paceline.ddp.reducer.backward import Backward, Phase
-from paceline.ddp.reducer.bucket_set import BucketSet
-from paceline.ddp.reducer.exchange import LateReading, patience
-from paceline.ddp.reducer.extension import Extension, Extensions
-from paceline.ddp.reducer.forwards import PendingForwards
-from paceline.ddp.reducer.gradients import check_equal_gradients, present
-from paceline.ddp.reducer.step import Step
-from paceline.ddp.transport.channel import Channel
-from paceline.ddp.transport.exposed_time import ExposedTime
-from paceline.ddp.transport.finisher import AllReduce, Finisher, TreeSums
+from paceline.core.torch_internals import Accumulators, class_never_compiled, has_nonzero
+from paceline.ddp import abort
+from paceline.ddp.arrivals import Arrivals, check_equal_gradients, present
+from paceline.ddp.averages import Averages
+from paceline.ddp.backward import Backward, PendingForwards, Phase
+from paceline.ddp.buckets import BucketSet
+from paceline.ddp.buffers import BufferSync
+from paceline.ddp.channel import Channel, ExposedTime
+from paceline.ddp.control_block import ControlBlock
+from paceline.ddp.digest import StatusDigest, width
+from paceline.ddp.exchange import LateReading, patience
+from paceline.ddp.extension_points import Extension, Extensions
+from paceline.ddp.finisher import AllReduce, Finisher, TreeSums
+from paceline.ddp.ledger import Ledger
+from paceline.ddp.module_changes import Change, ModuleWatch, Named, OnChange, Trained, find_refusal
+from paceline.ddp.options import Options
+from paceline.ddp.step import Step
+from paceline.ddp.weights import UNWEIGHTED
 from paceline.errors import CommunicationError, UsageError
 
 

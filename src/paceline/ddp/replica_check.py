@@ -26,16 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from paceline.core.processes.missing_ranks import named_ranks
-from paceline.core.state.digests import quick_digest
-from paceline.core.torch_internals.distributed.dtensor import local_of
-from paceline.ddp.agreement.control_block import Status
-from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.optimizer_settings import find_difference
-from paceline.ddp.options.module_checks import check_synchronized
-from paceline.ddp.reducer.backward import Backward
-from paceline.ddp.reducer.extension import Exchanged, Extension
-from paceline.ddp.transport.channel import Channel, Pausing
+from paceline.core.digests import quick_digest
+from paceline.core.missing_ranks import named_ranks
+from paceline.core.torch_distributed import local_of
+from paceline.ddp.backward import Backward
+from paceline.ddp.channel import Channel, Pausing
+from paceline.ddp.control_block import Status
+from paceline.ddp.digest import find_difference
+from paceline.ddp.extension_points import Exchanged, Extension
+from paceline.ddp.ledger import Ledger
+from paceline.ddp.options import check_synchronized
 from paceline.errors import ReplicaMismatch
 
 _WHAT = "comparison of replicas"

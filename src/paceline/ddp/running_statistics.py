@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.torch_internals.compile import never_compiled
-from paceline.core.torch_internals.distributed.ddp import AnyBatchNorm
-from paceline.ddp.consistency.module_changes import ModuleWatch
-from paceline.ddp.transport.channel import Channel, Launched
+from paceline.core.torch_distributed import AnyBatchNorm
+from paceline.core.torch_internals import never_compiled
+from paceline.ddp.channel import Channel, Launched
+from paceline.ddp.module_changes import ModuleWatch
 from paceline.errors import UsageError
 
 REPEAT = -1

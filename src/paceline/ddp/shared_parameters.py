@@ -20,14 +20,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 
-from paceline.core.torch_internals.autograd import current_task
-from paceline.ddp.agreement.kept_gradients import Seen
-from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weight_block import WEIGHTED
-from paceline.ddp.consistency.module_changes import Trained
-from paceline.ddp.reducer.backward import Backward
-from paceline.ddp.reducer.extension import Extension
-from paceline.ddp.reducer.reducer import Reducer
+from paceline.core.torch_internals import current_task
+from paceline.ddp.backward import Backward
+from paceline.ddp.extension_points import Extension
+from paceline.ddp.kept_gradients import Seen
+from paceline.ddp.ledger import Ledger
+from paceline.ddp.module_changes import Trained
+from paceline.ddp.reducer import Reducer
+from paceline.ddp.weights import WEIGHTED
 from paceline.errors import UsageError
 
 

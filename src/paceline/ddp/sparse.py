@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from paceline.ddp.transport.channel import Channel, Pausing
+from paceline.ddp.channel import Channel, Pausing
 from paceline.errors import DesyncError
 
 

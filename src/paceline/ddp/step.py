@@ -27,15 +27,18 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from paceline.core.telemetry.failpoints import strike
-from paceline.core.telemetry.spans import BACKWARD, GRADIENT, LAUNCH, recorder
-from paceline.core.torch_internals.autograd import Accumulators, WithoutGradients, is_plain_backward, queue_callback
-from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
-from paceline.core.torch_internals.profiler import is_profiling
-from paceline.ddp.agreement.digest import Notes
-from paceline.ddp.agreement.weight_block import WEIGHTED, Block
-from paceline.ddp.consistency.module_changes import Change, OnChange
-from paceline.ddp.reducer.abort import (
+from paceline.core.failpoints import strike
+from paceline.core.spans import BACKWARD, GRADIENT, LAUNCH, recorder
+from paceline.core.torch_internals import (
+    Accumulators,
+    WithoutGradients,
+    check_eager_backward,
+    class_never_compiled,
+    is_plain_backward,
+    is_profiling,
+    queue_callback,
+)
+from paceline.ddp.abort import (
     Member,
     begin_others,
     break_off,
@@ -45,10 +48,12 @@ from paceline.ddp.reducer.abort import (
     unfinished,
     watch_task,
 )
-from paceline.ddp.reducer.backward import Backward, Phase
-from paceline.ddp.reducer.exchange import Exchange
-from paceline.ddp.reducer.forwards import Forward, PendingForwards
-from paceline.ddp.reducer.gradients import copy_into, copy_one_by_one, find_out_of_bucket, gradient_of, grads_are_none
+from paceline.ddp.arrivals import copy_into, copy_one_by_one, find_out_of_bucket, gradient_of, grads_are_none
+from paceline.ddp.backward import Backward, Forward, PendingForwards, Phase
+from paceline.ddp.digest import Notes
+from paceline.ddp.exchange import Exchange
+from paceline.ddp.module_changes import Change, OnChange
+from paceline.ddp.weights import WEIGHTED, Block
 from paceline.errors import UsageError
 
 NOT_TRACED = nullcontext()

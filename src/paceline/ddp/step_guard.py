@@ -11,10 +11,9 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paceline.core.telemetry.spans import OPTIMIZER, recorder
-from paceline.core.torch_internals.autograd import current_task
-from paceline.core.torch_internals.compile import never_compiled
-from paceline.ddp.agreement.ledger import Ledger
+from paceline.core.spans import OPTIMIZER, recorder
+from paceline.core.torch_internals import current_task, never_compiled
+from paceline.ddp.ledger import Ledger
 from paceline.errors import UsageError
 
 _BY_HAND = (

@@ -6,24 +6,147 @@ The table is in docs/drop-in.md, and a test compares it with the installed torch
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import BuiltinCommHookType as Builtin
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from paceline.core.state.unwrapping import plain_name
-from paceline.core.telemetry.users_code import warn
-from paceline.core.torch_internals.distributed.c10d import get_default_group
-from paceline.core.torch_internals.distributed.ddp import make_disabled_join
-from paceline.ddp.engine.local import GradientEngine
-from paceline.ddp.engine.replica import Replica
-from paceline.ddp.options.config import Options, choose_group
+from paceline.compression import Compressor
+from paceline.core.stacks import warn
+from paceline.core.torch_distributed import (
+    MixedPrecision,
+    cast_inputs,
+    get_default_group,
+    local_of,
+    make_disabled_join,
+    replace_parameters,
+)
+from paceline.core.unwrapping import Communicates, plain_name
+from paceline.ddp.channel import timeout_of
+from paceline.ddp.comm_hook import Hook, HookFinisher, name_of
+from paceline.ddp.connection import Replica
+from paceline.ddp.local import GradientEngine
+from paceline.ddp.options import Options, check_reduce_dtype, choose_group
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.ddp.transport.hook_signature import Hook
+    from paceline.ddp.comm_hook import Hook
+
+
+# Registration of a communication hook, which replaces the all-reduce of the buckets.
+
+
+_BUILTIN = {
+    Builtin.ALLREDUCE: default_hooks.allreduce_hook,
+    Builtin.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
+
+
+def builtin_hook(comm_hook_type: Any) -> Hook:
+    """Return torch's Python hook for ``ALLREDUCE`` or ``FP16_COMPRESS``."""
+    if comm_hook_type not in _BUILTIN:
+        raise UsageError(f"{comm_hook_type!r} is not a dist.BuiltinCommHookType; give ALLREDUCE or FP16_COMPRESS")
+    return _BUILTIN[comm_hook_type]
+
+
+def put_hook(wrapper: TorchMembers, state: object, hook: Hook) -> None:
+    """Use `hook` instead of the all-reduce to reduce the buckets of `wrapper` from now on."""
+    if wrapper._comm_hooks:
+        raise UsageError(
+            "register_comm_hook or register_builtin_comm_hook can only be called once, and "
+            f"{name_of(wrapper._comm_hooks[0][0])!r} is registered already; let one hook call the other"
+        )
+    options, replica = wrapper._options, wrapper._replica
+    reducer = wrapper._engine.connected()  # on a single rank, only a hook needs buckets
+    if reducer.virtual_ranks:
+        raise UsageError(
+            f"communication hook {name_of(hook)!r} adds up gradients in another order; leave it out with "
+            f"virtual_ranks={reducer.virtual_ranks}"
+        )
+    if isinstance(state, Compressor) and state.group is not wrapper.process_group:
+        raise UsageError(
+            f"{type(state).__name__} was not created for this wrapper's process group; create it from the wrapped "
+            f"model: {type(state).__name__}(model, ...)"
+        )
+    # A bucket fills earlier on a rank that does not use some of its parameters. There, the hook's collective would
+    # precede a layer's collective, but on other ranks it would follow; both usually use the same process group.
+    layers = any(isinstance(layer, nn.SyncBatchNorm | Communicates) for layer in replica.module.modules())
+    make = partial(
+        HookFinisher,
+        state,
+        hook,
+        [local_of(parameter) for parameter in replica.parameters()],
+        replica.ledger,
+        timeout_of(wrapper.process_group, replica.device),
+        layers_first=layers and options.unused == "allow",
+    )
+    reducer.use_finisher(make)
+    # A hook may average over only some of the ranks (local SGD); replicas then differ between averages.
+    replica.ledger.compare_at = inf
+    wrapper._comm_hooks.append((hook, state))
+
+
+# ``mixed_precision``: low-precision computation with full-precision weights and gradients, as in torch's DDP.
+#
+# During forward, every parameter is replaced with a low-precision copy. The copy is made by a differentiable operation,
+# so gradients arrive at the parameters in the parameters' dtype. Buckets cast them to ``reduce_dtype`` for
+# communication.
+# Decision 0009 gives the reasons.
+
+
+class LowPrecision:
+    """Casts a module and its inputs according to a ``_MixedPrecision`` policy; buffers are cast once, as in torch.
+
+    This cannot be combined with activation checkpointing inside the module: when backward recomputes a forward, the
+    parameters have full precision again, and torch raises an error. Use ``torch.autocast`` instead.
+    """
+
+    reduce_dtype: torch.dtype | None
+    """The dtype for summing gradients; None for each parameter's own."""
+
+    def __init__(self, policy: Any, reduce_dtype: torch.dtype | None) -> None:
+        if not isinstance(policy, MixedPrecision):
+            raise UsageError(
+                f"DistributedDataParallel(mixed_precision={policy!r}) takes torch.nn.parallel.distributed."
+                "_MixedPrecision; for autocast, put torch.autocast around forward and leave it out"
+            )
+        if policy.reduce_dtype is not None and reduce_dtype is not None:
+            raise UsageError("give reduce_dtype to DistributedDataParallel or to its mixed_precision, not to both")
+        self._dtype, self._buffer_dtype = policy.param_dtype, policy.buffer_dtype
+        self.reduce_dtype = check_reduce_dtype(policy.reduce_dtype or reduce_dtype or policy.param_dtype)
+
+    def cast_buffers(self, module: nn.Module, ignored: set[str]) -> None:
+        for name, buffer in module.named_buffers():
+            if self._buffer_dtype is not None and buffer.is_floating_point() and name not in ignored:
+                buffer.data = buffer.to(self._buffer_dtype)
+
+    def cast_inputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return the inputs with their floating-point tensors cast to low precision."""
+        return cast_inputs(self._dtype, inputs, kwargs)
+
+    def cast_parameters(self, module: nn.Module, ignored: set[str]) -> AbstractContextManager[Any]:
+        """Return a context manager that casts parameters to low precision for a forward pass; tied ones stay tied."""
+        if self._dtype is None:
+            return nullcontext()
+        named = module.named_parameters()
+        # The cast is differentiable; its backward casts the gradients to the parameters' dtype.
+        cast = {name: p.to(self._dtype) for name, p in named if p.is_floating_point() and name not in ignored}
+        return replace_parameters(module, cast)
+
+
+def low_precision(policy: Any, reduce_dtype: torch.dtype | None) -> tuple[LowPrecision | None, torch.dtype | None]:
+    """Return the :class:`LowPrecision` for `policy` (None without a policy), and the dtype for summing gradients."""
+    if policy is None:
+        return None, reduce_dtype
+    casts = LowPrecision(policy, reduce_dtype)
+    return casts, casts.reduce_dtype
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
@@ -120,8 +243,8 @@ class TorchMembers:
                 returns anything but a future of one tensor like ``bucket.buffer()``.
             UsageError: if a hook is already registered.
         """
-        from paceline.ddp.transport.hook_signature import check_hook
-        from paceline.ddp.wrapper.torch_compat.hooks import put_hook  # few wrappers need this import
+        from paceline.ddp.comm_hook import check_hook
+        # few wrappers need this import
 
         check_hook(hook)
         put_hook(self, state, hook)
@@ -133,7 +256,6 @@ class TorchMembers:
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Register torch's ``ALLREDUCE`` or ``FP16_COMPRESS``."""
-        from paceline.ddp.wrapper.torch_compat.hooks import builtin_hook, put_hook
 
         put_hook(self, self.process_group, builtin_hook(comm_hook_type))
 

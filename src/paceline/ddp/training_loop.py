@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from paceline.core.state.rng import rng_state, set_rng_state
-from paceline.ddp.wrapper.wrapper import DistributedDataParallel
+from paceline.core.rng import rng_state, set_rng_state
+from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
 
 Batch = TypeVar("Batch")
@@ -99,7 +99,7 @@ def _slices(model: DistributedDataParallel, loader: Any, count: int) -> Generato
             f"a model with virtual_ranks={count} needs a loader that cuts each batch into that many slices; "
             "pass the paceline.data.DataLoader itself; a progress bar can wrap accumulate's result instead"
         )
-    from paceline.ddp.slices.gradients import in_order
+    from paceline.ddp.virtual_ranks import in_order
 
     state, connection = rng_state(), model._connected()
     virtual_ranks, check = connection.virtual_ranks, connection.compute_check

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.step_names import newest_step, step_name
-from paceline.core.telemetry.failure_callbacks import show_mistakes_in_one_line
+from paceline.core.failure_callbacks import show_mistakes_in_one_line
 from paceline.errors import MissingExtra
 from paceline.train import Run
 

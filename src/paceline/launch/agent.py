@@ -20,21 +20,19 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import start_processes
 
-from paceline.core.output.messages import end_echo, say
-from paceline.core.processes.private_store import STORE
-from paceline.core.telemetry.black_box import FOLDER
-from paceline.core.telemetry.job_directory import JobFolder
-from paceline.core.telemetry.step_progress import STOP_SIGNALS
-from paceline.core.torch_internals.distributed.elastic import close_outputs
+from paceline.core.black_box import FOLDER
+from paceline.core.job_directory import JobFolder
+from paceline.core.messages import end_echo, say
+from paceline.core.step_progress import STOP_SIGNALS
+from paceline.core.stores import STORE
+from paceline.core.torch_elastic import close_outputs
 from paceline.errors import UsageError
-from paceline.launch.failures import root_cause
-from paceline.launch.failures.exit_diagnosis import LastMoments
-from paceline.launch.failures.job_report import JobReport
-from paceline.launch.failures.root_cause import End
-from paceline.launch.failures.verdict import Verdict
-from paceline.launch.fork_server.client import ForkServer
+from paceline.launch import root_cause
+from paceline.launch.fork_client import ForkServer
+from paceline.launch.hang_detection import HangWatch
 from paceline.launch.job import (
     Job,
+    LoopbackStores,
     black_boxes,
     farewell,
     fork_server,
@@ -42,15 +40,13 @@ from paceline.launch.job import (
     tied,
     torchrun_environment,
 )
-from paceline.launch.loopback import LoopbackStores
-from paceline.launch.rank.channels import RankFiles
-from paceline.launch.rank.printed_lines import PrintedLines
+from paceline.launch.job_report import JobReport
+from paceline.launch.output import PrintedLines, RankFiles
+from paceline.launch.rank_processes import RankProcesses
 from paceline.launch.restart_policy import Restarts
-from paceline.launch.watching.hang_detection import HangWatch
-from paceline.launch.watching.preemption import Preemption
-from paceline.launch.watching.rank_processes import RankProcesses
-from paceline.launch.watching.signals import SPARE, Caught, Stopped
-from paceline.launch.watching.termination import Ending
+from paceline.launch.root_cause import End, LastMoments
+from paceline.launch.signals import SPARE, Caught, Ending, Preemption, Stopped
+from paceline.launch.verdict import Verdict
 
 INTERRUPT_GRACE_S = 1.0  # after Ctrl-C every process must end within 2 s
 FAILURE_GRACE_S = 3.0  # after a failure the other ranks must end within 5 s

@@ -1,7 +1,7 @@
 """The record of a rank's failure: the error and when it was raised.
 
 The file has the format of torchelastic's error file, with additional keys, so torchrun and ``@record`` can read it.
-Standard library only, because ranks load this module by path (``hook/sitecustomize.py``).
+Standard library only, because ranks load this module by path (``launch/hook/sitecustomize.py``).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def of(error: BaseException) -> Record:
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     usage = "paceline.errors.UsageError" in kinds and blamed is None
     if usage:
-        from paceline.core.telemetry.users_code import place_in  # paceline has already been imported
+        from paceline.core.stacks import place_in  # paceline has already been imported
 
         text = message + place_in(error.__traceback__)
     return Record(text, trace, at, usage, blamed, passing, passing or _has_optimizer(), is_one_of)

@@ -8,9 +8,9 @@
                             ◀──  6. process id and exit code         ◀──   6. ends
     reap                    ──▶  7. waits for it, which frees its process id
 
-The server runs the rank's command but pauses during interpreter startup: ``hook/sitecustomize.py`` calls :func:`serve`,
-which returns only in a forked rank. In that rank the interpreter does everything else as usual, from setting
-``sys.path[0]`` to printing uncaught exceptions.
+The server runs the rank's command but pauses during interpreter startup: ``launch/hook/sitecustomize.py`` calls
+:func:`serve`, which returns only in a forked rank. In that rank the interpreter does everything else as usual, from
+setting ``sys.path[0]`` to printing uncaught exceptions.
 
 Standard library only, loaded by path. Linux only.
 """

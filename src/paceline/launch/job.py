@@ -1,9 +1,10 @@
-"""A job on this host: its settings, and the command and environment of its ranks."""
+"""A job on this host: its settings, and the command, environment and stores of its ranks."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,24 +15,75 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
-from paceline.core.output import messages
-from paceline.core.output.messages import say
-from paceline.core.processes.world import TIMEOUT
-from paceline.core.telemetry.job_directory import PARENT, JobFolder
+from paceline.core import messages
+from paceline.core.host import check_files, cores
+from paceline.core.job_directory import PARENT, JobFolder
+from paceline.core.messages import say
+from paceline.core.stores import make_file, path_of
+from paceline.core.world import TIMEOUT
 from paceline.errors import UsageError
-from paceline.launch.fork_server.client import ForkServer
-from paceline.launch.fork_server.policy import Preloading, decide
-from paceline.launch.host_limits import check_files, cores
-from paceline.launch.loopback import LOOPBACK
+from paceline.launch import guard
+from paceline.launch.failure_record import LAUNCHER
+from paceline.launch.fork_client import ForkServer, Preloading, decide
+from paceline.launch.hook import run_module
 from paceline.launch.options import GRACE_S, TIMEOUT_S, Supervision
-from paceline.launch.rank.channels import Logs
-from paceline.launch.rank.failure_record import LAUNCHER
-from paceline.launch.rank.hook import run_module
-from paceline.launch.watching import guard
-from paceline.launch.watching.signals import FORWARDED, sheltered
+from paceline.launch.output import Logs
+from paceline.launch.signals import FORWARDED, sheltered
 
-RANK = Path(__file__).parent / "rank"
+# Stores for the ranks of one host. They listen only on loopback.
+#
+# ``TCPStore("127.0.0.1", …)`` listens on every interface, without authentication, unless it is given a listening
+# socket.
+
+
+LOOPBACK = "127.0.0.1"
+
+
+def loopback_listener() -> socket.socket:
+    """Listen on a free port of the loopback interface."""
+    return socket.create_server((LOOPBACK, 0), backlog=128)
+
+
+def loopback_store(listener: socket.socket | None = None) -> TCPStore:
+    """Serve a new store on `listener`, taking it over, or on a free loopback port.
+
+    The server lives as long as the returned object. Ranks connect as clients: they get ``MASTER_ADDR``, ``MASTER_PORT``
+    (``store.port``) and ``TORCHELASTIC_USE_AGENT_STORE=True``.
+    """
+    listener = listener or loopback_listener()
+    port = listener.getsockname()[1]
+    # detach(), because the store takes ownership of the descriptor
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+class LoopbackStores:
+    """The stores for one start of the ranks. A store from the previous start would hold the addresses of dead ranks.
+
+    There are two stores, because every user of the host can write to a TCPStore. :func:`paceline.init` uses the private
+    store, given in ``PACELINE_STORE``. torch's functions use the public store, given in ``MASTER_ADDR`` and
+    ``MASTER_PORT``.
+    """
+
+    def __init__(self) -> None:
+        self._public = loopback_store()
+        self.port = self._public.port
+        self._file = -1
+        self.private = ""
+        """The value of ``PACELINE_STORE``."""
+        if sys.platform == "linux":
+            self._file = make_file(str(self.port))
+            self.private = f"{self.port} {path_of(self._file)}"
+
+    def close(self) -> None:
+        """Close the stores. Call this after the ranks have exited."""
+        del self._public
+        if self._file >= 0:
+            os.close(self._file)
+
+
+FOLDER = Path(__file__).parent
 TITLE = 200
 """Maximum length of a job's title."""
 LONGEST_S = 2_000_000  # 23 days, because the kernel waits for at most 2**31 ms at a time
@@ -55,7 +107,7 @@ class Job:
         role: ``ROLE_NAME`` of the ranks.
         virtual_local_rank: whether each rank sees only its own GPU, as local rank 0.
         start_options: more arguments for torchelastic's ``start_processes``.
-        report: file for the report of :mod:`paceline.launch.failures.job_report`.
+        report: file for the report of :mod:`paceline.launch.job_report`.
         supervision: further settings of the launcher.
         modules: modules, in addition to torch, to import before ranks are forked.
     """
@@ -144,7 +196,7 @@ def farewell(number: signal.Signals, saved: int | None = None) -> int:
 
 def tied(command: Sequence[str]) -> list[str]:
     """Return the Python arguments that run `command` in a process that exits when this process does."""
-    return ["-I", "-S", str(RANK / "child.py"), str(os.getpid()), *command]
+    return ["-I", "-S", str(FOLDER / "child.py"), str(os.getpid()), *command]
 
 
 def rank_environment(job: Job) -> dict[str, str]:
@@ -159,7 +211,7 @@ def rank_environment(job: Job) -> dict[str, str]:
     environment[LAUNCHER] = str(os.getpid())
     # The sitecustomize in the first folder records uncaught exceptions.
     path = environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    environment["PYTHONPATH"] = os.pathsep.join([str(RANK / "hook"), *([path] if path else [])])
+    environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER / "hook"), *([path] if path else [])])
     return environment
 
 

@@ -39,12 +39,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.core.output.files import check_file, write_file
-from paceline.core.output.wording import signal_name
+from paceline.core.messages import signal_name
+from paceline.core.output_files import check_file, write_file
 from paceline.errors import UsageError
-from paceline.launch.failures.places import Change
-from paceline.launch.failures.root_cause import UNKNOWN, End, failures, headline, missed
-from paceline.launch.rank.failure_record import Record
+from paceline.launch.failure_record import Record
+from paceline.launch.root_cause import UNKNOWN, End, failures, headline, missed
+from paceline.launch.verdict import Change
 
 OPTION = "--report"
 _CLASS = re.compile(r"([A-Za-z_][\w.]*): ?(.*)", re.DOTALL)

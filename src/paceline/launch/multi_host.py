@@ -14,15 +14,15 @@ from collections.abc import Sequence
 
 from torch.distributed import DistError
 
-from paceline.core.output.messages import say
-from paceline.core.processes.missing_ranks import reason_of
-from paceline.core.telemetry.black_box import FOLDER
-from paceline.core.telemetry.step_progress import ECHO_S
-from paceline.core.torch_internals.distributed.elastic import ignore_echoes
+from paceline.core.black_box import FOLDER
+from paceline.core.host import cores
+from paceline.core.messages import say
+from paceline.core.missing_ranks import reason_of
+from paceline.core.step_progress import ECHO_S
+from paceline.core.torch_elastic import ignore_echoes
 from paceline.errors import UsageError
-from paceline.launch.host_limits import cores
+from paceline.launch.failure_record import LAUNCHER
 from paceline.launch.job import farewell, tied, title_of
-from paceline.launch.rank.failure_record import LAUNCHER
 
 
 def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:

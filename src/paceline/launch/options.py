@@ -1,6 +1,6 @@
 """Options of the launcher that ``paceline run`` and ``paceline train`` share, and their defaults.
 
-``tools/cli/run_options.py`` adds the options of ``paceline run`` alone.
+``tools/run_options.py`` adds the options of ``paceline run`` alone.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from paceline.core.option_rules import flag_of
 from paceline.errors import UsageError
-from paceline.launch.failures.places import Places
-from paceline.launch.failures.verdict import LIMIT
+from paceline.launch.verdict import LIMIT, Places
 
 TIMEOUT_S = 600
 """Default timeout of collectives."""

@@ -12,8 +12,8 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, cast
 
-from paceline.launch.failures.root_cause import UNKNOWN, End, once, patience, usage
-from paceline.launch.rank.failure_record import read, read_leaving
+from paceline.launch.failure_record import read, read_leaving
+from paceline.launch.root_cause import UNKNOWN, End, once, patience, usage
 
 SLOW_S = 5.0
 """An error that a rank raised this many seconds ago is shown even if the rank is still running."""

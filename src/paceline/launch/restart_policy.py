@@ -1,7 +1,7 @@
 """Restarts of a job: reads the ranks' progress, decides whether to restart, and keeps rescued checkpoints.
 
-Progress is read from the ranks' step records (:mod:`paceline.core.telemetry.step_progress`). Ranks without step records
-are restarted only if the user asks for it. The rules are in :mod:`paceline.launch.failures.verdict`.
+Progress is read from the ranks' step records (:mod:`paceline.core.step_progress`). Ranks without step records
+are restarted only if the user asks for it. The rules are in :mod:`paceline.launch.verdict`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,11 @@ from pathlib import Path
 import torch
 
 from paceline.checkpoint.step_names import newest_step, step_name
-from paceline.core.output.wording import counted
-from paceline.core.telemetry.step_progress import (
-    BEFORE,
-    RESCUE,
-    RESTARTS,
-    STEPS,
-    StepRecord,
-    present_records,
-    spare_page,
-)
-from paceline.launch.failures.places import Change, Places
-from paceline.launch.failures.verdict import LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
-from paceline.launch.rank.hook.run_module import module_command
-from paceline.launch.watching.signals import sheltered
+from paceline.core.messages import counted
+from paceline.core.step_progress import BEFORE, RESCUE, RESTARTS, STEPS, StepRecord, present_records, spare_page
+from paceline.launch.hook.run_module import module_command
+from paceline.launch.signals import sheltered
+from paceline.launch.verdict import LIMIT, Cause, Change, Failure, Past, Places, Reached, Verdict, verdict
 
 RESCUE_S = 5.0
 """Seconds, in addition to two steps, for the remaining ranks to notice a failure and save their last step."""
@@ -207,7 +198,7 @@ class Restarts:
         if not any((self._folder / RESCUE).glob("*/step-*")):
             return None
         reached = self.reached()
-        command = module_command("paceline.checkpoint.recovery.persist_rescued", str(self._folder / RESCUE))
+        command = module_command("paceline.checkpoint.persist_rescued", str(self._folder / RESCUE))
         with sheltered():
             run = subprocess.run(command, capture_output=True, text=True, check=False)
         for line in (run.stdout or run.stderr).splitlines()[-3:]:

@@ -4,14 +4,95 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from paceline.core.output.wording import signal_name
-from paceline.core.processes.missing_ranks import named_ranks
-from paceline.launch.failures.rank_state import State, doings
-from paceline.launch.failures.verdict import Cause
-from paceline.launch.rank.failure_record import CUT, Record
+from paceline.core.black_box import Snapshot, snapshot_of
+from paceline.core.job_directory import JobFolder
+from paceline.core.messages import duration, signal_name
+from paceline.core.missing_ranks import named_ranks, ranks_by_value
+from paceline.launch.failure_record import CUT, Record
+from paceline.launch.verdict import Cause
+
+# The state of a rank at the time of a failure, read from its black box, and its description in words.
+
+
+UNWINDING_S = 5.0
+"""Maximum time between an exception in a phase and the rank's failure."""
+_DOING = {
+    "loop": "in the script's own code",
+    "data wait": "waiting for data",
+    "wait": "waiting for gradients",
+    "bucket wait": "waiting for gradients",
+    "checkpoint": "saving a checkpoint",
+    "collective": "in a collective",
+    "optimizer": "in the optimizer",
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """The step and phase of a rank at a given time."""
+
+    completed: int | None
+    """The job's last completed step; None if unknown."""
+    phase: str | None = None
+    """One of :data:`paceline.core.black_box.PHASES`; None before the first step."""
+    seconds: float = 0.0
+    """Seconds in the phase."""
+    bucket: int | None = None
+    """The awaited bucket."""
+
+    @property
+    def step(self) -> int | None:
+        """The job's current step; the first is 1."""
+        return None if self.completed is None else self.completed + 1
+
+    @property
+    def _step(self) -> str:
+        return "an unknown step" if self.step is None else f"step {self.step}"
+
+    @property
+    def moment(self) -> str:
+        """Description for the rank that failed, such as "in step 41, backward, for 300 ms"."""
+        if self.phase is None:
+            return "before its first step"
+        phase = _DOING["loop"] if self.phase == "loop" else self.phase
+        bucket = "" if self.bucket is None else f" {self.bucket}"
+        return f"in {self._step}, {phase}{bucket}, for {duration(self.seconds)}"
+
+    @property
+    def doing(self) -> str:
+        """Description for the other ranks. Ranks with the same activity have the same description."""
+        if self.phase is None:
+            return "had not begun the first step"
+        return f"{_DOING.get(self.phase, f'in {self.phase}')} in {self._step}"
+
+
+NOT_BEGUN = State(None)
+
+
+def state_of(snapshot: Snapshot | None, moment: float, raised: bool = True) -> State:
+    """Return the state of a rank at `moment`.
+
+    Args:
+        snapshot: the rank's box; None if it was never opened.
+        moment: time of the failure or the check, on ``time.monotonic``.
+        raised: whether the rank may have raised an exception; if it did, its state is that of the exception's phase.
+    """
+    if snapshot is None:
+        return NOT_BEGUN
+    origin = snapshot.raised
+    if raised and origin is not None and moment - origin.until <= UNWINDING_S:
+        return State(snapshot.completed, origin.phase, max(origin.until - origin.since, 0.0), origin.bucket)
+    return State(snapshot.completed, snapshot.phase, max(moment - snapshot.since, 0.0), snapshot.bucket)
+
+
+def doings(ranks: Iterable[tuple[int, str]]) -> list[str]:
+    """Return one line per activity, such as "ranks 0, 2: waiting for gradients in step 41"."""
+    return [f"{named_ranks(numbers)}: {text}" for text, numbers in ranks_by_value(ranks).items()]
+
 
 MAYBE, LOST_A_PEER = 1, 2
 UNKNOWN = 256
@@ -255,3 +336,38 @@ def _doing(end: End) -> str:
 def _complaint(failed: Sequence[End]) -> End:
     """Return the first rank that failed because it lost a peer."""
     return next(end for end in failed if end.suspicion == LOST_A_PEER)
+
+
+# What ranks were last doing before they ended, according to their black boxes.
+
+
+class LastMoments:
+    """The states of the ranks of one start when the first one failed."""
+
+    def __init__(self, boxes: JobFolder) -> None:
+        self._boxes = boxes
+        self._seen: dict[int, Snapshot | None] = {}
+        """Each rank's black box at the first failure; empty before that failure."""
+        self._seen_at = 0.0
+        """Time of the first failure, on ``time.monotonic``."""
+
+    def note_failure(self) -> None:
+        """Read all boxes at the first failure of a start, before other ranks fail or are terminated."""
+        if not self._seen:
+            self._seen_at = time.monotonic()
+            self._seen = {rank: snapshot_of(self._boxes.path, rank) for rank in range(self._boxes.note.nproc)}
+
+    def with_diagnosis(self, ends: Sequence[End]) -> list[End]:
+        """Return `ends` with each rank's state added. Call this after the ranks have exited."""
+        return [replace(end, state=self._state(end)) for end in ends]
+
+    def _state(self, end: End) -> State | None:
+        if not any(self._seen.values()):  # no rank has opened its box
+            return None
+        now, epoch = time.monotonic(), time.time()
+        if end.stopped:  # its box now shows the termination, so use the earlier copy
+            return state_of(self._seen[end.rank], self._seen_at)
+        has_report = end.record is not None or end.leaving is not None
+        when = end.when if has_report else end.at
+        box = snapshot_of(self._boxes.path, end.rank)
+        return state_of(box, min(now - (epoch - when), now), raised=has_report or end.code >= 0)

@@ -1,14 +1,20 @@
-"""Lets ranks save a step before they exit after a signal, if they mark their steps with a Checkpointer."""
+"""Signals to the launcher, passed on to the ranks, which may save a step before they exit."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from paceline.core.telemetry.step_progress import Stopping, present_records
+from paceline.core.missing_ranks import named_ranks
+from paceline.core.step_progress import ECHO_S, Stopping, present_records
+from paceline.launch.rank_processes import RankProcesses
 
 
 class Preemption:
@@ -64,3 +70,123 @@ class Preemption:
             for record in records:
                 states[record.pid] = max(record.stopping, states.get(record.pid, Stopping.NOT))
         return states
+
+
+# Records signals to the launcher until it handles them.
+
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+# torchelastic's signal handler may raise at any point, so install it only for this signal, which is never sent.
+SPARE = signal.SIGURG
+
+HELD_BACK = {*FORWARDED, signal.SIGUSR2}
+"""Signals that batch systems, service managers and terminals send to all processes of a job."""
+
+
+@contextmanager
+def sheltered() -> Iterator[None]:
+    """Make processes started inside this context block signals to the whole job, because ranks need the processes.
+
+    The launcher also receives these signals, and terminates the processes after the ranks.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+class Stopped(Exception):
+    """Raised after the launcher or a rank has received a signal and all ranks have exited.
+
+    ``saved`` is the step that the ranks agreed on and saved; None if they saved none.
+    """
+
+    def __init__(self, number: signal.Signals, saved: int | None = None) -> None:
+        super().__init__(f"stopped by {number.name}")
+        self.number, self.saved = number, saved
+
+
+class Caught:
+    """A context manager that records signals, so that no signal interrupts the start of the ranks.
+
+    Signals that the parent process ignores (``nohup``) stay ignored, except SIGINT: shells ignore it for background
+    jobs, but ``kill -INT`` should still end them. Has no effect outside the main thread.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = FORWARDED) -> None:
+        self.received: list[signal.Signals] = []
+        self._signals = signals
+        self._last = 0.0
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Caught:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers[SPARE] = signal.getsignal(SPARE)
+            for number in self._signals:
+                if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                    self._handlers[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.received or now - self._last > ECHO_S:
+            self.received.append(signal.Signals(number))
+            self._last = now
+
+
+# Terminates ranks and their child processes with a signal, and if necessary with SIGKILL.
+
+
+KILLED_S = 3.0
+"""Seconds that the kernel has to end a killed process."""
+
+
+class Ending:
+    """Terminates the ranks of one start.
+
+    Args:
+        ranks: the processes of the ranks.
+        caught: the signals to the launcher.
+        say: prints a message.
+    """
+
+    def __init__(self, ranks: RankProcesses, caught: Caught, say: Callable[[str], None]) -> None:
+        self._ranks, self._caught, self._say = ranks, caught, say
+
+    def end(self, number: signal.Signals, grace: float, heedless: Collection[int] = (), quiet: bool = False) -> None:
+        """Signal the running ranks and :meth:`wait` for them. `heedless` ranks get SIGKILL."""
+        running, received = self._ranks.running(), len(self._caught.received)
+        self._ranks.signalled.update(running)
+        for rank in running:
+            self._ranks.send(rank, signal.SIGKILL if rank in heedless else number)
+        for rank in running:  # a stopped process does not handle the signal
+            self._ranks.send(rank, signal.SIGCONT)
+        self.wait(number, grace, quiet, received)
+
+    def wait(self, number: signal.Signals, grace: float, quiet: bool = False, received: int | None = None) -> None:
+        """Wait for the signaled ranks; kill them after `grace` seconds, or when the launcher gets another signal.
+
+        Args:
+            received: number of earlier signals to the launcher, which do not count; by default, all received so far.
+        """
+        ranks, received = self._ranks, len(self._caught.received) if received is None else received
+        running, failed = ranks.running(), ranks.failed()
+        deadline = time.monotonic() + grace
+        while ranks.running() and time.monotonic() < deadline and len(self._caught.received) == received:
+            ranks.poll(0.05)
+        stubborn = ranks.running()
+        # This also kills child processes, including the children of ranks that failed earlier.
+        for rank in {*running, *failed}:
+            ranks.send(rank, signal.SIGKILL)
+        deadline = time.monotonic() + KILLED_S
+        while ranks.running() and time.monotonic() < deadline:
+            ranks.poll(0.05)
+        if stubborn and not quiet and len(self._caught.received) == received:
+            were = "was" if len(stubborn) == 1 else "were"
+            self._say(f"{named_ranks(stubborn)} did not end within {grace:.0f} s after {number.name} and {were} killed")

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.output.wording import with_article
-from paceline.core.torch_internals.distributed.replicas import bare_replica, set_tensor
+from paceline.core.messages import with_article
+from paceline.core.torch_distributed import bare_replica, set_tensor
 from paceline.errors import UsageError
 
 

@@ -14,14 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from paceline.core.processes.missing_ranks import collective
-from paceline.core.telemetry.users_code import warn
-from paceline.core.torch_internals.compile import leaves_graph
-from paceline.core.torch_internals.distributed.c10d import get_default_group
-from paceline.core.torch_internals.distributed.ddp import AnyBatchNorm
+from paceline.core.missing_ranks import collective
+from paceline.core.stacks import warn
+from paceline.core.torch_distributed import AnyBatchNorm, get_default_group
+from paceline.core.torch_internals import leaves_graph
 from paceline.errors import ReplicaMismatch, UsageError
-from paceline.nn.moments import Moments, Report, combine, empty_message, pack, reports, wide
-from paceline.nn.normalize import Normalize
+from paceline.nn.normalize import Moments, Normalize, Report, combine, empty_message, pack, reports, wide
 
 _DTYPES = (torch.float32, torch.float64)
 _COMPARE = 2  # bit of a collective's code that marks the comparison; the other bits are dtype and number of elements

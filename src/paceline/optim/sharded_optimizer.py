@@ -20,15 +20,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.comm.forking import finalize
-from paceline.core.state.optimizer_shards import Assembly, Window, settings_of
-from paceline.core.torch_internals.compile import never_compiled
-from paceline.ddp.transport.channel import Channel
+from paceline.core.optimizer_shards import Assembly, Window, settings_of
+from paceline.core.torch_internals import never_compiled
+from paceline.ddp.channel import Channel
 from paceline.errors import UsageError
 from paceline.optim import states
-from paceline.optim.arguments import Subject, describe_groups, subject_of, validate_group, validate_step
-from paceline.optim.owned_shard import Owned
-from paceline.optim.separable import check_class, template_parameters
-from paceline.optim.sharding import Sharding
+from paceline.optim.arguments import (
+    Subject,
+    check_class,
+    describe_groups,
+    subject_of,
+    template_parameters,
+    validate_group,
+    validate_step,
+)
+from paceline.optim.sharding import Owned, Sharding
 
 
 class ShardedOptimizer(Optimizer):
@@ -180,7 +186,7 @@ class ShardedOptimizer(Optimizer):
         torch.autograd.graph.increment_version(changed)
 
     def local_state(self) -> dict[str, Any]:
-        """Return this rank's shard of the state, see :mod:`~paceline.core.state.optimizer_shards`."""
+        """Return this rank's shard of the state, see :mod:`~paceline.core.optimizer_shards`."""
         # The state has the memory order that the parameters had when they were cut, which may not be the current one.
         strides = self._sharding.strides
         return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject, strides)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.core.state.optimizer_shards import KEY, Assembly, Window, cut_state, is_shard, settings_of, uncast
-from paceline.ddp.transport.channel import Channel
+from paceline.core.optimizer_shards import KEY, Assembly, Window, cut_state, is_shard, settings_of, uncast
+from paceline.ddp.channel import Channel
 from paceline.errors import CheckpointMismatch
 from paceline.optim.arguments import Subject
-from paceline.optim.owned_shard import Owned
+from paceline.optim.sharding import Owned
 
 MASTER = "master"
 """Key of the master copy in a parameter's state."""
@@ -28,7 +28,7 @@ def local_state(
     subject: Subject,
     strides: Sequence[tuple[int, ...]],
 ) -> dict[str, Any]:
-    """Return this rank's shard, see :mod:`~paceline.core.state.optimizer_shards`."""
+    """Return this rank's shard, see :mod:`~paceline.core.optimizer_shards`."""
     state: dict[int, dict[str, Any]] = {}
     for part in owned:
         entry = dict(inner.state[part.trained]) if part.trained in inner.state else {}

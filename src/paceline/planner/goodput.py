@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paceline.checkpoint.saving.due_saves import DAY_S, FAILURES_PER_HOST_DAY, young_interval
+from paceline.checkpoint.due_saves import DAY_S, FAILURES_PER_HOST_DAY, young_interval
 
 RESTART_S = 600.0
 """Seconds from a failure until training continues: detection, a replacement host, start and restore. Detection and

@@ -8,15 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, linear_regression
 
-from paceline.core.output.wording import counted
-from paceline.core.strict_json import loads, shown
-from paceline.core.untrusted_files import LARGEST, WrongValue, instance_of, read_text
+from paceline.core.messages import counted
+from paceline.core.strict_json import LARGEST, WrongValue, instance_of, loads, read_text, shown
 from paceline.errors import UsageError
-from paceline.planner.calibration import PUBLISHED
-from paceline.planner.cluster import Cluster, Kind, Link
-from paceline.planner.hardware import CORE_MEMORY, device_or_unknown
-from paceline.planner.predictions import Job, spread, stretched
-from paceline.planner.workload import Layer, Workload
+from paceline.planner.hardware import CORE_MEMORY, PUBLISHED, Cluster, Kind, Link, device_or_unknown
+from paceline.planner.predictions import Job, Layer, Workload, spread, stretched
 
 SUMMARY = "summary.json"
 PLAN = "plan"

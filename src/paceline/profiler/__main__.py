@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.profiler.recording.program import run_program
-from paceline.profiler.recording.recorder import Session
+from paceline.profiler.environment import run_program
+from paceline.profiler.recorder import Session
 
 
 def record(settings: dict[str, Any], program: list[str]) -> None:

@@ -1,6 +1,6 @@
 """The verdict on a run, and advice: changes that would shorten a step, each with its reason and gain.
 
-Each rule is a function of the :class:`~paceline.profiler.analysis.facts.Facts`. A gain is the predicted share of the
+Each rule is a function of the :class:`~paceline.profiler.facts.Facts`. A gain is the predicted share of the
 time per sample that this change alone would save.
 """
 
@@ -10,18 +10,27 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from paceline.core.output.wording import counted
-from paceline.profiler.analysis.confidence import NOTABLE, WORTH, steps_to_profile
-from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.rules.communication import accumulation, bucket_size
-from paceline.profiler.analysis.rules.cores import host_load, lack_of_cores, threads
-from paceline.profiler.analysis.rules.data import data_loading
-from paceline.profiler.analysis.rules.ranks import balance, own_code, straggler
-from paceline.profiler.analysis.rules.steps import host_bound, larger_batch, loop, mixed_precision, saves
-from paceline.profiler.analysis.rules.words import part_sentence
-from paceline.profiler.report import step_parts
-from paceline.profiler.report.advice import Advice
-from paceline.profiler.report.formatting import sentence
+from paceline.core.messages import counted
+from paceline.profiler import step_parts
+from paceline.profiler.facts import NOTABLE, WORTH, Facts, sentence, steps_to_profile
+from paceline.profiler.rules import (
+    Advice,
+    accumulation,
+    balance,
+    bucket_size,
+    data_loading,
+    host_bound,
+    host_load,
+    lack_of_cores,
+    larger_batch,
+    loop,
+    mixed_precision,
+    own_code,
+    part_sentence,
+    saves,
+    straggler,
+    threads,
+)
 
 Rule = Callable[[Facts], Advice | None]
 SURE: tuple[Rule, ...] = (straggler, own_code, balance, data_loading, saves, larger_batch, threads, loop)

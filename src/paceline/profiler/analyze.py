@@ -8,16 +8,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.core.processes.missing_ranks import named_ranks
+from paceline.core.missing_ranks import named_ranks
 from paceline.planner.profiles import PLAN
-from paceline.profiler.analysis.advice import find_advice, headline
-from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.operator_table import operators_in
-from paceline.profiler.analysis.plan import plan_of
-from paceline.profiler.records.rank_file import KILLED, MISSING, STOPPED, read_ranks, trace_of
-from paceline.profiler.records.trace_file import read_trace
-from paceline.profiler.report import step_parts
-from paceline.profiler.report.advice import Advice
+from paceline.profiler import step_parts
+from paceline.profiler.advice import find_advice, headline
+from paceline.profiler.facts import Facts, plan_of
+from paceline.profiler.operator_table import operators_in, read_trace
+from paceline.profiler.rank_file import KILLED, MISSING, STOPPED, read_ranks, trace_of
+from paceline.profiler.rules import Advice
 
 
 def read_facts(folder: Path) -> Facts:

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from paceline.core.telemetry.spans import BACKWARD, DONE, GRADIENT, LAUNCH, REDUCE, SENT, Span
-from paceline.profiler.analysis.step_breakdown import steps_by_number
-from paceline.profiler.records.clock_offsets import offset_at
-from paceline.profiler.records.intervals import Interval, shared, total
-from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.records.steps import Step, cut_into_stretches
-from paceline.profiler.report import step_parts
+from paceline.core.spans import BACKWARD, DONE, GRADIENT, LAUNCH, REDUCE, SENT, Span
+from paceline.profiler import step_parts
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.step_breakdown import steps_by_number
+from paceline.profiler.steps import Interval, Step, cut_into_stretches, offset_at, shared, total
 
 COMPUTING = (step_parts.FORWARD, step_parts.BACKWARD, step_parts.OPTIMIZER)
 """Parts of a step that may hide all-reduces."""

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.core.telemetry.spans import LABELS, Span
-from paceline.core.untrusted_files import new_file
-from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.records.clock_offsets import offset_at
-from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.records.steps import Step
-from paceline.profiler.records.trace_file import Event
+from paceline.core.spans import LABELS, Span
+from paceline.core.strict_json import new_file
+from paceline.profiler.facts import Facts
+from paceline.profiler.operator_table import Event
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.steps import Step, offset_at
 
 SPANS = 10_000_000
 """Thread number for a rank's spans. torch's threads and streams have smaller numbers."""
@@ -61,7 +60,7 @@ def _spans(record: RankRecord, zero: float) -> Iterator[Event]:
 def _nested(step: Step) -> Iterator[tuple[Span, float, float]]:
     """Yield the spans of `step`, properly nested: no span ends later than the one around it.
 
-    :func:`~paceline.profiler.records.steps.cut_into_stretches` treats them in the same way.
+    :func:`~paceline.profiler.steps.cut_into_stretches` treats them in the same way.
     """
     ends: list[float] = []  # ends of the open spans, outermost first
     for span in sorted(step.spans, key=lambda span: (span.start, -span.end)):

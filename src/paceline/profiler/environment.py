@@ -1,10 +1,11 @@
-"""Facts for a rank's record: its machine, and the model that it trains."""
+"""The profiled program: runs it, and describes its machine and model for a rank's record."""
 
 from __future__ import annotations
 
 import os
 import platform
 import resource
+import runpy
 import sys
 import time
 from collections.abc import Iterable
@@ -15,12 +16,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.core.state.unwrapping import plain_name
+from paceline.core.host import cores
+from paceline.core.unwrapping import plain_name
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.launch.host_limits import cores
 from paceline.nn.data_parallel import nested_tensors
-from paceline.profiler.records.rank_file import KILLED, RankRecord
+from paceline.profiler.rank_file import KILLED, RankRecord
+
+# Runs a program in this process, as Python itself would.
+
+
+class Enough(SystemExit):
+    """Raised to end the program after the last requested step."""
+
+
+def run_program(program: list[str]) -> None:
+    """Run a script, or a module after ``-m``, with its arguments."""
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = program
+    script = os.path.abspath(program[0])
+    # Like Python, resolve links: modules are next to the link's target.
+    sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    runpy.run_path(script, run_name="__main__")
 
 
 def place() -> tuple[int, int]:

@@ -10,20 +10,172 @@ from statistics import fmean, median, median_low
 from typing import Any
 
 from paceline.planner.critical_batch import NoiseScale, Norms, estimate
-from paceline.profiler.analysis.bucket_timeline import (
+from paceline.planner.profiles import Profiled
+from paceline.profiler import step_parts
+from paceline.profiler.bucket_timeline import (
     BucketTimes,
     Steps,
+    all_reduces,
     bucket_times,
     detailed_steps,
+    gradient_times,
     reduced_and_hidden,
 )
-from paceline.profiler.analysis.confidence import ENOUGH, SLOWDOWN, WAKE_S, WORTH, is_lasting, late_since, others_of
-from paceline.profiler.analysis.operator_table import OperatorTable
-from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of, steps_by_number
-from paceline.profiler.records.core_use import Load, load_of
-from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.report import step_parts
+from paceline.profiler.host_load import Load, load_of, neighbours
+from paceline.profiler.operator_table import OperatorTable
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.step_breakdown import Accounts, account, mean_of, steps_by_number
 from paceline.profiler.stragglers import Straggler, find_stragglers
+
+# Times, shares and sentences as text.
+
+
+def ms(seconds: float) -> str:
+    """Return a time as text, with three digits: ``12.3 ms``; from ten seconds on, ``12.3 s``."""
+    value = 1e3 * seconds
+    if value == 0 or abs(value) >= 10_000:
+        return "0 ms" if value == 0 else f"{seconds:,.1f} s"
+    return f"{value:,.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms" if abs(value) >= 1 else f"{value:.2f} ms"
+
+
+def percent(share: float) -> str:
+    """Return a share as text: ``27%``; below ten percent with one more digit."""
+    # From 0.0995 on, a share rounds to 10%.
+    return f"{100 * share:.0f}%" if abs(share) >= 0.0995 else f"{100 * share:.1f}%"
+
+
+def sentence(words: str) -> str:
+    """Return `words` with a period, and capitalized unless they start with an identifier."""
+    first = words.split(" ", 1)[0]
+    # Do not capitalize an identifier such as bucket_cap_mb=5.
+    if first.isalpha() and first.islower():
+        words = words[:1].upper() + words[1:]
+    return words if words.endswith((".", "!", "?", ":")) or not words else f"{words}."
+
+
+def kind_name(kind: str) -> str:
+    """Return the kind of a piece of advice as a heading: ``Data loading`` for ``data-loading``."""
+    return kind.replace("-", " ").capitalize()
+
+
+# Conditions that measurements must meet before the profiler gives advice.
+#
+# - At least :data:`ENOUGH` steps were measured.
+# - The cause takes at least a tenth of the time (:data:`NOTABLE`), or the change saves at least a twentieth
+#   (:data:`WORTH`).
+# - A single rank is blamed only if it was late throughout (:func:`is_lasting`), or if stack samples show the time that
+# it
+#   lost (:func:`was_seen`). Other programs can slow a rank for about a second, which may be a hundred short steps in a
+#   row. The statistics therefore treat stretches of a second as independent, but not single steps.
+
+
+ENOUGH = 20
+"""Minimum number of measured steps for a verdict, advice and shares of the time. In excerpts of healthy runs, the
+profiler named a cause that the whole run did not have: in 13% of the 3-step excerpts, in 4% of the 10-step excerpts,
+and never in 15 or more steps."""
+NOTABLE, WORTH = 0.1, 0.05
+"""Minimum share of the time to name a cause, and minimum saving to give advice."""
+ONE_CAUSE, OTHER_TRAINING = 2.0, 0.5
+"""Weights for ordering advice: for a change that removes a cause, and for a change to the training itself."""
+SLOWDOWN = 1.15
+"""Minimum ratio for a rank to count as slower than the others. Healthy ranks on one host differ by less, because ranks
+that sleep in a collective wake late, and cores and caches differ."""
+LATE, STEADY = 1.075, 1.4
+"""Minimum ratio for a stretch to count as late, and the ratio that proves lateness if nine in ten steps reach it."""
+MOSTLY = 0.9
+"""Share of steps that counts as nearly all steps."""
+STRETCH_S, STRETCHES = 1.0, 13
+"""Minimum length of a stretch in seconds, and maximum number of stretches. A long profile has longer stretches, because
+other programs may slow it for longer."""
+CHANCE = 0.004
+"""Largest p-value of the sign test. To pass, at least 8 of 8 or 12 of 13 stretches must be late."""
+SEEN = 1 / 3
+"""Minimum share of the time lost in a rank's own code that stack samples must account for. The share is low, because
+samples are late on a busy host."""
+FEWEST = 3
+"""Minimum number of steps or samples needed to draw a conclusion."""
+WAKE_S = 0.001
+"""Seconds that it takes ranks on one host to wake each other. No rank is blamed for less."""
+
+
+def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: int) -> bool:
+    """Return whether `rank` was late throughout these steps, not just for a while.
+
+    Compares the rank with the median of the others. The rank was late throughout if it was far slower in nearly all
+    steps (which must last at least one stretch), or if a sign test on the total time of each stretch rules out chance.
+
+    Args:
+        busy: seconds of computing in each step on each rank; NaN if missing.
+        lengths: seconds of each step, including waiting.
+        rank: the rank in question.
+    """
+    times = [
+        (row[rank], usual, length)
+        for row, length in zip(busy, lengths, strict=True)
+        if not math.isnan(row[rank]) and (others := others_of(row, rank)) and (usual := median(others)) > 0
+    ]
+    shortest = max(STRETCH_S, math.fsum(length for _, _, length in times) / (STRETCHES + 1))
+    stretches = late_count = 0
+    own_seconds = usual = seconds = 0.0
+    for own_time, usual_time, length in times:
+        own_seconds, usual, seconds = own_seconds + own_time, usual + usual_time, seconds + length
+        if seconds >= shortest:
+            stretches, late_count = stretches + 1, late_count + (own_seconds > LATE * usual)
+            own_seconds = usual = seconds = 0.0
+    if not stretches:
+        return False
+    if sum(own_time >= STEADY * usual_time for own_time, usual_time, _ in times) >= MOSTLY * len(times):
+        return True
+    return sum(math.comb(stretches, count) for count in range(late_count, stretches + 1)) <= CHANCE * 2.0**stretches
+
+
+def was_seen(sampled: Sequence[float], rank: int, lost: Sequence[float]) -> bool:
+    """Return whether stack samples show that only `rank` lost this time in its own code.
+
+    Args:
+        sampled: sampled seconds of each rank in its own code.
+        rank: the rank in question.
+        lost: seconds that it lost in each step.
+    """
+    # Two steps may be due to chance, even if they are long.
+    if sum(seconds > fmean(lost) for seconds in lost) < FEWEST:
+        return False
+    return sampled[rank] - max(others_of(sampled, rank)) >= SEEN * math.fsum(lost)
+
+
+def steps_to_profile(length: float) -> int:
+    """Return how many steps of `length` seconds to profile: at least :data:`ENOUGH`, and at least one full stretch."""
+    return max(ENOUGH, 10 * math.ceil(STRETCH_S / length / 10))
+
+
+def late_since(differences: Sequence[float]) -> int | None:
+    """Return the index of the step at which a rank became late; None if it did not.
+
+    From that step on, a share of at least :data:`MOSTLY` of the steps is late; of the earlier steps, at least the same
+    share is not late. Seconds are compared, because ratios of short steps are noisy and would put the change too early.
+
+    Args:
+        differences: how many seconds longer than the others the rank took for each step.
+    """
+    # A step is late if its difference exceeds half of the median over the last eighth of the steps.
+    border = median(differences[-(len(differences) // 8 + 1) :]) / 2 if differences else 0.0
+    if border <= 0:
+        return None
+    # Find the suffix with the most evidence. Each step's evidence is clipped, so a spike counts like any late step.
+    start, largest, evidence = 0, 0.0, 0.0
+    for index in reversed(range(len(differences))):
+        evidence += max(-border, min(border, differences[index] - border))
+        if evidence > largest:
+            start, largest = index, evidence
+    is_late = [difference > border for difference in differences]
+    late_count, early_count = sum(is_late[start:]), start - sum(is_late[:start])
+    return start if start and late_count >= MOSTLY * len(is_late[start:]) and early_count >= MOSTLY * start else None
+
+
+def others_of(row: Sequence[float], rank: int) -> list[float]:
+    """Return the values of all ranks except `rank`, skipping missing values."""
+    return [time for place, time in enumerate(row) if place != rank and not math.isnan(time)]
+
 
 LEAST_OWN = 0.1
 """Minimum share of a rank's own time that must remain after subtracting delays. If less remains, the delays occurred
@@ -287,3 +439,91 @@ class Facts:
         busy = mean_of([[row[rank]] for row in accounts.busy()[first : last + 1]])
         slowdown = busy / max(busy - math.fsum(map(lost, _BUSY)), 1e-9)
         return SlowRank(rank, accounts.steps[first], accounts.steps[last], slowdown, kind, phase, lost(phase))
+
+
+# What ``paceline plan`` needs of a profile.
+
+
+def plan_of(facts: Facts) -> Profiled | None:
+    """Return the figures for planning; None if no step was measured."""
+    records, first = facts.records, facts.records[0]
+    if not facts.accounts.steps or not first.parameters:
+        return None
+    ranks, batches, hosts = len(records), round(facts.batches), len({record.host for record in records})
+    backward_s, total = backward_seconds(facts), sum(nbytes for _, nbytes in first.parameters)
+    if not backward_s or not total:
+        return None
+    # On a host without other load, a rank would also be busy while it now has no core.
+    wanted_cores = [record.own_cores + share for record, share in zip(records, facts.delay_shares, strict=True)]
+    # Unless gradients were seen to arrive: from the last parameter to the first, in a time proportional to their bytes.
+    assumed = [(backward_s * nbytes / total, nbytes) for _, nbytes in reversed(first.parameters)]
+    return Profiled(
+        ranks=ranks,
+        hosts=hosts,
+        device=first.device,
+        cores=neighbours(records, 0).cores,
+        busy_cores=fmean(wanted_cores) if first.device == "cpu" else 0.0,
+        samples=facts.rows / ranks if facts.rows else batches,
+        micro_batches=batches,
+        forward_s=_typical(facts, step_parts.FORWARD) / batches,
+        layers=layers_of(facts, backward_s) or assumed,
+        optimizer_s=_typical(facts, step_parts.OPTIMIZER),
+        other_s=sum(facts.accounts.mean(part) for part in (step_parts.DATA, step_parts.OTHER)) / batches,
+        communication_s=_typical(facts, step_parts.COMMUNICATION),
+        bubble_s=_typical(facts, step_parts.BUBBLE),
+        jitter=_jitter(facts),
+        bucket_bytes=first.buckets,
+        all_reduces=all_reduce_times(facts),
+        reduces_in_backward=facts.reduces_in_backward and hosts == 1,
+        critical_batch=facts.noise_scale.value if facts.noise_scale else None,
+    )
+
+
+def backward_seconds(facts: Facts) -> float:
+    """Return the typical seconds of the backward pass of a micro-batch."""
+    return _typical(facts, step_parts.BACKWARD) / round(facts.batches)
+
+
+def _typical(facts: Facts, part: str) -> float:
+    """Return the median over the steps of the mean seconds of a part over the ranks."""
+    return median(mean_of([row]) for row in facts.accounts.parts[part])
+
+
+def _jitter(facts: Facts) -> float:
+    """Return the standard deviation of a rank's own time, relative to its median, as far as outliers do not count."""
+    spread = []
+    for column in zip(*facts.own_times, strict=True):
+        times = [seconds for seconds in column if not math.isnan(seconds)]
+        middle = median(times) if times else 0.0
+        if middle > 0:
+            # The median deviation of a normal distribution is 0.6745 standard deviations.
+            spread.append(median(abs(seconds - middle) for seconds in times) / 0.6745 / middle)
+    return fmean(spread) if spread else 0.0
+
+
+def layers_of(facts: Facts, backward_s: float) -> list[tuple[float, int]]:
+    """Return seconds of backward and bytes of each parameter, in the order in which the gradients arrived on rank 0.
+
+    The wrapper lays out its buckets in this order. Empty if a gradient was not seen to arrive.
+    """
+    sizes = [nbytes for _, nbytes in facts.records[0].parameters]
+    arrived = [] if facts.typical is None else gradient_times(facts.detailed[facts.typical][0])
+    measured = sum(seconds for _, seconds in arrived)
+    # A parameter without a gradient has no arrival time.
+    if len(arrived) != len(sizes) or not measured:
+        return []
+    # Marks are numbered among all parameters, but the record lists only trained ones.
+    places = {index: place for place, index in enumerate(sorted(index for index, _ in arrived))}
+    return [(backward_s * seconds / measured, sizes[places[index]]) for index, seconds in arrived]
+
+
+def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
+    """Return bytes and median seconds of each bucket's all-reduce in launch order; empty if unknown."""
+    sizes = facts.records[0].buckets
+    steps = []
+    for buckets in facts.buckets:
+        ends = [max((end for end in bucket.finished if end is not None), default=None) for bucket in buckets]
+        steps.append([end - begin for begin, end in all_reduces(buckets, ends)])
+    if any(len(seconds) != len(sizes) for seconds in steps):
+        return []
+    return [(nbytes, median(seconds)) for nbytes, *seconds in zip(sizes, *steps, strict=True)] if steps else []

@@ -7,12 +7,28 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from paceline.core.telemetry.spans import BACKWARD, FORWARD
-from paceline.profiler.records.intervals import Interval, merged, shared, total
-from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.records.trace_file import Event
+from paceline.core.spans import BACKWARD, FORWARD
+from paceline.core.strict_json import loads, read_text
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.steps import Interval, merged, shared, total
+
+# Reads the traces that torch's profiler wrote, in Google's Trace Event Format.
+
+
+Event = dict[str, Any]
+
+
+def read_trace(file: Path) -> dict[str, Any]:
+    """Return a rank's trace; empty if it is missing or truncated."""
+    try:
+        trace = loads(read_text(file))
+    except (OSError, ValueError):
+        return {}
+    return trace if isinstance(trace, dict) else {}
+
 
 MOST = 30
 SHORT_OPERATOR = 15e-6

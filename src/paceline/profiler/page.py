@@ -1,16 +1,32 @@
-"""Data for the charts that the browser draws: the timeline, and the times of every step."""
+"""The page of a profile: charts, the heat map of waiting, and the HTML document."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 from typing import Any
 
-from paceline.core.telemetry.spans import CHECKPOINT, Span
-from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.report import step_parts
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from paceline.core import output_files
+from paceline.core.messages import counted, digits, nbytes
+from paceline.core.spans import CHECKPOINT, Span
+from paceline.profiler import step_parts
+from paceline.profiler.analyze import Report
+from paceline.profiler.facts import ENOUGH, Facts, kind_name, ms, percent, sentence
+
+# The page of a profile: ``report.html``, one self-contained file.
+#
+#     Report ──▶ sections of HTML (verdict, advice, bars, who waits, tables) ─┐
+#            ──▶ JSON for the drawings in the browser (timeline, charts) ─────┴▶ one document
+#
+# uPlot, in ``uplot/``, draws the charts; decision 0027 gives the reasons.
+
 
 DEVIATIONS, LEAST_RATIO, ALWAYS = 6.0, 1.1, 2.0
 """A step is an outlier if it is at least `DEVIATIONS` scaled median absolute deviations above the rank's median and at
@@ -137,3 +153,157 @@ def _binned(values: Sequence[float], width: int) -> list[float | None]:
 
 def _short(seconds: float) -> float:
     return float(f"{1e3 * seconds:.4g}")
+
+
+# The heat map of waiting, with a cell for each pair of ranks, and the ranks that cost the others most.
+
+
+SHADES = 8
+GUTTER = 44.0
+"""Space for the rank numbers, at the left and at the top."""
+SPELLED_OUT = 10
+"""Maximum number of ranks for cells that are large enough to show their figures."""
+FIRST = 6
+"""Maximum number of ranks in the table of the costliest ranks."""
+
+
+def picture(facts: Facts) -> dict[str, Any] | None:
+    """Return the contents of the section; None if no rank could wait for another."""
+    rows = facts.accounts.waited_for
+    if len(rows) < 2:
+        return None
+    cell = min(72.0, max(8.0, 520 / len(rows)))
+    every = next(number for number in (1, 2, 4, 8, 16, 32, 64, 128, 10**9) if number * cell >= 22)  # legible numbers
+    middles = [GUTTER + cell * (at + 0.5) for at in range(len(rows))]
+    figures = []
+    if len(rows) <= SPELLED_OUT:
+        figures = [
+            (middles[other], middles[at], ms(seconds).removesuffix(" ms") if seconds > 0 else "0")
+            for at, row in enumerate(rows)
+            for other, seconds in enumerate(row)
+            if at != other
+        ]
+    return {
+        "late": _late_ranks(rows),
+        "size": GUTTER + cell * len(rows),
+        "gutter": GUTTER,
+        "cell": cell,
+        "shades": _shades(rows, cell),
+        "figures": figures,
+        "numbers": [(middle, rank) for rank, middle in enumerate(middles)][::every],
+        "data": [[float(f"{1e3 * value:.3g}") for value in row] for row in rows],
+    }
+
+
+def _late_ranks(rows: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    """Return the ranks that others wait for, costliest first, each with the rank that waits for it longest."""
+    entries = []
+    for rank in range(len(rows)):
+        if caused := sum(row[rank] for row in rows) / (len(rows) - 1):
+            waiting = max(range(len(rows)), key=lambda other: rows[other][rank])
+            entries.append({"rank": rank, "caused": caused, "longest": rows[waiting][rank], "waiting": waiting})
+    return sorted(entries, key=lambda entry: -entry["caused"])[:FIRST]
+
+
+def _shades(rows: Sequence[Sequence[float]], cell: float) -> list[tuple[int, str]]:
+    """Return one SVG path per shade, because separate elements would be too many: 512 ranks have 262,144 cells."""
+    longest, shades = max(map(max, rows)), dict[int, list[str]]()
+    for at, row in enumerate(rows):
+        for other, seconds in enumerate(row):
+            if seconds and (shade := round(SHADES * seconds / longest)) > 0:
+                x, y = GUTTER + cell * other, GUTTER + cell * at
+                shades.setdefault(shade, []).append(f"M{x:g} {y:g}h{cell:g}v{cell:g}h-{cell:g}z")
+    return [(shade, "".join(paths)) for shade, paths in sorted(shades.items())]
+
+
+# The HTML document: templates filled with the figures of a report, including the styles and scripts.
+
+
+# The order matters: each script uses declarations of earlier ones as it loads.
+SCRIPTS = ("common.js", "lanes.js", "drawing.js", "pointers.js", "timeline.js", "charts.js")
+FILES = "paceline.profiler"
+
+
+def page(report: Report) -> str:
+    """Return the HTML document of a run."""
+    facts = report.facts
+    links: list[tuple[str, str]] = []  # filled by the sections as they render
+    sections = _render(
+        "report.html",
+        links=links,
+        report=report,
+        facts=facts,
+        title=facts.records[0].title,
+        memory=facts.records[0].memory,
+        steps=facts.accounts.steps,
+        enough=ENOUGH,
+        circumstances=_circumstances(facts),
+        tiles=_tiles(facts),
+        longest=max((sum(row.values()) for row in facts.rank_parts if row), default=0.0) or 1.0,
+        timeline=timeline_chart(facts),
+        waits=picture(facts),
+        chart=step_chart(facts),
+        peaks=[record for record in facts.records if "peak" in record.memory],
+    )
+    # uPlot's license requires its notice in every copy.
+    plot = f"/* uPlot, {_static('uplot', 'LICENSE').strip()} */\n{_static('uplot', 'uPlot.iife.min.js')}"
+    return output_files.document(
+        f"Profile of {facts.records[0].title}",
+        _render("frame.html", links=links, sections=sections),
+        _static("uplot", "uPlot.min.css") + _static("page.css"),
+        [plot, *map(_static, SCRIPTS)],
+    )
+
+
+@cache
+def _templates() -> Environment:
+    environment = Environment(
+        loader=PackageLoader(FILES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    for filter_ in (kind_name, ms, nbytes, percent, sentence):
+        environment.filters[filter_.__name__] = filter_
+    environment.globals |= {
+        "names": step_parts.NAMES,
+        "meanings": step_parts.MEANINGS,
+        "data_block": output_files.data_block,
+    }
+    return environment
+
+
+def _render(template: str, **values: Any) -> Markup:
+    return Markup(_templates().get_template(template).render(**values))
+
+
+def _static(*path: str) -> str:
+    return output_files.resource(FILES, "static", *path)
+
+
+def _circumstances(facts: Facts) -> str:
+    records, numbers = facts.records, facts.accounts.steps
+    hosts, devices = {record.host for record in records}, Counter(record.device for record in records)
+    ran_on = ", ".join(f"{number} × {name}" if number > 1 else name for name, number in devices.items())
+    steps = counted(len(numbers), "step") + (f" ({numbers[0]}–{numbers[-1]})" if numbers else "")
+    place = f"{counted(len(records), 'rank')} on {counted(len(hosts), 'host')} ({ran_on})"
+    return f"{place} · backend {records[0].backend} · {steps}"
+
+
+def _tiles(facts: Facts) -> list[tuple[str, str | None, str]]:
+    """Return the main figures, with names and notes. With too few steps, shares are not shown."""
+    lengths = [length for row in facts.accounts.lengths for length in row if not math.isnan(length)]
+    step = median(lengths) if lengths else None
+    rate = facts.rows / step if facts.rows and step else None
+
+    def shown(share: float) -> str:
+        return percent(share) if facts.is_firm else "–"
+
+    computing = sum(facts.shares[part] for part in step_parts.COMPUTE)
+    overlap = facts.mean_overlap
+    return [
+        ("step", "–" if step is None else ms(step), "median over ranks and steps"),
+        ("samples per second", None if rate is None else digits(rate), "all ranks together"),
+        ("computing", shown(computing), "forward and backward"),
+        ("communication", shown(facts.shares[step_parts.COMMUNICATION]), "exposed: not hidden under backward"),
+        ("bubble", shown(facts.shares[step_parts.BUBBLE]), "idle, waiting for a later rank"),
+        ("all-reduce", shown(facts.all_reduce_share()), "of the time in which it or computing runs"),
+        ("overlap", None if overlap is None else shown(overlap), "of all-reduce time overlaps with computing"),
+    ]

@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.core.strict_json import loads, shown
-from paceline.core.telemetry.spans import Span
-from paceline.core.untrusted_files import WrongValue, instance_of, new_file, read_text
+from paceline.core.spans import Span
+from paceline.core.strict_json import WrongValue, instance_of, loads, new_file, read_text, shown
 from paceline.errors import UsageError
-from paceline.profiler.records.steps import Meeting, Step
+from paceline.profiler.steps import Meeting, Step
 
 FOLDER = "ranks"
 """Folder for the files of all ranks, inside the profile's folder."""

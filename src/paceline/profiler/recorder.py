@@ -3,37 +3,163 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from traceback import format_exception_only
-from typing import Any
+from typing import Any, TextIO
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.core.output.messages import say
-from paceline.core.telemetry.spans import BUCKET_WAIT, GRADIENT, WAIT, recorder
-from paceline.core.torch_internals.compile import class_never_compiled
-from paceline.core.torch_internals.data import parts_of
-from paceline.core.torch_internals.profiler import before_profiling
+from paceline.core.messages import say
+from paceline.core.spans import BUCKET_WAIT, GRADIENT, LAUNCH, WAIT, recorder
+from paceline.core.torch_internals import before_profiling, class_never_compiled, parts_of
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.profiler.recording.batches import Forwards
-from paceline.profiler.recording.device_times import DeviceTimes
-from paceline.profiler.recording.environment import check_world, describe_model, describe_rank, time_of_day
-from paceline.profiler.recording.gradient_norms import GradientNorms, are_due
-from paceline.profiler.recording.host_load import CollectorPauses, HostLoad
-from paceline.profiler.recording.program import Enough
-from paceline.profiler.recording.stack_samples import StackSampler
-from paceline.profiler.recording.step_writer import StepWriter
-from paceline.profiler.recording.torch_profiler import OperatorTrace
-from paceline.profiler.recording.torch_spans import torch_spans
-from paceline.profiler.records import rank_file
-from paceline.profiler.records.clock_offsets import are_apart, measure_offset
-from paceline.profiler.records.steps import DETAILED, MEASURED, MOST, TRACED, WARM_UP, Step, kind_of
+from paceline.nn.data_parallel import nested_tensors
+from paceline.profiler import rank_file
+from paceline.profiler.environment import Enough, check_world, describe_model, describe_rank, time_of_day
+from paceline.profiler.host_load import CollectorPauses, HostLoad
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.stack_samples import StackSampler, between_spans
+from paceline.profiler.steps import (
+    DETAILED,
+    FLUSH_S,
+    KEPT,
+    MEASURED,
+    MOST,
+    TRACED,
+    WARM_UP,
+    Step,
+    are_apart,
+    cut_into_stretches,
+    kind_of,
+    measure_offset,
+    seconds_by_part,
+)
+from paceline.profiler.torch_profiler import OperatorTrace
+from paceline.profiler.torch_spans import DeviceTimes, torch_spans
+
+# Batch sizes, taken from the inputs of the program's models.
+
+
+class Forwards:
+    """The forward passes of a step, by model. Several models in a program may process the same samples."""
+
+    def __init__(self) -> None:
+        self._by_model: dict[int, tuple[int, int, int]] = {}
+
+    def add(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a forward pass of `model` with these arguments."""
+        number, rows, cells = self._by_model.get(id(model), (0, 0, 0))
+        more, cells_more = size_of_input(args, kwargs)
+        self._by_model[id(model)] = number + 1, rows + more, cells + cells_more
+
+    def describe(self, step: Step) -> None:
+        """Set the batches of `step` from the model with the most samples, and count the averaging backward passes."""
+        step.batches, step.rows, step.cells = max(self._by_model.values(), default=(0, 0, 0))
+        # Averaging gradients launches every bucket once. With torch's wrapper only the wait is visible.
+        first = sum(span.label == LAUNCH and span.bucket == 0 for span in step.spans)
+        averages = first or sum(span.label == WAIT for span in step.spans)
+        step.averages = min(step.batches, averages // max(1, len(self._by_model)))
+
+    def __len__(self) -> int:
+        """Return the number of models."""
+        return len(self._by_model)
+
+
+def size_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return the rows and cells (rows times columns, including padding) of the first tensor among the inputs."""
+    first = args[0] if args else None  # the only input of most models
+    if not (isinstance(first, torch.Tensor) and first.dim()):
+        first = next((tensor for tensor in nested_tensors((args, kwargs)) if tensor.dim()), None)
+    return (0, 0) if first is None else (len(first), math.prod(first.shape[:2]))
+
+
+# Gradient norms of one rank, for the gradient noise scale.
+
+
+EVERY, SEEN = (4, 16), 48
+"""Steps between two measurements, in the first ``SEEN`` steps and later. Each costs two passes over the gradients."""
+
+
+def are_due(step: int) -> bool:
+    """Return whether to measure a step."""
+    return step % EVERY[step >= SEEN] == 0
+
+
+class GradientNorms:
+    """Norms of the buckets of a step. They are kept as tensors, because a device computes asynchronously."""
+
+    def __init__(self) -> None:
+        self._local: list[tuple[Tensor, float]] = []
+        self._averaged: list[Tensor] = []
+
+    def launched(self, flat: Tensor, factor: float) -> None:
+        """Compute the norm of a bucket that holds `factor` times the mean gradient over this rank's samples."""
+        if factor:  # 0 on a rank without samples
+            self._local.append((torch.linalg.vector_norm(flat), factor))
+
+    def averaged(self, flat: Tensor) -> None:
+        """Compute the norm of a bucket of averaged gradients."""
+        self._averaged.append(torch.linalg.vector_norm(flat))
+
+    def squared(self) -> tuple[float, float] | None:
+        """Return the squared norms of this rank's gradient and of the average; None unless both exist and are finite.
+
+        Waits for the device.
+        """
+        if not (self._local and self._averaged):
+            return None
+        local = math.fsum((float(norm) / factor) ** 2 for norm, factor in self._local)
+        averaged = math.fsum(float(norm) ** 2 for norm in self._averaged)
+        return (local, averaged) if math.isfinite(local + averaged) else None
+
+
+# Cuts a rank's steps into parts, and writes them to its file in batches.
+
+
+class StepWriter:
+    """Holds the steps of `record` that are not in the file yet."""
+
+    def __init__(self, file: TextIO, record: RankRecord, stacks: StackSampler) -> None:
+        self.steps: list[Step] = []
+        self.norms: dict[int, GradientNorms] = {}
+        """Gradient norms by step, until the step is written."""
+        self._file, self._record, self._stacks = file, record, stacks
+        self._flushed = time.perf_counter()
+
+    def is_due(self, now: float) -> bool:
+        """Return whether it is time to write."""
+        # Write warm-up steps immediately, so that the record of a job that is stopped early shows how many there were.
+        is_warm_up = bool(self.steps) and self.steps[-1].number < WARM_UP
+        return is_warm_up or now - self._flushed > FLUSH_S
+
+    def flush(self) -> None:
+        """Write the steps and forget them, even if writing raises ``OSError``."""
+        steps, self.steps, self._flushed = self.steps, [], time.perf_counter()
+        rank_file.write_steps(self._file, map(self._cut, steps))
+
+    def _cut(self, step: Step) -> Step:
+        """Return `step` cut into parts, without spans once enough steps have kept theirs."""
+        stretches, step.meetings = cut_into_stretches(step.spans, step.start, step.end)
+        step.seconds = seconds_by_part(stretches)
+        # Take the samples of every step, because unused ones would stay in the queue.
+        samples = self._stacks.of(step.start, step.end)
+        if step.is_measured():
+            for name in between_spans(samples, stretches):
+                self._record.own_code[name] = self._record.own_code.get(name, 0) + 1
+        norms = self.norms.pop(step.number, None)
+        step.norms = None if norms is None else norms.squared()
+        if step.number >= WARM_UP + DETAILED + TRACED + KEPT:
+            step.spans = []
+        return step
+
 
 CROWD = 50_000
 """Maximum number of spans in a step, to limit memory. Figures exclude steps with more spans."""

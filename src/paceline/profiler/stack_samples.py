@@ -12,10 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from paceline.core.telemetry.users_code import is_users
-from paceline.core.thread_stacks import readable_stacks
-from paceline.profiler.recording.host_load import CollectorPauses
-from paceline.profiler.report import step_parts
+from paceline.core.stacks import is_users, readable_stacks
+from paceline.profiler import step_parts
+from paceline.profiler.host_load import CollectorPauses
 
 INTERVAL_S = 0.025
 """Minimum time between two samples. A sample takes 0.1 ms of a core, mostly to wake the thread; 0.4 ms on a busy
@@ -24,7 +23,7 @@ MOST_SHARE = 0.005
 """Maximum share of a core that sampling may use."""
 MOST = 20_000
 """Maximum number of samples kept until steps are written. The oldest are dropped first."""
-_RECIPES = str(Path(__file__).parents[2] / "tools" / "recipes")
+_RECIPES = str(Path(__file__).parents[1] / "tools" / "recipes")
 Sample = tuple[float, str]
 """Time by ``time.perf_counter``, and the function that was running."""
 

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from paceline.profiler.records.clock_offsets import offset_at
-from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.records.steps import MEETING, Step
-from paceline.profiler.report import step_parts
+from paceline.profiler import step_parts
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.steps import MEETING, Step, offset_at
 
 Seconds = list[float]
 """Values by rank; NaN if a rank did not take the step."""
@@ -28,7 +27,7 @@ class Accounts:
     steps: list[int]
     taken: list[list[Step | None]]
     parts: dict[str, list[Seconds]]
-    """Seconds by part, in the order of :data:`~paceline.profiler.report.step_parts.ALL`."""
+    """Seconds by part, in the order of :data:`~paceline.profiler.step_parts.ALL`."""
     waited_for: list[list[float]]
     """Seconds per step that a rank (row) spent in bubbles caused by another rank (column)."""
 

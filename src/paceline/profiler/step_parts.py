@@ -10,7 +10,7 @@
     checkpoint     saves
     other          everything else in the loop: metrics, logging, schedulers
 
-:mod:`paceline.core.telemetry.spans` defines the labels of spans.
+:mod:`paceline.core.spans` defines the labels of spans.
 """
 
 from __future__ import annotations

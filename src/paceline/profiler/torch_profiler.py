@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from paceline.core.torch_internals.profiler import is_profiling
+from paceline.core.torch_internals import is_profiling
 
 
 class OperatorTrace:

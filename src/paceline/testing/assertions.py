@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.core.state.digests import tensor_digest
-from paceline.core.state.unwrapping import plain_name, unwrap
+from paceline.core.digests import tensor_digest
+from paceline.core.unwrapping import plain_name, unwrap
 from paceline.errors import UsageError
 from paceline.testing.faults import tensors_of
 

@@ -14,15 +14,12 @@ import pytest
 import torch
 from _pytest._code.code import ExceptionChainRepr, ExceptionRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
-from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
+from paceline.core.torch_elastic import OPTIMIZERS_NEED
 from paceline.errors import UsageError
+from paceline.testing import plugin_worker as coverage_of_ranks
+from paceline.testing.plugin_worker import Listener, RanksMark, defer, run_body
 from paceline.testing.pool import RankFailed
-from paceline.testing.pytest_plugin import coverage as coverage_of_ranks
-from paceline.testing.pytest_plugin.deferred_fixtures import defer
-from paceline.testing.pytest_plugin.marks import RanksMark
-from paceline.testing.pytest_plugin.worker import Listener, run_body
-from paceline.testing.ranks.outcomes import Ending, Outcome, Verdict, judge, others
-from paceline.testing.ranks.processes import RankRun
+from paceline.testing.rank_processes import Ending, Outcome, RankRun, Verdict, judge, others
 
 MARK: pytest.StashKey[RanksMark] = pytest.StashKey()
 RESULT: pytest.StashKey[tuple[Verdict, Sequence[Ending], int]] = pytest.StashKey()

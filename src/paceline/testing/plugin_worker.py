@@ -5,30 +5,245 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import re
+import sys
+import tempfile
 import time
 import unittest
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from _pytest.outcomes import XFailed
 
-import paceline.core.processes.world
-from paceline.core.torch_internals.distributed.c10d import cell_of
-from paceline.errors import CommunicationError
+import paceline.core.world
+from paceline.core.option_rules import choice, positive
+from paceline.core.torch_distributed import cell_of
+from paceline.errors import CommunicationError, UsageError
 from paceline.testing.faults import Faults
-from paceline.testing.pytest_plugin import captured_output
-from paceline.testing.pytest_plugin import coverage as coverage_of_ranks
-from paceline.testing.pytest_plugin.deferred_fixtures import DEFERRED, run_new_finalizers
-from paceline.testing.pytest_plugin.marks import RanksMark
-from paceline.testing.ranks.child import Connected, environment
-from paceline.testing.ranks.outcomes import Outcome
-from paceline.testing.ranks.processes import TOO_LATE
-from paceline.testing.ranks.recorded_collectives import Recorder
+from paceline.testing.rank_processes import TOO_LATE, Connected, Outcome, environment
+from paceline.testing.recorded_collectives import Recorder
+
+# Measures coverage on the ranks, and adds it to the test process's coverage.
+#
+# coverage.py's ``patch = fork, _exit`` is not enough: it saves when a process calls ``os._exit``, but the test process
+# kills ranks. The user would also have to configure it.
+
+
+PATTERN = "coverage-*"
+
+
+@contextmanager
+def measured(folder: Path, rank: int) -> Iterator[None]:
+    """Measure the block on a rank with the test process's settings, and write the data to a file in `folder`."""
+    inherited = _current()
+    if inherited is None:
+        yield
+        return
+    coverage: Any = sys.modules["coverage"]
+    inherited.stop()
+    options = {name: inherited.get_option(f"run:{name}") for name in ("branch", "source", "include", "omit")}
+    options["config_file"] = getattr(inherited.config, "config_file", None) or False
+    measurement = coverage.Coverage(data_file=str(folder / f"coverage-{rank}"), messages=False, **options)
+    measurement.set_option("run:parallel", False)
+    measurement.set_option("run:patch", [])
+    # Disable warnings that pytest might turn into errors. A rank does not have to run any of the measured source.
+    measurement._warn_no_data = measurement._warn_unimported_source = measurement._warn_preimported_source = False
+    with _where_paths_begin():
+        measurement.start()  # start() resolves relative paths
+    try:
+        yield
+    finally:
+        measurement.stop()
+        measurement.save()
+
+
+@contextmanager
+def _where_paths_begin() -> Iterator[None]:
+    """Change to the base folder of relative source paths, because the test may have changed to another folder."""
+    from coverage.files import relative_directory
+
+    cwd = os.open(".", os.O_RDONLY)  # a descriptor instead of a path, because the test may have deleted the folder
+    try:
+        os.chdir(relative_directory())
+        yield
+    finally:
+        os.fchdir(cwd)
+        os.close(cwd)
+
+
+def harvest(folder: Path) -> None:
+    """Merge the measurements that ranks wrote to `folder` into the test process's own."""
+    current = _current()
+    if current is None:
+        return
+    coverage: Any = sys.modules["coverage"]
+    for file in sorted(folder.glob(PATTERN)):
+        measured_there = coverage.CoverageData(basename=str(file))
+        measured_there.read()
+        current.get_data().update(measured_there)
+
+
+def _current() -> Any:
+    """Return the active coverage.py object; None if there is none."""
+    coverage: Any = sys.modules.get("coverage")
+    return coverage.Coverage.current() if coverage is not None and hasattr(coverage, "Coverage") else None
+
+
+# Reads and checks the ``ranks`` marker of a test.
+
+
+TIMEOUT_S = 60.0
+BACKENDS = ("paceline", "gloo", "nccl")
+FORM = "write @pytest.mark.ranks(2) or @pytest.mark.ranks(1, 2, 4, timeout=30, backend='gloo')"
+
+
+@dataclass(frozen=True)
+class RanksMark:
+    """The checked arguments of a test's marker."""
+
+    counts: tuple[int, ...]
+    """Numbers of ranks; the test runs once for each."""
+    timeout: float = TIMEOUT_S
+    """Seconds that the test may take once all ranks have started."""
+    backend: str | None = None
+    """Backend of the process group; None for the default of ``paceline.init()``."""
+
+    @classmethod
+    def of(cls, counts: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
+        """Return the marker with these arguments, or raise a :class:`UsageError`."""
+        unknown = options.keys() - {"timeout", "backend"}
+        if unknown:
+            raise UsageError(f"the ranks marker has no argument {', '.join(sorted(unknown))}; {FORM}")
+        if not counts or any(type(count) is not int or count < 1 for count in counts):
+            raise UsageError(f"the ranks marker got {counts}, not one or more whole numbers above 0; {FORM}")
+        if len(set(counts)) < len(counts):
+            raise UsageError(f"the ranks marker got {counts}; give each number only once")
+        mark = cls(counts, **options)
+        positive("the ranks marker's timeout", mark.timeout)
+        if mark.backend is not None:
+            choice("the ranks marker's backend", mark.backend, BACKENDS)
+        return mark
+
+
+# Fixtures that need the process group: they are set up and torn down on the ranks, not in the test process.
+
+
+RUNNER = re.compile(r"event_loop|_function_scoped_runner")
+"""Names of pytest-asyncio fixtures that contain an event loop, whose file descriptors ranks cannot share."""
+
+
+class _Deferred:
+    """Placeholder for a fixture that the test process does not set up."""
+
+    def __repr__(self) -> str:
+        return "<set up on the ranks>"
+
+
+DEFERRED = _Deferred()
+
+
+def defer(item: Any) -> None:
+    """Keep the test process from setting up fixtures that exist only on ranks, and fixtures that depend on them."""
+    if getattr(item, "funcargs", None) is None:
+        return
+    definitions: dict[str, Any] = item._fixtureinfo.name2fixturedefs
+    # The user may have overridden our fixtures.
+    needed: set[str] = {name for name in ("world", "faults") if name in definitions and _is_ours(definitions[name][-1])}
+    for name in item.fixturenames:
+        if _needs(name, needed, definitions, set()):
+            item.funcargs[name] = DEFERRED
+
+
+def _is_ours(definition: Any) -> bool:
+    return bool(definition.func.__module__ == "pytest_paceline")
+
+
+def _needs(name: str, needed: set[str], definitions: dict[str, Any], visited: set[str]) -> bool:
+    """Return whether the fixture is one of `needed` or depends on one of them."""
+    if name in needed or RUNNER.fullmatch(name):
+        return True
+    if name in visited or name not in definitions:
+        return False
+    visited.add(name)
+    return any(
+        _needs(argument, needed, definitions, visited)
+        for definition in definitions[name]
+        for argument in definition.argnames
+    )
+
+
+def run_new_finalizers(item: Any) -> Callable[[], None]:
+    """Return a function that runs all tear-downs registered after this call, latest first."""
+    stack: dict[Any, Any] = item.session._setupstate.stack
+    counts = {node: len(finalizers) for node, (finalizers, _) in stack.items()}
+
+    def run() -> None:
+        errors = []
+        for node, (finalizers, _) in reversed(list(stack.items())):
+            for finalizer in reversed(finalizers[counts.get(node, 0) :]):
+                try:
+                    finalizer()
+                # As in pytest, still run the remaining tear-downs.
+                except BaseException as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    return run
+
+
+# Captures a rank's output with pytest's own capturing, but into the rank's own files.
+#
+# Forks share the test process's files, with one offset for all ranks. A rank replaces them, so that ``capsys``,
+# ``capfd``
+# and the report contain only the output of this rank.
+
+
+def separate(config: pytest.Config) -> None:
+    """Make pytest capture output into the rank's own files."""
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    for capturing in _capturings(manager):
+        for capture in (capturing.out, capturing.err):
+            file = getattr(capture, "tmpfile", None)
+            descriptor = getattr(capture, "targetfd", None)
+            if file is None or descriptor is None:  # not captured, or captured in memory
+                continue
+            with tempfile.TemporaryFile(buffering=0) as capture_file:
+                os.dup2(capture_file.fileno(), file.fileno())
+            # While capturing is suspended, for example by capsys.disabled(), the descriptor is the terminal's.
+            if capture._state == "started":
+                os.dup2(file.fileno(), descriptor)
+
+
+def read(config: pytest.Config) -> list[tuple[str, str]]:
+    """Return this rank's output since the last call, as pairs of ``stdout`` or ``stderr`` and the text."""
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    texts = {"stdout": "", "stderr": ""}
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(ValueError, OSError):
+            stream.flush()
+    for capturing in _capturings(manager):
+        # A test may have closed a file; pytest asserts that this does not happen.
+        with suppress(ValueError, OSError, AssertionError):
+            out, err = capturing.readouterr()
+            texts["stdout"] += out if isinstance(out, str) else out.decode(errors="replace")
+            texts["stderr"] += err if isinstance(err, str) else err.decode(errors="replace")
+    return [(name, text) for name, text in texts.items() if text]
+
+
+def _capturings(manager: Any) -> list[Any]:
+    """Return pytest's active capturing objects: the session's, and that of a fixture, if any."""
+    fixture = getattr(manager, "_capture_fixture", None)
+    capturings = [getattr(manager, "_global_capturing", None), getattr(fixture, "_capture", None)]
+    return [capturing for capturing in capturings if capturing is not None]
+
 
 LEAST_PATIENCE_S = 30.0
 """Minimum timeout of collectives in seconds, to leave ranks time to start."""
@@ -41,9 +256,9 @@ UNFORKABLE = ("fork-based multiprocessing", "in forked subprocess", "CUDA error:
 def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected: Connected) -> Outcome:
     """Run the test of `item` on this rank, and record its calls to torch's functions."""
     properties = len(item.user_properties)
-    captured_output.separate(item.config)
+    separate(item.config)
     reports = _listen(item.config, connected)
-    with coverage_of_ranks.measured(connected.folder, connected.rank), ExitStack() as stack:
+    with measured(connected.folder, connected.rank), ExitStack() as stack:
         records: list[Any] | None = None
         if "recwarn" not in item.fixturenames:  # the fixture recwarn records warnings itself
             records = stack.enter_context(warnings.catch_warnings(record=True))
@@ -55,7 +270,7 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected:
     for report in reports:  # reports of subtests
         if report.failed and outcome.kind == "passed":
             outcome = Outcome("failed", _first_line(report.longreprtext), _kept(report.longrepr))
-    outcome.sections = captured_output.read(item.config) + _log(item.config)
+    outcome.sections = read(item.config) + _log(item.config)
     outcome.warnings = [_warning(record) for record in records or ()]
     outcome.properties = [(name, _kept(value)) for name, value in item.user_properties[properties:]]
     if recorder is not None:
@@ -77,7 +292,7 @@ def _run(
         os.environ.update(environment(connected.rank, connected.size, connected.port))
         # If the test's timeout is long, use a shorter one, so that a hang ends with the collective's message.
         patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
-        world = paceline.core.processes.world.init(mark.backend, patience)
+        world = paceline.core.world.init(mark.backend, patience)
         _let_the_test_initialize(connected.port)
         recorder = Recorder(connected.note)
         recorder.install()
@@ -128,7 +343,7 @@ def _let_the_test_initialize(port: int) -> None:
     def init_process_group(*arguments: Any, **options: Any) -> Any:
         if is_ours and dist.is_initialized():
             is_ours.clear()
-            paceline.core.processes.world.current().close()
+            paceline.core.world.current().close()
         method = options.get("init_method") or next(iter(arguments[1:]), None) or "env://"
         if not method.startswith("env://") or os.environ.get("MASTER_PORT") != str(port):
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)

@@ -29,12 +29,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from paceline.core.processes.world import World, init
-from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
-from paceline.launch.fork_server.policy import LIBRARY
-from paceline.launch.loopback import loopback_store
-from paceline.testing.ranks.child import environment, stacks_on_request
-from paceline.testing.ranks.processes import ask_for_stacks, stack_of
+from paceline.core.torch_elastic import OPTIMIZERS_NEED
+from paceline.core.world import World, init
+from paceline.launch.fork_client import LIBRARY
+from paceline.launch.job import loopback_store
+from paceline.testing.rank_processes import ask_for_stacks, environment, stack_of, stacks_on_request
 
 TIMEOUT_S = 120.0
 ECHO_S = 1.0

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.core.telemetry.spans import COLLECTIVES
-from paceline.core.torch_internals.distributed.c10d import cell_of
+from paceline.core.spans import COLLECTIVES
+from paceline.core.torch_distributed import cell_of
 
 ONE_TO_ONE = ("send", "recv")
 """Functions whose calls are written to shared memory but not compared, because they are not collectives."""

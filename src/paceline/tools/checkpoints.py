@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.core.output.commands import Commands
-from paceline.core.output.wording import counted, nbytes
+from paceline.core.command_line import Commands
+from paceline.core.messages import counted, nbytes
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 if TYPE_CHECKING:
-    from paceline.tools.checkpoints.inspection import Inspected
+    from paceline.tools.checkpoint_files import Inspected
 
 EXAMPLES = """Examples:
 
@@ -57,14 +57,14 @@ def list_checkpoints(
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.core.output.tables import print_table
-    from paceline.tools.checkpoints import inspection
+    from paceline.core.tables import print_table
+    from paceline.tools import checkpoint_files
 
-    place, _ = inspection.locate(folder)
-    checkpoints = list(inspection.inspect(folder, every_byte=not quick))
+    place, _ = checkpoint_files.locate(folder)
+    checkpoints = list(checkpoint_files.inspect(folder, every_byte=not quick))
     complete = [entry for entry in checkpoints if not entry.damages]
     latest = complete[-1].step if complete else None
-    best = inspection.best_of(complete)
+    best = checkpoint_files.best_of(complete)
     if json:
         rows = [_summary(entry) for entry in checkpoints]
         print_json({"folder": str(place), "latest": latest, "best": best, "checkpoints": rows})
@@ -91,10 +91,10 @@ def verify_checkpoints(folder: Folder, json: Json = False) -> None:
 
     Each damaged file is listed with the object whose tensors it holds.
     """
-    from paceline.tools.checkpoints import inspection
+    from paceline.tools import checkpoint_files
 
     entries = []
-    for entry in inspection.inspect(folder, every_byte=True):
+    for entry in checkpoint_files.inspect(folder, every_byte=True):
         entries.append(entry)
         if not json:
             _echo_verdict(entry)
@@ -116,11 +116,11 @@ def export_object(
     For a run, exports its newest complete checkpoint. A name that ends in .pt, .pth, .bin or .ckpt selects torch.load,
     any other name safetensors. The checkpoint is verified first. Tied weights are stored under each of their names.
     """
-    from paceline.tools.checkpoints import export as exporting
-    from paceline.tools.checkpoints import inspection
+    from paceline.tools import checkpoint_files
+    from paceline.tools import checkpoint_files as exporting
 
     target = exporting.check_target(out)
-    inspection.locate(folder)  # refuses a folder without checkpoints
+    checkpoint_files.locate(folder)  # refuses a folder without checkpoints
     with warnings.catch_warnings(record=True) as skipped:
         warnings.simplefilter("always")
         try:

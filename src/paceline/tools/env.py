@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.comm.c10d.own_backend import register
-from paceline.core.processes import OWN_BACKEND
-from paceline.launch.host_limits import cores
+from paceline.comm.own_backend import register
+from paceline.core.host import cores
+from paceline.core.world import OWN_BACKEND
 
 SETTINGS = ("PACELINE_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "MASTER_")
 SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD")

@@ -11,12 +11,12 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 
 from paceline import __version__
-from paceline.core.output.commands import INTERRUPTED, Commands, Verbatim, load_torch, options_of, or_near
-from paceline.core.output.messages import drop_unwritten, end_echo, say
+from paceline.core.command_line import INTERRUPTED, Commands, Verbatim, load_torch, options_of, or_near
+from paceline.core.host import reached
+from paceline.core.messages import drop_unwritten, end_echo, say
 from paceline.errors import UsageError
-from paceline.launch.host_limits import reached
 from paceline.tools.bench.bench_command import bench
-from paceline.tools.checkpoints.commands import checkpoint
+from paceline.tools.checkpoints import checkpoint
 from paceline.tools.compare.modes import MODES, choose_ways
 from paceline.tools.explain.explain_command import EXAMPLES, explain
 from paceline.tools.memory_estimate import estimate_command
@@ -37,7 +37,7 @@ class Run(Verbatim):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Return the options that begin with `incomplete`."""
-        from paceline.tools.cli.run_options import help_parser
+        from paceline.tools.run_options import help_parser
 
         names = help_parser()._option_string_actions if incomplete.startswith("-") else {}
         return [Completion(name) for name in names if name.startswith(incomplete)]
@@ -76,13 +76,13 @@ def paceline(
 @app.command("run", cls=Run)
 def run(context: typer.Context) -> None:
     """Start a script as N ranks: paceline run --nproc 2 script.py"""
-    from paceline.tools.cli.run_options import asks_for_help, help_parser
+    from paceline.tools.run_options import asks_for_help, help_parser
 
     if asks_for_help(context.args):
         help_parser().print_help()
         return
     load_torch()
-    from paceline.tools.cli.run_command import start
+    from paceline.tools.run_command import start
 
     raise typer.Exit(start(context.args))
 
@@ -115,7 +115,7 @@ def compare(
     from paceline.launch.job import resolve_nproc
     from paceline.tools.compare.compare_command import Comparison
     from paceline.tools.compare.compare_command import compare as run_comparison
-    from paceline.tools.shared.program import validate_script
+    from paceline.tools.program import validate_script
 
     resolved = [resolve_nproc(number) for number in nproc.split(",")]
     if notes := [note for _, note in resolved if note]:
@@ -156,8 +156,8 @@ def profile(
     """
     load_torch()
     from paceline.launch.job import resolve_nproc
-    from paceline.tools.profile import profile_command
-    from paceline.tools.shared.program import validate_script
+    from paceline.tools import profile_command
+    from paceline.tools.program import validate_script
 
     if target is None:
         raise UsageError("no program given; name a recipe or a script to profile (see paceline profile --help)")
@@ -195,7 +195,7 @@ def top(
     Shows jobs of paceline run, train, compare and profile that run on this host alone. If stdout is not a terminal, the
     table is printed once. Ctrl-C ends the view, not the job.
     """
-    from paceline.tools.top.top_command import run_top
+    from paceline.tools.top import run_top
 
     raise typer.Exit(run_top(job, json))
 
@@ -205,7 +205,7 @@ def env() -> None:
     """Print versions, backends, cores and torch's environment report, for a bug report."""
     from torch.utils.collect_env import get_pretty_env_info
 
-    from paceline.tools.cli.env import describe
+    from paceline.tools.env import describe
 
     for name, value in describe().items():
         typer.echo(f"{name + ':':<15}{value}")

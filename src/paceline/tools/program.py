@@ -12,8 +12,8 @@ from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 
-from paceline.core.output.commands import or_near
-from paceline.core.output.messages import say
+from paceline.core.command_line import or_near
+from paceline.core.messages import say
 from paceline.errors import UsageError
 
 Config = TypeVar("Config", bound="ProgramConfig")
@@ -74,8 +74,8 @@ def start_program(
         settings: further fields of :class:`paceline.launch.job.Job`.
     """
     from paceline.launch.agent import launch  # loads torchelastic, which --help does not need
+    from paceline.launch.hook.run_module import module_command
     from paceline.launch.job import Job
-    from paceline.launch.rank.hook.run_module import module_command
 
     if note:
         say(note)

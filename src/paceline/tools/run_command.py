@@ -13,16 +13,16 @@ from glob import glob
 from importlib.machinery import PathFinder
 from typing import Any
 
-from paceline.core.output.commands import or_near
-from paceline.core.output.messages import say
+from paceline.core.command_line import or_near
+from paceline.core.messages import say
 from paceline.errors import UsageError
 from paceline.launch.agent import launch
-from paceline.launch.failures.job_report import OPTION
-from paceline.launch.fork_server.policy import source
+from paceline.launch.fork_client import source
 from paceline.launch.job import Job, resolve_nproc, timeout_environment
+from paceline.launch.job_report import OPTION
 from paceline.launch.options import GRACE_S, Supervision, supervision_of
-from paceline.launch.rank.channels import Logs
-from paceline.tools.cli.run_options import parse, parser
+from paceline.launch.output import Logs
+from paceline.tools.run_options import parse, parser
 
 LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
 

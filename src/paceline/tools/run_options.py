@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import NoReturn
 
-from paceline.core.output.commands import or_near
+from paceline.core.command_line import or_near
 from paceline.errors import UsageError
 from paceline.launch.options import (
     MAX_RESTARTS_HELP,
@@ -21,7 +21,7 @@ from paceline.launch.options import (
     TIMEOUT_S,
     add_options,
 )
-from paceline.launch.watching.signals import FORWARDED
+from paceline.launch.signals import FORWARDED
 
 USAGE = "paceline run [options] script.py [the script's arguments]"
 ABOUT = """Start a script as N ranks that train together, as torchrun does.

@@ -1,19 +1,36 @@
-"""Status of each rank, read from its black box, and the rank that the others wait for."""
+"""``paceline top``: the ranks of a running job, once or live, and the rank that the others wait for."""
 
 from __future__ import annotations
 
+import json as json_text
 import math
+import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.core.output.wording import duration
-from paceline.core.process_status import is_running
-from paceline.core.telemetry.black_box import WAITING, WEIGHT, Snapshot, path_of, read_box
-from paceline.core.telemetry.job_directory import JobNote
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from paceline.core.black_box import WAITING, WEIGHT, Snapshot, path_of, read_box
+from paceline.core.host import is_running
+from paceline.core.job_directory import JobNote, running_jobs
+from paceline.core.messages import counted, duration
+from paceline.core.tables import print_table
+from paceline.errors import UsageError
+
+# A live view of a running job, read from its ranks' black boxes: ``paceline top``.
+#
+# :mod:`paceline.core.black_box` defines the values, ``black_box_writer.py`` next to it writes them, and
+# ``table.py`` shows them.
+
 
 STARTING, RUNNING, ENDED, UNREADABLE = "starting", "running", "ended", "unreadable"
 LEAST_SHARE = 0.1
@@ -184,3 +201,143 @@ def _read_status(folder: Path, note: JobNote, local_rank: int) -> RankStatus:
     if (process is None and snapshot is None) or (process is not None and is_running(process)):
         return RankStatus(local_rank, STARTING, process)
     return RankStatus(local_rank, ENDED, process) if snapshot is None else status_of(snapshot, ENDED, now)
+
+
+# A job's view as a table for the terminal.
+
+
+BAR = 20
+"""Width of a step's bar, in characters."""
+NOTHING = "–"
+
+
+def heading(view: JobView) -> Text:
+    """Return the line above the table."""
+    note = view.note
+    return Text(f"job {note.pid}: {note.title}, {counted(note.nproc, 'rank')}", style="bold")
+
+
+def table_of(view: JobView) -> Table:
+    """Return a table with a row for each rank on this host."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("rank", "step", "phase", "for", "step time", "waiting"):
+        table.add_column(name, justify="left" if name in ("rank", "phase") else "right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)  # the waiting share as a number; the next column draws it
+    table.add_column(Text.assemble("█ busy ", ("░ waiting", "yellow")), no_wrap=True)
+    straggler = find_straggler(view.statuses)
+    for status in view.statuses:
+        slow = straggler is not None and straggler.rank == status.rank
+        table.add_row(*_cells(status), style="bold red" if slow or status.state == ENDED else "")
+    return table
+
+
+def _cells(status: RankStatus) -> list[str | Text]:
+    share = status.waiting_share
+    return [
+        str(status.rank),
+        NOTHING if status.step is None else f"{status.step:,}",
+        phase_of(status),
+        _or_nothing(status.phase_seconds),
+        _or_nothing(status.step_seconds),
+        _or_nothing(status.waiting_seconds),
+        "" if share is None else f"{100 * share:.0f} %",
+        "" if share is None else bar(share),
+    ]
+
+
+def phase_of(status: RankStatus) -> str:
+    """Return the rank's phase, or if the rank is not running, its state and last phase."""
+    phase = status.phase if status.bucket is None else f"{status.phase} {status.bucket}"
+    if status.state == RUNNING:
+        return str(phase)
+    return f"{status.state}, in {phase}" if phase else status.state
+
+
+def bar(waiting_share: float) -> Text:
+    """Return a bar of the step: busy time first, then waiting time."""
+    waiting = round(BAR * waiting_share)
+    return Text.assemble("█" * (BAR - waiting), ("░" * waiting, "yellow"))
+
+
+def screen(view: JobView) -> RenderableType:
+    """Return the whole view: heading, table, and a remark about stragglers or ended ranks."""
+    remark = describe(view.statuses)
+    return Group(heading(view), table_of(view), *([Text(remark, style="bold")] if remark else []))
+
+
+def _or_nothing(seconds: float | None) -> str:
+    return NOTHING if seconds is None else duration(seconds)
+
+
+# ``paceline top``: the ranks of a running job, once or live.
+
+
+PAUSE_S = 0.5
+"""Refresh interval in seconds."""
+
+
+def run_top(job: int | None, json: bool) -> int:
+    """Show the ranks of a running job until it ends. With `json`, or if stdout is not a terminal, print them once.
+
+    `job` is the process id of the launcher or of a rank. By default, the job is the one started in the current folder,
+    or the only one on this host.
+    """
+    jobs = running_jobs()
+    candidates = choose(jobs, job)
+    if len(candidates) > 1:
+        print(f"{len(candidates)} jobs are running on this host; choose one with --job PID", file=sys.stderr)
+        for _, note in candidates:
+            about = f"{note.title}, {counted(note.nproc, 'rank')}, in {note.folder or 'an unknown folder'}"
+            print(f"  {process_of(note, jobs)}  {about}", file=sys.stderr)
+        return 2
+    [(folder, note)] = candidates
+    if json:
+        print(json_text.dumps(view_job(folder, note).to_json()))
+    elif not sys.stdout.isatty():
+        view = view_job(folder, note)
+        console = Console()
+        console.print(heading(view), soft_wrap=True)
+        print_table(table_of(view))
+        if remark := describe(view.statuses):
+            console.print(remark, soft_wrap=True, highlight=False)
+    else:
+        _follow(folder, note)
+    return 0
+
+
+def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> list[tuple[Path, JobNote]]:
+    """Return the job with the process `wanted`; by default the job started in this folder, or else all jobs."""
+    if not jobs:
+        raise UsageError("you have no running job on this host; start one with paceline run, train or profile")
+    if wanted is None:
+        local = [job for job in jobs.items() if job[1].folder == os.getcwd()]
+        return local if len(local) == 1 else list(jobs.items())
+    candidates = [job for job in jobs.items() if wanted in (job[1].pid, *job[1].processes.values())]
+    if not candidates:
+        listed = "; ".join(f"{process_of(note, jobs)} ({note.title})" for note in jobs.values())
+        raise UsageError(f"--job {wanted} is not a process of a running job; choose one of: {listed}")
+    return candidates
+
+
+def process_of(note: JobNote, jobs: Mapping[Path, JobNote]) -> int:
+    """Return the process id that selects the job: its launcher's, or rank 0's if the launcher runs several jobs."""
+    launchers = [other.pid for other in jobs.values()]
+    return note.pid if launchers.count(note.pid) == 1 else note.processes.get(0, note.pid)
+
+
+def _follow(folder: Path, note: JobNote) -> None:
+    """Show the job until it ends or the user presses Ctrl-C."""
+    try:
+        # No auto-refresh, because the view changes only when the black boxes are read.
+        with Live(screen(view_job(folder, note)), auto_refresh=False) as live:
+            while True:
+                time.sleep(PAUSE_S)
+                # Read the note again each time, because a restart changes it. running_jobs() skips the folder of a
+                # killed launcher.
+                current = running_jobs().get(folder)
+                if current is None:
+                    break
+                live.update(screen(view_job(folder, current)), refresh=True)
+        print("the job has ended")
+    except KeyboardInterrupt:
+        pass

@@ -1,14 +1,10 @@
 """The Trainer and its parts, with evaluation and prediction that also work in your own loop."""
 
-from paceline.train.callbacks.early_stopping import EarlyStopping
-from paceline.train.callbacks.moving_average import ExponentialMovingAverage
-from paceline.train.callbacks.protocol import Callback
+from paceline.train.callbacks import Callback, EarlyStopping, ExponentialMovingAverage
 from paceline.train.config import TrainConfig
-from paceline.train.evaluation import Evaluation, evaluate
-from paceline.train.metrics.loggers import JsonLines, Logger, MLflow, TensorBoard, WeightsAndBiases
-from paceline.train.prediction import predict
-from paceline.train.run.result import Result
-from paceline.train.run.run import Run
+from paceline.train.evaluation import Evaluation, evaluate, predict
+from paceline.train.loggers import JsonLines, Logger, MLflow, TensorBoard, WeightsAndBiases
+from paceline.train.run import Result, Run
 from paceline.train.schedule import lr_factor, scaled_lr
 from paceline.train.trainer import Trainer
 

@@ -12,20 +12,18 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.checkpoint import Checkpointer
-from paceline.checkpoint.recovery.interrupts import Interrupts
-from paceline.core.state.unwrapping import unwrap
-from paceline.core.telemetry.users_code import warn
+from paceline.checkpoint.signals import Interrupts
+from paceline.core.stacks import warn
+from paceline.core.unwrapping import unwrap
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel, accumulate
-from paceline.train.callbacks.registry import Callbacks
+from paceline.train.callbacks import Callbacks
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate, evaluated, validate_metrics
-from paceline.train.metrics.loggers import Logger, Loggers
-from paceline.train.metrics.progress import ProgressDisplay
-from paceline.train.metrics.running_means import LossAverage
-from paceline.train.resume.saves import Saves
-from paceline.train.run.run import Run
-from paceline.train.run.run_state import RunState
+from paceline.train.loggers import Logger, Loggers, ProgressDisplay
+from paceline.train.metrics import LossAverage
+from paceline.train.run import Run, RunState
+from paceline.train.saves import Saves
 from paceline.train.training_step import Loss, TrainingStep
 
 

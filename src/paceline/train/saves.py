@@ -8,10 +8,10 @@ import os
 from collections.abc import Sequence
 
 from paceline.checkpoint import Checkpointer
-from paceline.core.processes import consensus
-from paceline.core.telemetry.step_progress import RESTARTS, job_folder
+from paceline.core import consensus
+from paceline.core.step_progress import RESTARTS, job_folder
 from paceline.ddp import DistributedDataParallel
-from paceline.train.run.run_state import RunState, is_better
+from paceline.train.run import RunState, is_better
 
 logger = logging.getLogger(__name__)
 _numbers = itertools.count()

@@ -25,14 +25,14 @@ from typing import Any, Literal, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from paceline.core.messages import with_article
 from paceline.core.option_rules import choice
-from paceline.core.output.wording import with_article
 from paceline.errors import UsageError
 from paceline.train.config import TrainConfig
 
 LrScaling = Literal["none", "linear", "sqrt"]
 Decay = Literal["none", "linear", "cosine", "wsd"]
-"""``tools/recipes/options.py`` repeats these choices for ``--decay``, because it must not import torch."""
+"""``tools/recipes/configs.py`` repeats these choices for ``--decay``, because it must not import torch."""
 
 
 def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: int | None) -> float:

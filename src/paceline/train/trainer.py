@@ -10,25 +10,30 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint import Checkpointer
-from paceline.checkpoint.recovery.interrupts import Interrupts
+from paceline.checkpoint.signals import Interrupts
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.train import validation
-from paceline.train.callbacks.protocol import Callback
-from paceline.train.callbacks.registry import validate_callbacks
+from paceline.train.callbacks import Callback, validate_callbacks
 from paceline.train.config import TrainConfig
-from paceline.train.evaluation import Evaluation, validate_evaluated, validate_evaluation, wanted_metrics
+from paceline.train.evaluation import (
+    Evaluation,
+    PredictStep,
+    apply_module,
+    predict,
+    validate_evaluated,
+    validate_evaluation,
+    wanted_metrics,
+)
+from paceline.train.loggers import Logger, validate_loggers
 from paceline.train.loop import Loop
-from paceline.train.metrics.loggers import Logger, validate_loggers
-from paceline.train.metrics.reductions import check_same_data
-from paceline.train.prediction import PredictStep, apply_module, predict
-from paceline.train.resume.data import DataIdentity
-from paceline.train.resume.saves import Saves, in_memory, is_restart
-from paceline.train.resume.settings import Settings
-from paceline.train.run.result import Result
+from paceline.train.metrics import check_same_data
+from paceline.train.run import Result
+from paceline.train.saves import Saves, in_memory, is_restart
 from paceline.train.schedule import settings_of, validate_schedule
 from paceline.train.training_step import Loss
+from paceline.train.validation import DataIdentity, Settings
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import NonFiniteGradient
 from paceline.train.config import TrainConfig
-from paceline.train.metrics.running_means import LossAverage
+from paceline.train.metrics import LossAverage
 from paceline.train.validation import summed_loss
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]

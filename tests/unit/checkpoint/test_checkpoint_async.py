@@ -16,12 +16,11 @@ from test_checkpoint_ranks import Holder, raised
 from torch import nn
 
 from forked import REAL_END
-from paceline.checkpoint import Checkpointer, CheckpointWarning
-from paceline.checkpoint.storage import step_folders
-from paceline.core.processes.world import World
-from paceline.core.telemetry import black_box
-from paceline.core.telemetry.black_box_writer import BlackBox
-from paceline.core.telemetry.spans import recorder
+from paceline.checkpoint import Checkpointer, CheckpointWarning, step_folders
+from paceline.core import black_box
+from paceline.core.black_box_writer import BlackBox
+from paceline.core.spans import recorder
+from paceline.core.world import World
 from paceline.errors import CheckpointError
 from processes import paceline
 from twins import Pools

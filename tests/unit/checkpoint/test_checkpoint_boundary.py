@@ -20,19 +20,20 @@ from test_checkpoint_roundtrip import Holder
 from torch import nn
 
 from paceline.checkpoint import captures
-from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.steps.rank_states import (
+from paceline.checkpoint.rank_states import (
     OwnStatesFiles,
+    StepBarrier,
     buffers_in,
     generators_in,
     objects_in,
     read_own_states,
+    states_path,
 )
-from paceline.checkpoint.steps.step_barrier import StepBarrier, states_path
-from paceline.checkpoint.steps.step_boundary import Boundary
-from paceline.checkpoint.steps.step_snapshot import SmallBuffers, from_snapshot, snapshot
-from paceline.core.state.rng import rng_state, set_rng_state
-from paceline.core.telemetry.step_progress import StepRecord, record_path
+from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.step_boundary import Boundary
+from paceline.checkpoint.step_snapshot import SmallBuffers, from_snapshot, snapshot
+from paceline.core.rng import rng_state, set_rng_state
+from paceline.core.step_progress import StepRecord, record_path
 from paceline.errors import CheckpointError, CommunicationError
 
 

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from drawn import draws
-from paceline.checkpoint.format import safetensors_file
-from paceline.checkpoint.format.state_codec import STORABLE, Encoder, Unencodable, decode
-from paceline.checkpoint.storage import step_folders
+from paceline.checkpoint import safetensors_file, step_folders
+from paceline.checkpoint.state_codec import STORABLE, Encoder, Unencodable, decode
 from paceline.core import strict_json
 
 

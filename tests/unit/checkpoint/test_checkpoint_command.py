@@ -17,8 +17,7 @@ from test_checkpoint_roundtrip import Holder, Tied, equal
 from torch import nn
 
 from insides import metadata_of
-from paceline.checkpoint import Checkpointer
-from paceline.checkpoint.format import manifest
+from paceline.checkpoint import Checkpointer, manifest
 from paceline.checkpoint.step_names import step_name
 from processes import run_here
 

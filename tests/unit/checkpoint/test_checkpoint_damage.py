@@ -19,8 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights
-from paceline.checkpoint.format import safetensors_file, state_codec, verify
+from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights, safetensors_file, state_codec, verify
 from paceline.core import strict_json
 from paceline.errors import CheckpointError, NoCheckpoint
 

@@ -14,7 +14,7 @@ from test_checkpoint_ranks import raised
 from torch import nn
 
 from paceline.checkpoint import Checkpointer
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint, UsageError
 from twins import Pools
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.checkpoint import Checkpointer
-from paceline.core.processes.world import World
-from paceline.core.state.rng import rng_state, set_seed
+from paceline.core.rng import rng_state, set_seed
+from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import (

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import paceline
-from paceline.checkpoint.format.safetensors_file import read_specs
-from paceline.core.processes.world import World
+from paceline.checkpoint.safetensors_file import read_specs
+from paceline.core.world import World
 from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.optim import ShardedOptimizer
 from processes import paceline as command

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from paceline import load_weights
 from paceline.checkpoint import Checkpointer
-from paceline.core.processes.world import World
-from paceline.core.torch_internals.distributed.dtensor import is_sharded, whole_of
+from paceline.core.torch_distributed import is_sharded, whole_of
+from paceline.core.world import World
 from twins import Pools
 
 

@@ -15,10 +15,9 @@ from test_checkpoint_roundtrip import Holder, Tied, equal
 from torch import nn
 
 import paceline
-from paceline.checkpoint import Checkpointer, load_weights
-from paceline.checkpoint.format import verify
+from paceline.checkpoint import Checkpointer, load_weights, verify
 from paceline.errors import CheckpointError, CheckpointMismatch, NoCheckpoint, UsageError
-from paceline.tools.checkpoints.export import export
+from paceline.tools.checkpoint_files import export
 
 
 def save(folder: Path, step: int = 1, keep: int = 3, **objects: Any) -> Path:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline import Checkpointer, DistributedDataParallel, accumulate
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.errors import UsageError
 from twins import Pools
 

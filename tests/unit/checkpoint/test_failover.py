@@ -21,25 +21,15 @@ from torch import nn
 
 from forked import call
 from paceline.checkpoint import load_weights
-from paceline.checkpoint.objects.registered import Registered
-from paceline.checkpoint.recovery.emergency_save import Contents
-from paceline.checkpoint.recovery.preemption import StopRequests
-from paceline.checkpoint.recovery.recovery import Recovery
+from paceline.checkpoint.rank_states import OwnStates, StepBarrier, carry_over
+from paceline.checkpoint.recovery import Contents, Recovery
+from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.signals import StopRequests
+from paceline.checkpoint.step_boundary import Boundary
 from paceline.checkpoint.step_names import step_name
-from paceline.checkpoint.steps.rank_states import OwnStates, carry_over
-from paceline.checkpoint.steps.step_barrier import StepBarrier
-from paceline.checkpoint.steps.step_boundary import Boundary
-from paceline.core.processes.world import World
-from paceline.core.telemetry.black_box import FOLDER
-from paceline.core.telemetry.step_progress import (
-    BEFORE,
-    RESCUE,
-    RESTARTS,
-    STEPS,
-    StepRecord,
-    key_of,
-    record_path,
-)
+from paceline.core.black_box import FOLDER
+from paceline.core.step_progress import BEFORE, RESCUE, RESTARTS, STEPS, StepRecord, key_of, record_path
+from paceline.core.world import World
 from paceline.errors import CommunicationError, WrongComputation
 from paceline.launch.restart_policy import Restarts
 from processes import paceline, script, strike
@@ -331,9 +321,7 @@ def test_any_second_signal_ends_a_rank_at_once_unless_it_is_an_echo(
     monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
     stops = StopRequests(Boundary(list, None), None, saves=True)
     for now, number, count in ((1.0, signal.SIGTERM, 0), (1.4, signal.SIGHUP, 0), (1.6, second, 1)):
-        monkeypatch.setattr(
-            "paceline.checkpoint.recovery.preemption.time", SimpleNamespace(monotonic=lambda now=now: now)
-        )
+        monkeypatch.setattr("paceline.checkpoint.signals.time", SimpleNamespace(monotonic=lambda now=now: now))
         stops.note(number, None)
         assert sent == [(os.getpid(), second)] * count
 
@@ -341,7 +329,7 @@ def test_any_second_signal_ends_a_rank_at_once_unless_it_is_an_echo(
 def test_a_rank_that_is_told_to_end_looks_whether_another_one_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.checkpoint.recovery.preemption.ECHO_S", 60.0)
+    monkeypatch.setattr("paceline.checkpoint.signals.ECHO_S", 60.0)
     barrier = StepBarrier(tmp_path, 0, 2, 30)
     stops = StopRequests(Boundary(list, barrier), barrier.record, saves=True)
     stops.note(signal.SIGTERM, None)  # nobody is: it ends after the step

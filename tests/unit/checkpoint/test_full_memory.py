@@ -16,7 +16,7 @@ from torch import nn
 
 from loops import loop
 from paceline.checkpoint import Checkpointer
-from paceline.core.telemetry.job_directory import PARENT
+from paceline.core.job_directory import PARENT
 from paceline.errors import CheckpointError, CheckpointWarning
 from processes import paceline, script
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from loops import loop
 from paceline.checkpoint import Checkpointer
-from paceline.checkpoint.recovery.emergency_save import DESTINATION
-from paceline.checkpoint.recovery.persist_rescued import keep
+from paceline.checkpoint.persist_rescued import keep
+from paceline.checkpoint.recovery import DESTINATION
 from paceline.checkpoint.step_names import step_name
-from paceline.core.telemetry.step_progress import RESCUE
+from paceline.core.step_progress import RESCUE
 from paceline.launch.restart_policy import Restarts
 from processes import paceline, script, strike
 

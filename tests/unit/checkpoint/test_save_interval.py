@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from paceline.checkpoint import Checkpointer
-from paceline.checkpoint.saving import due_saves
-from paceline.checkpoint.saving.due_saves import automatic_interval
-from paceline.checkpoint.saving.run_folder import RunFolder
-from paceline.core.processes import consensus
-from paceline.core.processes.world import World
+from paceline.checkpoint import Checkpointer, due_saves
+from paceline.checkpoint.due_saves import automatic_interval
+from paceline.checkpoint.run_folder import RunFolder
+from paceline.core import consensus
+from paceline.core.world import World
 from paceline.errors import UsageError
 from twins import Pools
 

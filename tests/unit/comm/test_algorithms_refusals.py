@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from paceline.comm import algorithms
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.errors import CommunicationError, DesyncError, PacelineError, UsageError, WorldError
 from threads import ThreadRanks
 from twins import Pools

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel
-from paceline.comm.shm import engine
-from paceline.core.processes.world import World
+from paceline.comm import shm_engine
+from paceline.core.world import World
 from paceline.errors import CommunicationError, DesyncError
 from ranks import run_ranks
 
@@ -36,7 +36,7 @@ def join(groups: dict[Group, Any], *ranks: int, count: int = 1) -> None:
 
 def subgroups(world: World) -> dict[Group, Any]:
     """The groups of two or more ranks."""
-    engine._NAP_S = NAP_S  # so that ranks look for deadlocks often
+    shm_engine._NAP_S = NAP_S  # so that ranks look for deadlocks often
     every = [ranks for size in range(2, world.size + 1) for ranks in combinations(range(world.size), size)]
     return {ranks: dist.new_group(list(ranks)) for ranks in every}
 

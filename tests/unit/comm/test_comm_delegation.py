@@ -14,9 +14,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from paceline.comm.shm.engine import Engine
-from paceline.core.processes.world import World
-from paceline.core.torch_internals.distributed.c10d import get_default_store
+from paceline.comm.shm_engine import Engine
+from paceline.core.torch_distributed import get_default_store
+from paceline.core.world import World
 from paceline.errors import UsageError
 from ranks import Pools
 

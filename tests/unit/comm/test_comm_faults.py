@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
-from paceline.comm.shm import handshake
-from paceline.comm.shm.arena import Arena
-from paceline.core.processes.world import World
+from paceline.comm import handshake
+from paceline.comm.shm_arena import Arena
+from paceline.core.world import World
 from paceline.errors import CommunicationError
 from processes import until
 from ranks import Ranks

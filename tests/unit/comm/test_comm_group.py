@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 
 from drawn import TIMES
 from forked import REAL_END
-from paceline.comm.c10d.work import Runner
-from paceline.comm.shm.arena import HEADER_BYTES, Arena
-from paceline.core.processes.world import World
+from paceline.comm.shm_arena import HEADER_BYTES, Arena
+from paceline.comm.work import Runner
+from paceline.core.world import World
 from paceline.errors import CommunicationError, UsageError
 from processes import paceline
 from ranks import run_ranks

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from deep import TINY, Deep, data
 from paceline.comm import algorithms
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import HookError, PacelineError, UsageError
 from ranks import Ranks

@@ -20,7 +20,7 @@ import paceline
 from forked import Forked
 from namespaces import CABLE, Host, enter, two_hosts
 from paceline.comm.topology import SPLIT, Refused, memory_identity
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from ranks import Pools
 
 ROOT = Path(__file__).parents[3]

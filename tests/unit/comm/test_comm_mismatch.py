@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.comm.shm.stage import STAGE_BYTES
-from paceline.core.processes.world import World
+from paceline.comm.shm_collectives import STAGE_BYTES
+from paceline.core.world import World
 from paceline.errors import CommunicationError, DesyncError, UsageError
 from ranks import Ranks
 from twins import Pools

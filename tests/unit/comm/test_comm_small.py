@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.c10d.work import Handle
-from paceline.comm.shm.places import SMALL_BYTES
-from paceline.core.processes.world import World
+from paceline.comm.shm_collectives import SMALL_BYTES
+from paceline.comm.work import Handle
+from paceline.core.world import World
 from paceline.errors import CommunicationError
 from processes import alive, until
 from ranks import Pools, Ranks

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore
 
-import paceline.core.processes.world
+import paceline.core.world
 from insides import channel_of
-from paceline.core.processes import nccl_communicators
-from paceline.core.processes.gpus import check_own_gpu, choose_gpu, gpu_name
-from paceline.core.processes.world import World
-from paceline.core.torch_internals.distributed.c10d import get_known_groups
+from paceline.core import nccl_communicators
+from paceline.core.torch_distributed import get_known_groups
+from paceline.core.world import World, check_own_gpu, choose_gpu, gpu_name
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import WorldError
 
@@ -61,9 +60,9 @@ def stand_in(*, is_used: bool = True) -> list[str]:
     nccl = LikeNccl(is_used=is_used)
     changed: Any = nccl_communicators
     changed.nccl_of = lambda _: nccl
-    world: Any = paceline.core.processes.world
+    world: Any = paceline.core.world
     world.nccl_of = changed.nccl_of
-    import paceline.comm.own_group as own_group
+    import paceline.comm.process_group as own_group
 
     opened: Any = own_group
     opened.keep = keep
@@ -241,7 +240,7 @@ def test_init_on_a_gpu_sets_it_and_binds_nccl_to_it(
     monkeypatch: pytest.MonkeyPatch, backend: str | None, chosen: str, bound: torch.device | None
 ) -> None:
     """Bound, the world has its communicator from the start, and those of wrappers are split from it."""
-    for name in paceline.core.processes.world.REQUIRED:
+    for name in paceline.core.world.REQUIRED:
         monkeypatch.delenv(name, raising=False)
     seen: dict[str, Any] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -6,7 +6,7 @@ from math import ceil, log2
 import pytest
 
 from paceline.comm.algorithms import NAMES, build
-from paceline.comm.algorithms.cost import Model, features
+from paceline.comm.schedules import Model, features
 
 Law = Callable[[int, float], tuple[float, float, float]]
 

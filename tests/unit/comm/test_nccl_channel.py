@@ -16,13 +16,11 @@ from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 
 from paceline import compression
 from paceline.compression import TopK
-from paceline.core.processes.world import World
-from paceline.core.torch_internals.distributed import nccl
-from paceline.ddp import DistributedDataParallel
-from paceline.ddp.extensions import graph_capture
-from paceline.ddp.extensions.graph_capture import GraphCapture
-from paceline.ddp.transport import exposed_time
-from paceline.ddp.transport.exposed_time import MOST_PENDING, ExposedTime
+from paceline.core import torch_distributed
+from paceline.core.world import World
+from paceline.ddp import DistributedDataParallel, channel, extensions
+from paceline.ddp.channel import MOST_PENDING, ExposedTime
+from paceline.ddp.extensions import GraphCapture
 from paceline.errors import UsageError
 from twins import Pools
 
@@ -54,7 +52,7 @@ class LikeNccl(ProcessGroupGloo):
 
 def group_with_nccl(*, bound: torch.device | None) -> Any:
     group: Any = ProcessGroup(HashStore(), 0, 1)
-    nccl.attach_nccl(group, group, [0], HashStore(), "parent", timedelta(seconds=20))
+    torch_distributed.attach_nccl(group, group, [0], HashStore(), "parent", timedelta(seconds=20))
     group.bound_device_id = bound
     return group
 
@@ -70,10 +68,10 @@ def like_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bound", [GPU, None])
 def test_a_communicator_is_split_from_its_parents_if_that_is_bound_to_a_device(bound: torch.device | None) -> None:
     parent, own = group_with_nccl(bound=bound), ProcessGroup(HashStore(), 0, 1)
-    nccl.attach_nccl(own, parent, [0], HashStore(), "own", timedelta(seconds=20))
-    backend = nccl.nccl_of(own)
+    torch_distributed.attach_nccl(own, parent, [0], HashStore(), "own", timedelta(seconds=20))
+    backend = torch_distributed.nccl_of(own)
     assert own.group_name == "own"
-    assert backend.asked.split_from is (nccl.nccl_of(parent) if bound else None)
+    assert backend.asked.split_from is (torch_distributed.nccl_of(parent) if bound else None)
     assert backend.connected == ([GPU] if bound else [])
     assert backend.asked._timeout == timedelta(seconds=20)
     assert backend.asked.global_ranks_in_group == [0]
@@ -104,7 +102,7 @@ class Clock:
 def test_time_exposed_on_a_device_is_read_from_events_that_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(torch, "Event", clock.event)
-    monkeypatch.setattr(exposed_time, "is_capturing", lambda _: False)
+    monkeypatch.setattr(channel, "is_capturing", lambda _: False)
     time = ExposedTime(GPU)
     for _ in range(2):
         with time:
@@ -119,13 +117,13 @@ def test_time_exposed_on_a_device_is_read_from_events_that_it_has_passed(monkeyp
 def test_a_host_far_ahead_of_its_device_does_not_pile_up_events(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(torch, "Event", clock.event)
-    monkeypatch.setattr(exposed_time, "is_capturing", lambda _: False)
+    monkeypatch.setattr(channel, "is_capturing", lambda _: False)
     time = ExposedTime(GPU)
     for _ in range(MOST_PENDING + 10):
         with time:
             pass
     assert len(clock.queued) == 2 * MOST_PENDING
-    monkeypatch.setattr(exposed_time, "is_capturing", lambda _: True)
+    monkeypatch.setattr(channel, "is_capturing", lambda _: True)
     clock.passes(*range(2 * MOST_PENDING))
     with time:
         assert not clock.queued  # nothing is timed in a capture
@@ -151,7 +149,7 @@ def capture(world: World, case: str) -> str:
     try:
         for step in range(1 if case == "first steps" else 4):
             if step == 3 or case == "first steps":
-                patches.enter_context(patch.object(graph_capture, "is_capturing", lambda _: True))
+                patches.enter_context(patch.object(extensions, "is_capturing", lambda _: True))
             if case == "weight":
                 with model.weight(2):
                     model(x).sum().backward()

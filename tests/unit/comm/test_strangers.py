@@ -24,15 +24,14 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from forked import in_processes
-from paceline.comm import gloo
+from paceline.comm import gloo, handshake
 from paceline.comm.gloo import connect_gloo
-from paceline.comm.shm import handshake
-from paceline.comm.shm.arena import Arena
-from paceline.comm.shm.handshake import Peer
-from paceline.core.processes import private_store as rendezvous
-from paceline.core.processes.private_store import NotPrivate, make_file, open_file, path_of, private_store
+from paceline.comm.handshake import Peer
+from paceline.comm.shm_arena import Arena
+from paceline.core import stores as rendezvous
+from paceline.core.stores import NotPrivate, make_file, open_file, path_of, private_store
 from paceline.errors import CommunicationError
-from paceline.launch.loopback import LOOPBACK, loopback_store
+from paceline.launch.job import LOOPBACK, loopback_store
 from processes import Running, script
 from ranks import fork_server
 from strangers import NOBODY, Stranger, needs_root

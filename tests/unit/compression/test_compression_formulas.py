@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, hook
-from paceline.compression.int8 import CHUNK
+from paceline.compression.low_precision import CHUNK
 from paceline.compression.powersgd import orthonormal, product
-from paceline.core.processes.world import World
-from paceline.ddp.options.buckets import Bucket
-from paceline.ddp.transport.comm_hook import GradBucket
+from paceline.core.world import World
+from paceline.ddp.buckets import Bucket
+from paceline.ddp.comm_hook import GradBucket
 from paceline.errors import CheckpointMismatch, UsageError
 from twins import Pools
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, compressor, hook, pipeline
-from paceline.core.state import device_streams
-from paceline.ddp.options.buckets import Bucket
-from paceline.ddp.transport.comm_hook import GradBucket
+from paceline.core import device_streams
+from paceline.ddp.buckets import Bucket
+from paceline.ddp.comm_hook import GradBucket
 from queued_device import QueuedDevice, Stream, Work
 
 SIZE = 3

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from models import chain
 from paceline import Checkpointer, compression
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
-from paceline.core.processes.world import World
-from paceline.core.state.digests import weights_sha256
+from paceline.core.digests import weights_sha256
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from twins import Case, Pools, reentrant, same_tensor, train_beside_twin

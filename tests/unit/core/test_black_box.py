@@ -15,18 +15,12 @@ from typing import Any
 
 import pytest
 
-from paceline.core.process_status import is_running
-from paceline.core.telemetry import job_directory
-from paceline.core.telemetry.black_box import (
-    FOLDER,
-    PHASES,
-    SIZE,
-    path_of,
-    read_box,
-)
-from paceline.core.telemetry.black_box_writer import BUCKET_WAIT, BlackBox, open_box
-from paceline.core.telemetry.job_directory import PARENT, JobFolder, read_note, running_jobs
-from paceline.core.telemetry.spans import Recorder
+from paceline.core import job_directory
+from paceline.core.black_box import FOLDER, PHASES, SIZE, path_of, read_box
+from paceline.core.black_box_writer import BUCKET_WAIT, BlackBox, open_box
+from paceline.core.host import is_running
+from paceline.core.job_directory import PARENT, JobFolder, read_note, running_jobs
+from paceline.core.spans import Recorder
 from paceline.errors import UsageError
 from paceline.launch.job import black_boxes
 from processes import paceline
@@ -266,7 +260,7 @@ def test_the_step_is_the_jobs_or_none(
 
 def test_averages_leave_the_first_step_out_and_count_a_wait_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("paceline.core.telemetry.black_box_writer.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("paceline.core.black_box_writer.time.monotonic", lambda: clock[0])
     log = recording(BlackBox(path, 0, 1))
     for waited in (5.0, 1.0, 3.0):
         with log.span("forward"):
@@ -392,7 +386,7 @@ def test_the_next_place_is_taken_where_the_first_cannot_be_used(
         free = {"f_blocks": about.f_blocks, "f_frsize": 4096}
         # As much as the folder itself takes, but not what the ranks will want to keep.
         sizes = {places[0]: SimpleNamespace(f_bavail=64, **free), places[1]: SimpleNamespace(f_bavail=10**6, **free)}
-        monkeypatch.setattr("paceline.core.telemetry.job_directory.os.statvfs", sizes.__getitem__)
+        monkeypatch.setattr("paceline.core.job_directory.os.statvfs", sizes.__getitem__)
     with JobFolder("run", "train.py", 2) as folder:
         assert folder.path.parent == places[1]
         assert f"{folder.path} ({places[0]}: " in folder.remark
@@ -433,7 +427,7 @@ def test_a_place_that_is_named_comes_first_and_the_users_cache_last(
 
 
 def test_the_numbers_of_phases_are_their_places() -> None:
-    import paceline.core.telemetry.black_box_writer as writer
+    import paceline.core.black_box_writer as writer
 
     for number, phase in enumerate(PHASES):
         assert getattr(writer, phase.upper().replace(" ", "_")) == number
@@ -446,8 +440,8 @@ import os, pathlib, sys
 for name in [name for name in sys.modules if name == "paceline" or name.startswith("paceline.core.telemetry")]:
     del sys.modules[name]
 import paceline
-from paceline.core.telemetry.black_box import path_of, read_box
-from paceline.core.telemetry.spans import recorder
+from paceline.core.black_box import path_of, read_box
+from paceline.core.spans import recorder
 path = path_of(pathlib.Path(os.environ["{FOLDER}"]), 0)
 assert read_box(path) is None
 with recorder.span("forward"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from processes import Running, script
 
 BUSY = """
-import hashlib, threading, paceline.core.processes
+import hashlib, threading, paceline.core.world
 data, began = bytes(2**28), threading.Event()
 
 def work():

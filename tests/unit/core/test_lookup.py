@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import paceline
 from paceline import cache_mesh, get
-from paceline.core.processes.rank_lookup import NAMES
-from paceline.core.processes.world import World
+from paceline.core.rank_lookup import NAMES
+from paceline.core.world import World
 from paceline.errors import UsageError, WorldError
 from twins import Pools
 

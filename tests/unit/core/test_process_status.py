@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from paceline.core.process_status import busy_seconds, processor_seconds
+from paceline.core.host import busy_seconds, processor_seconds
 
 SPIN = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
 DELAY_S = 0.1

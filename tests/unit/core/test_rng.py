@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.processes.world import World
-from paceline.core.state.rng import derive_seed, rng_state, seed_all, set_rng_state, set_seed
+from paceline.core.rng import derive_seed, rng_state, seed_all, set_rng_state, set_seed
+from paceline.core.world import World
 from paceline.errors import UsageError
 from ranks import Pools
 

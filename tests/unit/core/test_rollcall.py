@@ -23,11 +23,11 @@ from torch.distributed import PrefixStore
 
 import paceline
 from forked import in_processes
-from paceline.comm.own_group import open_own_group
-from paceline.core.processes import missing_ranks, store_epochs
-from paceline.core.processes.world import TIMEOUT, World, init
+from paceline.comm.process_group import open_own_group
+from paceline.core import missing_ranks, stores
+from paceline.core.world import TIMEOUT, World, init
 from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError
-from paceline.launch.loopback import LOOPBACK, loopback_store
+from paceline.launch.job import LOOPBACK, loopback_store
 from processes import until
 from ranks import TIMEOUT_S, Ranks
 
@@ -245,14 +245,14 @@ def test_a_rank_that_never_joins_is_named_whoever_serves_the_store() -> None:
 
 def test_an_answer_that_comes_when_the_time_is_over_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's time ends a moment later than that of rank 1, which it has counted as answered by then."""
-    monkeypatch.setattr(store_epochs, "GRACE_S", 60)
+    monkeypatch.setattr(stores, "GRACE_S", 60)
     store = dist.HashStore()
     asked = PrefixStore("meeting/", store)
     told: list[str] = []
 
     def ask() -> None:
         with pytest.raises(CommunicationError) as caught:
-            store_epochs.meet(store, 1, 3, timedelta(milliseconds=1))
+            stores.meet(store, 1, 3, timedelta(milliseconds=1))
         told.append(str(caught.value))
 
     rank = threading.Thread(target=ask)
@@ -351,8 +351,8 @@ def connect_late(rank: int, environment: dict[str, str], backend: str, slow: tup
     ("backend", "slow"),
     [
         ("gloo", ("torch.distributed", "init_process_group")),
-        ("paceline", ("paceline.comm.c10d.process_group", "open_engine")),
-        ("gloo", ("paceline.comm.own_group", "open_group")),
+        ("paceline", ("paceline.comm.process_group", "open_engine")),
+        ("gloo", ("paceline.comm.process_group", "open_group")),
     ],
     ids=["init", "shared memory", "group of a wrapper"],
 )
@@ -371,12 +371,12 @@ def test_a_rank_that_cannot_connect_is_named_to_those_that_can() -> None:
     store = dist.HashStore()
 
     def fail() -> None:
-        with pytest.raises(ZeroDivisionError), store_epochs.connecting(store, 1, 2, timedelta(seconds=30)):
+        with pytest.raises(ZeroDivisionError), stores.connecting(store, 1, 2, timedelta(seconds=30)):
             raise ZeroDivisionError
 
     thread = threading.Thread(target=fail)
     thread.start()
     refused = pytest.raises(CommunicationError, match="rank 0: rank 1 could not connect with the others")
-    with refused, store_epochs.connecting(store, 0, 2, timedelta(seconds=30)):
+    with refused, stores.connecting(store, 0, 2, timedelta(seconds=30)):
         pass
     thread.join()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.processes.schedulers import PORTS, adopt, adopted
-from paceline.core.processes.world import _place
+from paceline.core.schedulers import PORTS, adopt, adopted
+from paceline.core.world import _place
 from paceline.errors import WorldError
 from processes import Running, paceline
 
@@ -109,7 +109,7 @@ def test_a_first_node_whose_name_nobody_knows_is_refused_at_once() -> None:
 
 SHELL = """
 import os, pty, sys
-from paceline.core.processes.schedulers import adopt
+from paceline.core.schedulers import adopt
 pid, terminal = pty.fork()
 if pid == 0:  # the leader of a session with a terminal, as the shell of srun --pty is
     child = os.fork()

@@ -8,8 +8,8 @@ from processes import paceline
 
 HAMMER = """
 import gc, random, sys, threading, time
-from paceline.profiler.recording.stack_samples import function_of
-from paceline.core.thread_stacks import readable_stacks
+from paceline.profiler.stack_samples import function_of
+from paceline.core.stacks import readable_stacks
 
 main, looks = threading.get_ident(), 0
 

@@ -34,19 +34,10 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, Seq
 from torch.utils.data import DataLoader, get_worker_info
 
 import paceline
-from paceline.core.processes.world import World
-from paceline.core.torch_internals import (
-    amp,
-    autograd,
-    compile,
-    data,
-    fake_tensors,
-    profiler,
-    tensors,
-)
-from paceline.core.torch_internals.distributed import c10d, ddp, dtensor, elastic, nccl, replicas
-from paceline.ddp.agreement.mean_loss_warning import MEAN
-from paceline.ddp.transport.comm_hook import GradBucket
+from paceline.core import torch_distributed, torch_elastic, torch_internals
+from paceline.core.world import World
+from paceline.ddp.comm_hook import GradBucket
+from paceline.ddp.weights import MEAN
 from paceline.errors import MissingExtra
 from ranks import run_ranks
 
@@ -94,8 +85,8 @@ def backward(parameter: torch.Tensor) -> None:
 
 @contract("torch._C._current_graph_task_id")
 def _() -> None:
-    (first,), (second,) = (in_hook(backward, lambda _: autograd.current_task()) for _attempt in range(2))
-    assert autograd.current_task() == -1
+    (first,), (second,) = (in_hook(backward, lambda _: torch_internals.current_task()) for _attempt in range(2))
+    assert torch_internals.current_task() == -1
     assert 0 <= cast("int", first) < cast("int", second)
 
 
@@ -106,8 +97,8 @@ def _() -> None:
     @torch.enable_grad()
     def nested(_: torch.Tensor) -> None:
         parameter = nn.Parameter(torch.ones(1))
-        parameter.register_hook(lambda _: counts.append(autograd.count_running_calls()))
-        counts.append(autograd.count_running_calls())
+        parameter.register_hook(lambda _: counts.append(torch_internals.count_running_calls()))
+        counts.append(torch_internals.count_running_calls())
         torch.autograd.grad(parameter.exp(), parameter)
         parameter.exp().backward()
 
@@ -115,14 +106,14 @@ def _() -> None:
     outer.register_hook(nested)
     outer.exp().backward()
     assert counts == [1, 2, 2]
-    assert autograd.count_running_calls() == 0
+    assert torch_internals.count_running_calls() == 0
 
 
 @contract("torch._C._set_grad_enabled")
 def _() -> None:
     for before in (True, False):
         with torch.set_grad_enabled(before):
-            with autograd.WithoutGradients():
+            with torch_internals.WithoutGradients():
                 assert not torch.is_grad_enabled()
             assert torch.is_grad_enabled() is before
 
@@ -137,8 +128,10 @@ def _() -> None:
 
 @contract("torch.autograd._is_checkpoint_valid")
 def _() -> None:
-    assert in_hook(backward, lambda _: autograd.is_plain_backward()) == [True]
-    limited = in_hook(lambda p: torch.autograd.backward(p.sum(), inputs=[p]), lambda _: autograd.is_plain_backward())
+    assert in_hook(backward, lambda _: torch_internals.is_plain_backward()) == [True]
+    limited = in_hook(
+        lambda p: torch.autograd.backward(p.sum(), inputs=[p]), lambda _: torch_internals.is_plain_backward()
+    )
     assert limited == [False]
 
 
@@ -148,22 +141,22 @@ def _() -> None:
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     for parameter in (first, second):
         parameter.register_hook(lambda _: order.append("hook"))
-    first.register_hook(lambda _: autograd.queue_callback(lambda: order.append("end")))
+    first.register_hook(lambda _: torch_internals.queue_callback(lambda: order.append("end")))
     (first * second).sum().backward()
     assert order == ["hook", "hook", "end"]
 
 
 @contract("torch.autograd.profiler._is_profiler_enabled")
 def _() -> None:
-    assert not profiler.is_profiling()
+    assert not torch_internals.is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert profiler.is_profiling()
+        assert torch_internals.is_profiling()
 
 
 @contract("torch.autograd.profiler.profile._prepare_trace")
 def _() -> None:
     begun: list[int] = []
-    with profiler.before_profiling(lambda: begun.append(1)):
+    with torch_internals.before_profiling(lambda: begun.append(1)):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             assert begun == [1]
         with torch.autograd.profiler.profile():
@@ -184,7 +177,7 @@ def _() -> None:
 
 @contract("torch._subclasses.fake_tensor.FakeTensorMode")
 def _() -> None:
-    with fake_tensors.without_memory():
+    with torch_internals.without_memory():
         weight = torch.empty(2**50, requires_grad=True)
         product = weight * torch.ones(2**50)
         assert product.untyped_storage().nbytes() == 2**52
@@ -198,17 +191,17 @@ def _() -> None:
 @contract("torch._C._storage_Use_Count", "UntypedStorage._cdata")
 def _() -> None:
     tensor = torch.zeros(4)
-    alone = tensors.count_uses(tensor.untyped_storage())
+    alone = torch_internals.count_uses(tensor.untyped_storage())
     views = [tensor[:2], tensor.detach()]
-    assert tensors.count_uses(tensor.untyped_storage()) == alone + len(views)
+    assert torch_internals.count_uses(tensor.untyped_storage()) == alone + len(views)
     views.clear()
-    assert tensors.count_uses(tensor.untyped_storage()) == alone
+    assert torch_internals.count_uses(tensor.untyped_storage()) == alone
 
 
 @contract("torch._debug_has_internal_overlap")
 def _() -> None:
-    assert tensors.has_overlap(torch.ones(1).expand(3))
-    assert not tensors.has_overlap(torch.ones(3))
+    assert torch_internals.has_overlap(torch.ones(1).expand(3))
+    assert not torch_internals.has_overlap(torch.ones(3))
 
 
 @contract(
@@ -223,16 +216,16 @@ def _() -> None:
     targets = [torch.zeros(2), torch.zeros(1, dtype=torch.float64)]
     others = [torch.ones(2), torch.full((1,), 3.0)]
     expected: list[tuple[Callable[[], object], list[list[float]]]] = [
-        (lambda: tensors.copy_each(targets, others), [[1, 1], [3]]),
-        (lambda: tensors.multiply_each(targets, 0.5), [[0.5, 0.5], [1.5]]),
-        (lambda: tensors.zero_each(targets[:1]), [[0, 0], [1.5]]),
-        (lambda: tensors.add_each(targets[:1], others[:1]), [[1, 1], [1.5]]),
-        (lambda: tensors.mix_each(targets[:1], [torch.zeros(2)], 0.25), [[0.75, 0.75], [1.5]]),
+        (lambda: torch_internals.copy_each(targets, others), [[1, 1], [3]]),
+        (lambda: torch_internals.multiply_each(targets, 0.5), [[0.5, 0.5], [1.5]]),
+        (lambda: torch_internals.zero_each(targets[:1]), [[0, 0], [1.5]]),
+        (lambda: torch_internals.add_each(targets[:1], others[:1]), [[1, 1], [1.5]]),
+        (lambda: torch_internals.mix_each(targets[:1], [torch.zeros(2)], 0.25), [[0.75, 0.75], [1.5]]),
     ]
     for change, values in expected:
         change()
         assert [target.tolist() for target in targets] == values
-    norms = tensors.norm_each([torch.tensor([-3.0, 2.0]), torch.tensor([1.0, float("nan")])])
+    norms = torch_internals.norm_each([torch.tensor([-3.0, 2.0]), torch.tensor([1.0, float("nan")])])
     assert norms[0].item() == 3
     assert norms[1].isnan()
 
@@ -241,7 +234,7 @@ def _() -> None:
 def _() -> None:
     seen = []
 
-    class Names(fake_tensors.TorchDispatchMode):
+    class Names(torch_internals.TorchDispatchMode):
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(str(operator))
             return operator(*args, **(kwargs or {}))
@@ -253,21 +246,23 @@ def _() -> None:
 
 @contract("torch.utils._pytree.tree_leaves", "torch.utils._pytree.tree_map")
 def _() -> None:
-    assert tensors.tree_leaves(((1, [2]), {"a": 3})) == [1, 2, 3]
+    assert torch_internals.tree_leaves(((1, [2]), {"a": 3})) == [1, 2, 3]
     one, two = {"a": [1], "b": 2}, {"b": 3, "a": [4]}
-    joined = tensors.tree_map(lambda one, two: one + two, one, two, is_leaf=lambda value: isinstance(value, list))
+    joined = torch_internals.tree_map(
+        lambda one, two: one + two, one, two, is_leaf=lambda value: isinstance(value, list)
+    )
     assert joined == {"a": [1, 4], "b": 5}
 
 
 @contract("Module._replicate_for_data_parallel")
 def _() -> None:
     layer = nn.LSTM(2, 3)
-    replica = replicas.bare_replica(layer)
+    replica = torch_distributed.bare_replica(layer)
     assert not replica._parameters
     assert replica._buffers is not layer._buffers
     stand_in = layer.weight_ih_l0.clone()
-    replicas.set_tensor(replica, "weight_ih_l0", stand_in)
-    replicas.set_tensor(replica, "none", None)
+    torch_distributed.set_tensor(replica, "weight_ih_l0", stand_in)
+    torch_distributed.set_tensor(replica, "none", None)
     assert replica.weight_ih_l0 is cast(Any, replica)._flat_weights[0] is stand_in
     assert layer._flat_weights[0] is layer.weight_ih_l0
 
@@ -295,8 +290,8 @@ def _() -> None:
 
     local = torch.arange(2.0)
     sharded = DTensor.from_local(local, init_device_mesh("cpu", (1,)), [Shard(0)])
-    assert dtensor.is_sharded(sharded)
-    assert dtensor.local_of(sharded).data_ptr() == local.data_ptr()
+    assert torch_distributed.is_sharded(sharded)
+    assert torch_distributed.local_of(sharded).data_ptr() == local.data_ptr()
     again = DTensor(local, sharded._spec, requires_grad=False)
     assert again.placements == sharded.placements
 
@@ -332,21 +327,21 @@ def is_compiled(mark: Callable[[Any], Any]) -> bool:
 )
 def _() -> None:
     assert is_compiled(lambda function: function)
-    assert not is_compiled(compile.never_compiled)
-    assert not is_compiled(compile.compiled_below)
+    assert not is_compiled(torch_internals.never_compiled)
+    assert not is_compiled(torch_internals.compiled_below)
 
 
 @contract("torch._compile._disable_dynamo")
 def _() -> None:
-    assert not is_compiled(compile.leaves_graph)
+    assert not is_compiled(torch_internals.leaves_graph)
 
 
 @contract("torch._dynamo.eval_frame.OptimizedModule", "OptimizedModule._orig_mod")
 def _() -> None:
     module = nn.Linear(1, 1)
     compiled = torch.compile(module, backend="eager")
-    assert compile.original_of(cast("nn.Module", compiled)) is module
-    assert compile.original_of(module) is None
+    assert torch_internals.original_of(cast("nn.Module", compiled)) is module
+    assert torch_internals.original_of(module) is None
     assert list(cast("nn.Module", compiled).state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
 
 
@@ -364,8 +359,8 @@ def _() -> None:
             active.append(nn.parallel.DistributedDataParallel._get_active_ddp_module())
 
     wrapper: Any = object()
-    compile.call_module(wrapper, Looks(), (), {})
-    compile.call_module(None, Looks(), (), {})
+    torch_internals.call_module(wrapper, Looks(), (), {})
+    torch_internals.call_module(None, Looks(), (), {})
     assert active == [wrapper, None]
 
 
@@ -374,26 +369,26 @@ def _() -> None:
 
 @contract("torch.distributed.distributed_c10d._get_default_group")
 def _() -> None:
-    assert c10d.get_default_group() is dist.group.WORLD
+    assert torch_distributed.get_default_group() is dist.group.WORLD
 
 
 @contract("torch.distributed.distributed_c10d._get_default_store")
 def _() -> None:
-    c10d.get_default_store().set("contract", "kept")
-    assert c10d.get_default_store().get("contract") == b"kept"
+    torch_distributed.get_default_store().set("contract", "kept")
+    assert torch_distributed.get_default_store().get("contract") == b"kept"
 
 
 @contract("torch.distributed.distributed_c10d._exception_logger")
 def _() -> None:
     imported_earlier: Any = dist.barrier
-    cell = c10d.cell_of("barrier")
+    cell = torch_distributed.cell_of("barrier")
     assert cell is not None
     original, cell.cell_contents = cell.cell_contents, lambda: "replaced"
     try:
         assert imported_earlier() == "replaced"
     finally:
         cell.cell_contents = original
-    assert c10d.cell_of("monitored_barrier") is None
+    assert torch_distributed.cell_of("monitored_barrier") is None
 
 
 @contract(
@@ -406,15 +401,15 @@ def _() -> None:
     "torch._C._distributed_c10d._unregister_process_group",
 )
 def _() -> None:
-    group = c10d.get_default_group()
-    backend, store = c10d.get_known_groups()[group]
+    group = torch_distributed.get_default_group()
+    backend, store = torch_distributed.get_known_groups()[group]
     assert backend == "gloo"
     world: Any = dist.distributed_c10d._world
     for _attempt in range(2):  # the second time, the name is free again
         before = list(map(len, tables(world)))
-        opened = c10d.open_group(group, [0], "gloo", store, "contract/own", TIMEOUT)
-        assert opened in c10d.get_known_groups()
-        c10d.forget_group(opened, "contract/own")
+        opened = torch_distributed.open_group(group, [0], "gloo", store, "contract/own", TIMEOUT)
+        assert opened in torch_distributed.get_known_groups()
+        torch_distributed.forget_group(opened, "contract/own")
         assert list(map(len, tables(world))) == before
         assert all(opened not in table for table in tables(world))
         tensor = torch.ones(2)
@@ -431,17 +426,24 @@ def tables(world: Any) -> list[Any]:
 @contract("torch._C._distributed_c10d._broadcast_coalesced")
 def _() -> None:
     several = [torch.ones(2), torch.ones(1, dtype=torch.int64)]
-    c10d.broadcast_coalesced(c10d.get_default_group(), several, 2**20, 0)
+    torch_distributed.broadcast_coalesced(torch_distributed.get_default_group(), several, 2**20, 0)
     assert [tensor.tolist() for tensor in several] == [[1, 1], [1]]
 
 
 def abort_everything(_: World) -> int:
-    own = c10d.open_group(c10d.get_default_group(), [0], "gloo", c10d.get_default_store(), "contract/abort", TIMEOUT)
-    c10d.forget_group(own, "contract/abort")
+    own = torch_distributed.open_group(
+        torch_distributed.get_default_group(),
+        [0],
+        "gloo",
+        torch_distributed.get_default_store(),
+        "contract/abort",
+        TIMEOUT,
+    )
+    torch_distributed.forget_group(own, "contract/abort")
     dist.all_reduce(torch.ones(1), async_op=True)
     own.abort()
-    nccl.abort_known_groups()
-    return len(c10d.get_known_groups()) + dist.is_initialized()
+    torch_distributed.abort_known_groups()
+    return len(torch_distributed.get_known_groups()) + dist.is_initialized()
 
 
 @contract("torch.distributed.distributed_c10d._abort_process_group")
@@ -452,14 +454,14 @@ def _() -> None:
 @contract("ProcessGroup._set_group_name", "ProcessGroup._set_group_desc")
 def _() -> None:
     group: Any = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    assert nccl.nccl_of(group) is None
+    assert torch_distributed.nccl_of(group) is None
     assert group.bound_device_id is None
     group._register_backend(
         torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(dist.HashStore(), 0, 1, TIMEOUT)
     )
     group._set_group_name("contract/bare")
     assert group.group_name == "contract/bare"
-    assert nccl.nccl_of(group) is None
+    assert torch_distributed.nccl_of(group) is None
     tensor = torch.ones(2)
     group.allreduce([tensor]).wait()
 
@@ -487,7 +489,7 @@ def _() -> None:
 
 @contract("torch._C._distributed_c10d.AllgatherOptions")
 def _() -> None:
-    assert hasattr(c10d.AllgatherOptions(), "asyncOp")
+    assert hasattr(torch_distributed.AllgatherOptions(), "asyncOp")
 
 
 @contract("Store._underlying_non_prefix_store")
@@ -525,9 +527,9 @@ def _() -> None:
     "ProcessGroup._allgather_base", "ProcessGroup._reduce_scatter_base", "ProcessGroup._get_sequence_number_for_group"
 )
 def _() -> None:
-    group: Any = c10d.get_default_group()
+    group: Any = torch_distributed.get_default_group()
     gathered, scattered = torch.zeros(2, 2)
-    group._allgather_base(gathered, torch.ones(2), c10d.AllgatherOptions()).wait()
+    group._allgather_base(gathered, torch.ones(2), torch_distributed.AllgatherOptions()).wait()
     group._reduce_scatter_base(scattered, torch.ones(2), dist.ReduceScatterOptions()).wait()
     assert gathered.tolist() == scattered.tolist() == [1, 1]
     before = group._get_sequence_number_for_group()
@@ -540,7 +542,7 @@ def _() -> None:
 
 @contract("torch._C.Future")
 def _() -> None:
-    assert isinstance(torch.futures.Future(), ddp.Future)
+    assert isinstance(torch.futures.Future(), torch_distributed.Future)
 
 
 @contract("torch.distributed.GradBucket")
@@ -557,10 +559,10 @@ def _() -> None:
 @contract("torch.distributed.algorithms.join._JoinConfig", "Joinable._join_config")
 def _() -> None:
     wrapper: Any = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
-    assert ddp.make_disabled_join() == wrapper._join_config
+    assert torch_distributed.make_disabled_join() == wrapper._join_config
     with wrapper.join():
         assert wrapper._join_config.enable
-    assert not ddp.make_disabled_join().enable
+    assert not torch_distributed.make_disabled_join().enable
 
 
 @contract("Join._join_hooks", "Join._enable")
@@ -571,13 +573,13 @@ def _() -> None:
 
 @contract("torch.nn.parallel.distributed._MixedPrecision")
 def _() -> None:
-    policy = ddp.MixedPrecision(param_dtype=torch.bfloat16)
+    policy = torch_distributed.MixedPrecision(param_dtype=torch.bfloat16)
     assert (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype) == (torch.bfloat16, None, None)
 
 
 @contract("torch.distributed.utils._cast_forward_inputs")
 def _() -> None:
-    (number, (inner,)), keywords = ddp.cast_inputs(
+    (number, (inner,)), keywords = torch_distributed.cast_inputs(
         torch.bfloat16, [torch.ones(1), [torch.ones(1, dtype=torch.int64)]], {"a": torch.ones(1)}
     )
     assert (number.dtype, inner.dtype, keywords["a"].dtype) == (torch.bfloat16, torch.int64, torch.bfloat16)
@@ -585,7 +587,9 @@ def _() -> None:
 
 @contract("torch.distributed.utils._to_kwargs")
 def _() -> None:
-    inputs, keywords = ddp.move_inputs((torch.ones(1), "text"), {"a": [torch.ones(2)]}, torch.device("cpu"))
+    inputs, keywords = torch_distributed.move_inputs(
+        (torch.ones(1), "text"), {"a": [torch.ones(2)]}, torch.device("cpu")
+    )
     assert (inputs[0].item(), inputs[1], keywords["a"][0].tolist()) == (1, "text", [1, 1])
 
 
@@ -594,7 +598,7 @@ def _() -> None:
     first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     second.weight = first.weight
     module, before = nn.Sequential(first, second), first.weight
-    with ddp.replace_parameters(module, {"0.weight": torch.full((1, 1), 3.0)}):
+    with torch_distributed.replace_parameters(module, {"0.weight": torch.full((1, 1), 3.0)}):
         assert module(torch.ones(1)).item() == 9  # the tied one as well
     assert first.weight is before is second.weight
 
@@ -602,8 +606,8 @@ def _() -> None:
 @contract("torch.nn.modules.batchnorm._BatchNorm")
 def _() -> None:
     for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
-        assert issubclass(kind, ddp.AnyBatchNorm)
-    assert nn.BatchNorm1d.forward is ddp.AnyBatchNorm.forward
+        assert issubclass(kind, torch_distributed.AnyBatchNorm)
+    assert nn.BatchNorm1d.forward is torch_distributed.AnyBatchNorm.forward
 
 
 @contract("Parameter._in_backward_optimizers")
@@ -630,14 +634,14 @@ def _() -> None:
 @contract("torch.utils.data.dataloader._BaseDataLoaderIter")
 def _() -> None:
     iterator = iter(DataLoader([1, 2]))
-    assert isinstance(iterator, data.BatchIterator)
-    assert type(iterator).__next__ is data.BatchIterator.__next__
+    assert isinstance(iterator, torch_internals.BatchIterator)
+    assert type(iterator).__next__ is torch_internals.BatchIterator.__next__
 
 
 @contract("_BaseDataLoaderIter._dataset", "_BaseDataLoaderIter._index_sampler", "_BaseDataLoaderIter._num_workers")
 def _() -> None:
     loader = DataLoader([1, 2], batch_size=2)
-    assert data.parts_of(iter(loader)) == (loader.dataset, loader.batch_sampler, 0)
+    assert torch_internals.parts_of(iter(loader)) == (loader.dataset, loader.batch_sampler, 0)
 
 
 @contract("GradScaler._per_optimizer_states")
@@ -646,12 +650,12 @@ def _() -> None:
     optimizer = torch.optim.SGD([parameter])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(parameter.sum()).backward()
-    assert not amp.have_unscaled()
+    assert not torch_internals.have_unscaled()
     scaler.unscale_(optimizer)
-    assert amp.have_unscaled()
+    assert torch_internals.have_unscaled()
     scaler.step(optimizer)
     scaler.update()
-    assert not amp.have_unscaled()
+    assert not torch_internals.have_unscaled()
 
 
 @contract("LRScheduler._last_lr", "Optimizer.step._wrapped_by_lr_sched")
@@ -695,7 +699,7 @@ def _() -> None:
     worker: Any = torch.utils.data._utils.worker
     worker._worker_info = "a worker"
     try:
-        with data.hide_worker_info():
+        with torch_internals.hide_worker_info():
             assert get_worker_info() is None
         assert cast("object", get_worker_info()) == "a worker"
     finally:
@@ -712,7 +716,7 @@ def _() -> None:
 def _() -> None:
     iterator: Any = iter(DataLoader(cast("Any", range(2)), num_workers=1))
     (worker,) = iterator._workers
-    assert data.pipes_of(iterator)[0] is iterator._workers
+    assert torch_internals.pipes_of(iterator)[0] is iterator._workers
     assert next(iterator).item() == 0
     assert worker.is_alive()
     iterator._shutdown_workers()
@@ -743,7 +747,7 @@ def _() -> None:
         out.close()
         return "a process"
 
-    with elastic.starting_ranks_with(start):
+    with torch_elastic.starting_ranks_with(start):
         handler: Any = SubprocessHandler("python", ("-u",), {"RANK": "7"}, os.devnull, "", 0, None)
     assert started == [(("python", "-u"), "7", os.devnull, None)]
     assert handler.proc == "a process"
@@ -751,9 +755,9 @@ def _() -> None:
 
 @contract("torch.distributed.elastic.multiprocessing.api._terminate_process_handler")
 def _() -> None:
-    assert "signal.signal(sig, _terminate_process_handler)" in inspect.getsource(elastic.api.PContext.start)
-    with pytest.raises(elastic.api.SignalException):
-        elastic.api._terminate_process_handler(signal.SIGTERM, None)
+    assert "signal.signal(sig, _terminate_process_handler)" in inspect.getsource(torch_elastic.api.PContext.start)
+    with pytest.raises(torch_elastic.api.SignalException):
+        torch_elastic.api._terminate_process_handler(signal.SIGTERM, None)
 
 
 @contract("Optimizer._opt_called")

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline import Checkpointer, DistributedDataParallel
-from paceline.core.processes.world import World
-from paceline.core.telemetry.spans import Recorder, recorder
+from paceline.core.spans import Recorder, recorder
+from paceline.core.world import World
 from paceline.data import DataLoader
 
 BUCKETS = 2
@@ -92,6 +92,6 @@ def test_decisions_are_logged_for_who_wants_to_see_them(world: World, caplog: py
     model = DistributedDataParallel(nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
     records = [f"{record.name}: {record.getMessage()}" for record in caplog.records]
-    assert f"paceline.ddp.transport.opening: rank {world.rank}: gradients travel through shared memory" in records
-    order = "paceline.ddp.reducer.exchange: rank %d: buckets are in rank 0's order of arrival; bytes: 80"
+    assert f"paceline.ddp.channel: rank {world.rank}: gradients travel through shared memory" in records
+    order = "paceline.ddp.exchange: rank %d: buckets are in rank 0's order of arrival; bytes: 80"
     assert order % world.rank in records

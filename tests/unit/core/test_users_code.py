@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.core.telemetry.users_code import place_in
+from paceline.core.stacks import place_in
 from paceline.errors import UsageError
 from processes import paceline as run
 from processes import script

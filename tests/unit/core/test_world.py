@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.core.processes import world
-from paceline.core.processes.private_store import is_one_host
-from paceline.core.processes.world import World, current, init
-from paceline.core.torch_internals.distributed.c10d import get_default_store
+from paceline.core import world
+from paceline.core.stores import is_one_host
+from paceline.core.torch_distributed import get_default_store
+from paceline.core.world import World, current, init
 from paceline.errors import CommunicationError, UsageError, WorldError
 from processes import paceline
 from ranks import Ranks

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 from torch.utils.data import DataLoader as TorchLoader
 
-from paceline.core.processes.world import World
-from paceline.core.state.rng import set_seed
+from paceline.core.rng import set_seed
+from paceline.core.world import World
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.data.dataset_digest import outline_digest
 from paceline.ddp import DistributedDataParallel

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from forked import REAL_END, TIMEOUT_S, Forked, call
-from paceline.core.state.rng import rng_state
+from paceline.core.rng import rng_state
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.errors import DataError, UsageError
 

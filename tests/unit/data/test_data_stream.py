@@ -11,7 +11,7 @@ import torch
 from test_data_loader import equal
 from torch.utils.data import IterableDataset, get_worker_info
 
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.errors import CheckpointMismatch, DataError, UsageError
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from drawn import draws
 from paceline.data import DataLoader, GlobalBatchSampler
-from paceline.data.split.balance import split_by_cost
-from paceline.data.split.partition import slice_bounds
-from paceline.data.split.speeds import shares_by_speed
+from paceline.data.balance import split_by_cost
+from paceline.data.slices import shares_by_speed, slice_bounds
 from paceline.errors import UsageError
 
 speeds = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8).map(tuple)

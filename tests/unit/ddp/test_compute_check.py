@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.core.processes.world import World
-from paceline.ddp.slices.compute_check import Fault, describe, judge
+from paceline.core.world import World
+from paceline.ddp.compute_check import Fault, describe, judge
 from paceline.errors import UsageError, WrongComputation
 from ranks import Pools, run_ranks
 from sliced import Steps

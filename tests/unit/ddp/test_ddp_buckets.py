@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.ddp.options.buckets import Bucket, arrival_order, assign, overlap
+from paceline.ddp.buckets import Bucket, arrival_order, assign, overlap
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from insides import keep_versions
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CommunicationError, DesyncError
 from twins import Pools

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.topology import SPLIT
-from paceline.core.processes.world import World
-from paceline.ddp.transport.opening import TEST_HOST_CHANNEL, open_channel, open_host_group
+from paceline.core.world import World
+from paceline.ddp.channel import TEST_HOST_CHANNEL, open_channel, open_host_group
 from paceline.errors import CommunicationError
 from ranks import Pools
 

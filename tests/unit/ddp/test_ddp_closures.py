@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models import chain
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from ranks import Ranks

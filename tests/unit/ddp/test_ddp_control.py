@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.state.data_position import Origin
-from paceline.ddp.agreement.control_block import ControlBlock, Status
-from paceline.ddp.agreement.weight_block import UNWEIGHTED, WEIGHTED, compute_scale
+from paceline.core.data_position import Origin
+from paceline.ddp.control_block import ControlBlock, Status
+from paceline.ddp.weights import UNWEIGHTED, WEIGHTED, compute_scale
 from paceline.errors import DesyncError, NonFiniteGradient
 
 NAMES = ["a", "b.weight", "b.bias"]

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from insides import channel_of
-from paceline.core.processes.world import World
-from paceline.core.telemetry.spans import recorder
+from paceline.core.spans import recorder
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.agreement.control_block import ControlBlock
-from paceline.ddp.agreement.digest import StatusDigest, width
-from paceline.ddp.agreement.weight_block import UNWEIGHTED, WEIGHTED
-from paceline.ddp.reducer.exchange import USUAL_STEPS
+from paceline.ddp.control_block import ControlBlock
+from paceline.ddp.digest import StatusDigest, width
+from paceline.ddp.exchange import USUAL_STEPS
+from paceline.ddp.weights import UNWEIGHTED, WEIGHTED
 from paceline.errors import DesyncError
 from twins import Pools
 

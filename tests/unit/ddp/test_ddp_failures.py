@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from models import Trip
-from paceline.core.processes.world import World
-from paceline.core.torch_internals.autograd import GraphTask, queue_callback
-from paceline.ddp import DistributedDataParallel
-from paceline.ddp.engine import local
-from paceline.ddp.reducer import step as steps
+from paceline.core.torch_internals import GraphTask, queue_callback
+from paceline.core.world import World
+from paceline.ddp import DistributedDataParallel, local
+from paceline.ddp import step as steps
 from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient, UsageError
 from ranks import Ranks
 from twins import Pools, same_gradients

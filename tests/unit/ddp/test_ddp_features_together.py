@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from insides import step_in_backward
 from models import chain
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from twins import Pools

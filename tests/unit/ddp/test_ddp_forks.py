@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from forked import REAL_END
 from insides import channel_of, storage_of
 from paceline.comm.forking import keep_in_children
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CommunicationError
 from processes import paceline, script

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from deep import TINY, Deep, data
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from twins import Pools
 

@@ -22,13 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 from insides import backward_of, engine_of
 from models import Trip
-from paceline.core.processes.world import World
-from paceline.core.torch_internals.autograd import queue_callback
+from paceline.core.torch_internals import queue_callback
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.agreement.control_block import ControlBlock
-from paceline.ddp.reducer import step as steps
-from paceline.ddp.reducer.exchange import USUAL_STEPS, LateReading
-from paceline.ddp.transport.opening import TEST_HOST_CHANNEL
+from paceline.ddp import step as steps
+from paceline.ddp.channel import TEST_HOST_CHANNEL
+from paceline.ddp.control_block import ControlBlock
+from paceline.ddp.exchange import USUAL_STEPS, LateReading
 from paceline.errors import PacelineError, UsageError
 from twins import Pools
 

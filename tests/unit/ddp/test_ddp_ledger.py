@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.mean_loss_warning import LOOKS
-from paceline.ddp.agreement.step_guard import StepGuard
-from paceline.ddp.options.config import capacities
-from paceline.ddp.reducer.forwards import tensors_in
+from paceline.ddp.backward import tensors_in
+from paceline.ddp.ledger import Ledger
+from paceline.ddp.options import capacities
+from paceline.ddp.step_guard import StepGuard
+from paceline.ddp.weights import LOOKS
 from paceline.errors import UsageError
 
 
@@ -126,8 +126,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
         return read
 
-    monkeypatch.setattr("paceline.ddp.agreement.weight_block.is_queued", lambda _: True)
-    monkeypatch.setattr("paceline.ddp.agreement.weight_block.read_later", read_later)
+    monkeypatch.setattr("paceline.ddp.weights.is_queued", lambda _: True)
+    monkeypatch.setattr("paceline.ddp.weights.read_later", read_later)
     return numbers
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
 from deep import TINY, Deep, data
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.data import GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, gather_for_metrics, mean_over_ranks
 from paceline.errors import UsageError

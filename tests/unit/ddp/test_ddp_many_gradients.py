@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.core.torch_internals import tensors
-from paceline.ddp.options.buckets import Bucket
-from paceline.ddp.reducer import gradients as many
-from paceline.ddp.reducer.gradients import copy_into, grads_are_none, present
+from paceline.core import torch_internals
+from paceline.ddp import arrivals as many
+from paceline.ddp.arrivals import copy_into, grads_are_none, present
+from paceline.ddp.buckets import Bucket
 
 
 def parameters(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
@@ -41,7 +41,7 @@ def test_gradients_go_into_a_bucket_together_if_all_are_there_dense_and_fit(
     factor: float,
     large: int,
 ) -> None:
-    for module in (tensors, many):
+    for module in (torch_internals, many):
         monkeypatch.setattr(module, "LARGE", large)
     fit = [gradient is not None and gradient.shape == (2,) and not gradient.is_mkldnn for gradient in gradients]
     made = parameters(*(gradient if fits else None for gradient, fits in zip(gradients, fit, strict=True)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import chain
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from ranks import Ranks
 

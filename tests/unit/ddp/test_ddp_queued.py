@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from models import chain
-from paceline.core.processes.world import World
-from paceline.core.state import device_streams
-from paceline.ddp import DistributedDataParallel
-from paceline.ddp.extensions import finite_check
-from paceline.ddp.reducer import gradients as filling
-from paceline.ddp.transport import finisher
+from paceline.core import device_streams
+from paceline.core.world import World
+from paceline.ddp import DistributedDataParallel, extensions, finisher
+from paceline.ddp import arrivals as filling
 from paceline.errors import NonFiniteGradient
 from twins import Pools, same_tensor
 
@@ -38,7 +36,7 @@ class Stream:
 def queue(patch: pytest.MonkeyPatch) -> None:
     """Take the place of the device's streams."""
     stream = Stream()
-    for module in (device_streams, finisher, finite_check):
+    for module in (device_streams, finisher, extensions):
         patch.setattr(module, "is_queued", lambda _: True)
     patch.setattr(device_streams, "new_stream", lambda _: stream)
     patch.setattr(device_streams, "current_stream", lambda _: stream)
@@ -110,9 +108,9 @@ def checked(world: World) -> list[str]:
     reads: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         queue(patch)
-        found = finite_check.Magnitudes.found
+        found = extensions.Magnitudes.found
         plain_bool = Tensor.__bool__
-        patch.setattr(finite_check.Magnitudes, "found", lambda this: reads.append("found") or found(this))
+        patch.setattr(extensions.Magnitudes, "found", lambda this: reads.append("found") or found(this))
         patch.setattr(Tensor, "__bool__", lambda this: reads.append("bool") or plain_bool(this))
         for _ in range(2):
             reads.clear()

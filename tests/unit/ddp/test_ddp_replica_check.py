@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.core.processes.world import World
-from paceline.core.state.digests import PIECE, quick_digest
+from paceline.core.digests import PIECE, quick_digest
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.extensions.replica_check import drift
+from paceline.ddp.replica_check import drift
 from paceline.errors import ReplicaMismatch, UsageError
 from twins import Pools
 

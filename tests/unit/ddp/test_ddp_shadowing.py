@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.ddp.agreement.join_events import Event, Message, decode, encode, event_number
+from paceline.ddp.joined_steps import Event, Message, decode, encode, event_number
 from paceline.errors import DesyncError, UsageError
 
 BACKWARD, LAYER = Message(Event.BACKWARD), Message(Event.LAYER, 3, 17)

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from insides import engine_of, has_hook
-from paceline.core.processes.world import World
-from paceline.core.state.digests import weights_sha256
-from paceline.core.state.unwrapping import AveragingWrapper, unwrap
-from paceline.core.torch_internals.distributed.c10d import get_known_groups
+from paceline.core.digests import weights_sha256
+from paceline.core.torch_distributed import get_known_groups
+from paceline.core.unwrapping import AveragingWrapper, unwrap
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import ReplicaMismatch, UsageError, WorldError
 from processes import until

@@ -10,8 +10,8 @@ import torch
 
 from deep import TINY, Deep, data
 from insides import storage_of
-from paceline.core.processes.world import World
-from paceline.core.telemetry.spans import GRADIENT, recorder
+from paceline.core.spans import GRADIENT, recorder
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import WorldError
 from twins import Pools

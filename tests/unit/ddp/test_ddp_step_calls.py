@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
 from twins import Pools

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from models import chain
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.transport.opening import TEST_HOST_CHANNEL
+from paceline.ddp.channel import TEST_HOST_CHANNEL
 from twins import Pools
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from insides import engine_of
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from twins import Pools, same_gradients, same_tensor, same_weights

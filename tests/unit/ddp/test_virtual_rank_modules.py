@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from models import Average
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import UsageError

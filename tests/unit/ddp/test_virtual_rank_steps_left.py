@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from models import Average, Trip
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
 from ranks import Pools

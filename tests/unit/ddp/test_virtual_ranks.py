@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 
 import paceline
 from paceline import compression
-from paceline.core.processes.world import World
-from paceline.core.state.rng import seed_all
-from paceline.core.state.virtual_ranks import seed_of_slice
+from paceline.core.rng import seed_all
+from paceline.core.virtual_ranks import seed_of_slice
+from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import UsageError

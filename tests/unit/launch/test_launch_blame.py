@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from forked import REAL_END
+from paceline.launch import rank_processes
 from paceline.launch.agent import launch
 from paceline.launch.job import Job
-from paceline.launch.watching import rank_processes
 from processes import Running, paceline, script
 
 # With four ranks the wrong one was named in 7 of 11 deaths: what the others said of the dead one was taken for a cause.

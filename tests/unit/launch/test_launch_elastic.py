@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.telemetry.step_progress import STEPS, StepRecord, record_path
-from paceline.launch.failures import places
-from paceline.launch.failures.job_report import JobReport
-from paceline.launch.failures.places import Change, Places
-from paceline.launch.failures.verdict import Cause
+from paceline.core.step_progress import STEPS, StepRecord, record_path
+from paceline.launch import verdict
+from paceline.launch.job_report import JobReport
 from paceline.launch.restart_policy import GPUS, Restarts
+from paceline.launch.verdict import Cause, Change, Places
 from processes import paceline, script, strike
 
 # -- places ---------------------------------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ TRAIN = """
 import hashlib, json, os, sys, time, torch, paceline
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
-from paceline.core.telemetry.failpoints import strike
+from paceline.core.failpoints import strike
 
 virtual_ranks, wanted, dtype = int(sys.argv[1]) or None, int(sys.argv[2]), torch.float64
 world = paceline.init()
@@ -203,7 +202,7 @@ open(f"end-{world.rank}", "w").write(json.dumps([world.size, digest.hexdigest()]
 def prepare(orders: str) -> None:
     """Have ranks struck, and places that fail tried again after a second."""
     strike(orders)
-    places.REJOIN_S = 1.0
+    verdict.REJOIN_S = 1.0
 
 
 def trained(folder: Path, size: int, virtual_ranks: int, least: int | None = None, orders: str = "") -> dict[str, Any]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.failures.root_cause import headline
-from paceline.launch.watching.rank_processes import RankProcesses
+from paceline.launch.rank_processes import RankProcesses
+from paceline.launch.root_cause import headline
 from processes import Running, gone_after, paceline, script, until
 
 # Rank 0 waits in a collective that the other never joins.

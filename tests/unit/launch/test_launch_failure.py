@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.launch.failures.root_cause import End, failures, headline, raised, report, usage
-from paceline.launch.rank.failure_record import Record, blamed_by
+from paceline.launch.failure_record import Record, blamed_by
+from paceline.launch.root_cause import End, failures, headline, raised, report, usage
 
 
 def recorded(message: str, at: float, usage: bool = False, blamed: tuple[int, ...] | None = None) -> Record:

@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 
 from paceline import errors
-from paceline.core.telemetry.black_box import Snapshot
-from paceline.launch.rank import stack_dump
-from paceline.launch.watching import hang_detection, stack_requests
-from paceline.launch.watching.hang_detection import Sight, hanging
-from paceline.launch.watching.stack_requests import waiting_call
+from paceline.core.black_box import Snapshot
+from paceline.launch import hang_detection, stack_dump
+from paceline.launch.hang_detection import Sight, hanging, waiting_call
 from processes import Running, paceline, script, state_of, until
 
 TRAIN = """
@@ -80,7 +78,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 def patient() -> None:
     """Let ranks on a busy machine tell their stacks; those that can do so."""
-    stack_requests.ANSWER_S = 60.0
+    hang_detection.ANSWER_S = 60.0
 
 
 def less_patient() -> None:
@@ -281,15 +279,15 @@ busy()
 
 def test_a_rank_that_runs_python_writes_its_stacks_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Written from outside of the interpreter they ended one in some thousand.
-    monkeypatch.setattr(stack_requests, "POLITE_S", 60.0)
+    monkeypatch.setattr(hang_detection, "POLITE_S", 60.0)
     environment = {**os.environ, "PACELINE_BLACK_BOX": str(tmp_path), "LOCAL_RANK": "0"}
     with subprocess.Popen([sys.executable, "-c", BUSY], env=environment, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None
         rank.stdout.readline()
-        told = [stack_requests.request_stacks(tmp_path, {0: rank.pid}) for _ in range(2)]
+        told = [hang_detection.request_stacks(tmp_path, {0: rank.pid}) for _ in range(2)]
         assert rank.poll() is None
         rank.kill()
-    assert [stack_requests.main_thread(each[0])[0].rpartition(" in ")[2] for each in told] == ["busy", "busy"]
+    assert [hang_detection.main_thread(each[0])[0].rpartition(" in ")[2] for each in told] == ["busy", "busy"]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from loops import loop
-from paceline.launch.rank import printed_lines
+from paceline.launch import output
 from processes import Running, paceline, script
 
 PRINTS = """
@@ -128,7 +128,7 @@ time.sleep(120)
 
 def blocked_for_half_a_second() -> None:
     blocked()
-    printed_lines.STUCK_S = printed_lines.AT_END_S = 0.5
+    output.STUCK_S = output.AT_END_S = 0.5
 
 
 @pytest.mark.parametrize("options", [(), ("--tee", "3")])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.failures.root_cause import End
-from paceline.launch.rank import failure_record
+from paceline.launch import failure_record
+from paceline.launch.root_cause import End
 from processes import paceline, script
 
 LONG = 'try: raise KeyError("ACGT" * 250_000)\nexcept KeyError as error: raise ValueError("文" * 100_000) from error'

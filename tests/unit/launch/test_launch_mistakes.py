@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loops import loop
-from paceline.core.processes.missing_ranks import reason_of
+from paceline.core.missing_ranks import reason_of
 from paceline.errors import UsageError
 from paceline.launch import agent
 from paceline.launch.job import Job

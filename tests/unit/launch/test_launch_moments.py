@@ -13,14 +13,14 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.launch import agent
-from paceline.launch.failures.job_report import JobReport
 from paceline.launch.job import Job
+from paceline.launch.job_report import JobReport
 from processes import Running, paceline, script
 
 TRAIN = """
 import os, signal, sys, time, torch, paceline
 from pathlib import Path
-from paceline.core.telemetry.black_box import WAITING, path_of, read_box
+from paceline.core.black_box import WAITING, path_of, read_box
 # Where which ranks of which attempt strike: "backward:kill:1:0" is rank 1 of the first one.
 strikes = [strike.split(":") for strike in sys.argv[1:]]
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]

@@ -13,8 +13,8 @@ from torch.distributed.run import get_args_parser
 from paceline.errors import UsageError
 from paceline.launch import job
 from paceline.launch.job import Job, resolve_nproc, torchrun_environment
-from paceline.tools.cli import run_command, run_options
-from paceline.tools.cli.run_options import add_own_options
+from paceline.tools import run_command, run_options
+from paceline.tools.run_options import add_own_options
 
 
 @pytest.fixture

@@ -21,11 +21,10 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch.fork_server import policy
-from paceline.launch.fork_server import server as fork_server
-from paceline.launch.fork_server.client import ForkServer
-from paceline.launch.rank.hook.run_module import module_command
-from paceline.launch.watching.signals import HELD_BACK
+from paceline.launch import fork_client, fork_server
+from paceline.launch.fork_client import ForkServer
+from paceline.launch.hook.run_module import module_command
+from paceline.launch.signals import HELD_BACK
 from processes import Running, alive, descendants, gone_after, paceline, script, until
 
 SELF = """
@@ -191,12 +190,12 @@ def test_nothing_is_forked_from_a_process_with_threads(tmp_path: Path) -> None:
         ("import os, sys\nprint('hello')", ()),
         ("def main():\n    from torch import nn\nmain()", ("torch",)),
         ("import torch\noptimizer = torch.optim.SGD([], lr=1)", ("torch", "torch._dynamo")),
-        ("import paceline", ("torch", "torch._dynamo", *policy.LIBRARY)),
+        ("import paceline", ("torch", "torch._dynamo", *fork_client.LIBRARY)),
         ("from mine import main\nmain()", ("torch", "torch._dynamo")),
     ],
 )
 def test_modules_that_the_script_will_need_are_imported(text: str, modules: tuple[str, ...]) -> None:
-    assert policy.decide([sys.executable, "-u", "-c", text]).modules == modules
+    assert fork_client.decide([sys.executable, "-u", "-c", text]).modules == modules
 
 
 @pytest.mark.parametrize(
@@ -224,7 +223,7 @@ def test_modules_that_the_script_will_need_are_imported(text: str, modules: tupl
 )
 def test_a_script_that_sets_what_torch_reads_at_its_import_imports_it_itself(line: str, name: str | None) -> None:
     text = f"import os\n{line}\nimport torch"
-    decided = policy.decide([sys.executable, "-u", "-c", text])
+    decided = fork_client.decide([sys.executable, "-u", "-c", text])
     assert bool(decided.modules) == (name is None)
     assert (decided.note is not None and name is not None and name in decided.note) == (name is not None)
 
@@ -240,17 +239,17 @@ def test_a_script_that_sets_what_torch_reads_at_its_import_imports_it_itself(lin
     ],
 )
 def test_other_programs_are_started_as_they_are(command: list[str]) -> None:
-    assert policy.decide(command) == policy.Preloading()
+    assert fork_client.decide(command) == fork_client.Preloading()
 
 
 def test_the_environment_turns_it_off_for_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
     command = module_command("paceline.tools", "recipes.digits")
-    assert policy.decide(command).modules == ("torch", "torch._dynamo", *policy.LIBRARY)
-    monkeypatch.setenv(policy.SETTING, "0")
-    assert policy.decide(command) == policy.Preloading()
-    monkeypatch.setenv(policy.SETTING, "no")
+    assert fork_client.decide(command).modules == ("torch", "torch._dynamo", *fork_client.LIBRARY)
+    monkeypatch.setenv(fork_client.SETTING, "0")
+    assert fork_client.decide(command) == fork_client.Preloading()
+    monkeypatch.setenv(fork_client.SETTING, "no")
     with pytest.raises(UsageError, match="PACELINE_PRELOAD='no' is neither 0 nor 1"):
-        policy.decide(command)
+        fork_client.decide(command)
 
 
 @pytest.mark.parametrize(

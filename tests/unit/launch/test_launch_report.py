@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.errors import CommunicationError, DesyncError, WorldError
-from paceline.launch.rank import failure_record
+from paceline.launch import failure_record
 from processes import paceline, script
 
 

@@ -10,23 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.telemetry.step_progress import (
-    BEFORE,
-    RESCUE,
-    SPARE,
-    STEPS,
-    StepRecord,
-    job_folder,
-    record_path,
-    records_in,
-)
+from paceline.core.step_progress import BEFORE, RESCUE, SPARE, STEPS, StepRecord, job_folder, record_path, records_in
 from paceline.errors import WrongComputation
-from paceline.launch.failures.rank_state import State
-from paceline.launch.failures.root_cause import End, cause, identity
-from paceline.launch.failures.verdict import EARLY_S, LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
-from paceline.launch.rank import failure_record
-from paceline.launch.rank.failure_record import Record, may_pass
+from paceline.launch import failure_record
+from paceline.launch.failure_record import Record, may_pass
 from paceline.launch.restart_policy import Restarts
+from paceline.launch.root_cause import End, State, cause, identity
+from paceline.launch.verdict import EARLY_S, LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
 
 KEY = "0123456789abcdef"
 
@@ -300,7 +290,7 @@ def test_a_record_finds_room_when_memory_is_full(tmp_path: Path, monkeypatch: py
         return write(descriptor, data)
 
     restarts = Restarts(tmp_path, None)
-    monkeypatch.setattr("paceline.core.telemetry.step_progress.os.write", full)
+    monkeypatch.setattr("paceline.core.step_progress.os.write", full)
     start(tmp_path, [1])
     for step in range(2, 5):  # each start has the page of the one before the last
         restarts.begin()

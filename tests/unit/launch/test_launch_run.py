@@ -10,7 +10,7 @@ from textwrap import dedent
 
 import pytest
 
-from paceline.launch.rank.hook.run_module import module_command
+from paceline.launch.hook.run_module import module_command
 from processes import Running, paceline, script
 
 ALL_REDUCE = """

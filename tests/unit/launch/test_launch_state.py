@@ -7,11 +7,10 @@ import signal
 
 import pytest
 
-from paceline.core.telemetry.black_box import Raised, Snapshot
-from paceline.launch.failures.job_report import exception_of, failure_of
-from paceline.launch.failures.rank_state import NOT_BEGUN, State, doings, state_of
-from paceline.launch.failures.root_cause import End, headline, remarks
-from paceline.launch.rank.failure_record import Record
+from paceline.core.black_box import Raised, Snapshot
+from paceline.launch.failure_record import Record
+from paceline.launch.job_report import exception_of, failure_of
+from paceline.launch.root_cause import NOT_BEGUN, End, State, doings, headline, remarks, state_of
 
 
 def snapshot(phase: str, since: float, bucket: int | None = None, raised: Raised | None = None) -> Snapshot:

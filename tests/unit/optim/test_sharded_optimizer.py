@@ -23,7 +23,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import paceline
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.optim import ShardedOptimizer
 from twins import Pools

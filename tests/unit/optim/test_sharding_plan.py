@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawn import draws
-from paceline.optim.sharding_plan import Piece, cut_evenly, deal_out
+from paceline.optim.sharding import Piece, cut_evenly, deal_out
 
 
 @pytest.mark.parametrize(

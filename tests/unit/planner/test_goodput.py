@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.checkpoint.saving.due_saves import DAY_S
+from paceline.checkpoint.due_saves import DAY_S
 from paceline.planner.goodput import best_interval, goodput, save_seconds
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline import UsageError
 from paceline.planner.hardware import GBIT, UNKNOWN, between_link, device, device_or_unknown, inside_link, links, table
-from paceline.planner.workload import from_flags
+from paceline.planner.predictions import from_flags
 
 
 @pytest.mark.parametrize("name", ["devices", "links"])

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from paceline import UsageError
-from paceline.planner.calibration import PUBLISHED
-from paceline.planner.cluster import Cluster, Link
+from paceline.planner.hardware import PUBLISHED, Cluster, Link
 from paceline.planner.predictions import effects
 from paceline.planner.profiles import Profiled, fit, from_profiles, from_summary
 

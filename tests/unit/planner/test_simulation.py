@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawn import draws
-from paceline.planner.simulation import backward_timeline, simulate
-from paceline.planner.workload import Layer, Workload, equal_layers
+from paceline.planner.predictions import Layer, Workload, backward_timeline, equal_layers, simulate
 
 
 def workload(layers: Sequence[tuple[float, int]], *bucket_bytes: int, micro_batches: int = 1) -> Workload:

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.telemetry.spans import BACKWARD, COLLECTIVE, FORWARD, LAUNCH, OPTIMIZER, REDUCE, WAIT, Span
-from paceline.profiler.analysis.step_breakdown import account, find_bubbles, mean_of
-from paceline.profiler.records.clock_offsets import bound_offset, offset_at
-from paceline.profiler.records.steps import MEETING
-from paceline.profiler.report import step_parts
+from paceline.core.spans import BACKWARD, COLLECTIVE, FORWARD, LAUNCH, OPTIMIZER, REDUCE, WAIT, Span
+from paceline.profiler import step_parts
+from paceline.profiler.step_breakdown import account, find_bubbles, mean_of
+from paceline.profiler.steps import MEETING, bound_offset, offset_at
 from profile_records import GROUP, cut, records
 
 LABELS = [FORWARD, BACKWARD, LAUNCH, WAIT, COLLECTIVE, REDUCE, OPTIMIZER, "unknown"]

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from paceline.planner.critical_batch import NoiseScale
-from paceline.profiler.analysis.analyze import Report, summary
-from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
-from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.operator_table import OperatorTable, tabulate
-from paceline.profiler.analysis.step_breakdown import account, mean_of
-from paceline.profiler.recording.gradient_norms import GradientNorms
-from paceline.profiler.report import step_parts
+from paceline.profiler import step_parts
+from paceline.profiler.analyze import Report, summary
+from paceline.profiler.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
+from paceline.profiler.facts import Facts
+from paceline.profiler.operator_table import OperatorTable, tabulate
+from paceline.profiler.recorder import GradientNorms
+from paceline.profiler.step_breakdown import account, mean_of
 from profile_records import Timing, kinds, records, the, usual, verdict
 
 JITTER = random.Random(0)

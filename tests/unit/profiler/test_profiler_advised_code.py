@@ -13,7 +13,7 @@ import torch
 
 import paceline
 import paceline.data
-from paceline.profiler.analysis import rules
+from paceline.profiler import rules
 
 MODEL = paceline.DistributedDataParallel
 NAMES = {"paceline": paceline, "torch": torch, "model": MODEL, "Checkpointer": paceline.Checkpointer}

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.profiler.analysis.confidence import is_lasting, late_since
+from paceline.profiler.facts import is_lasting, late_since
 
 Busy = list[list[float]]
 

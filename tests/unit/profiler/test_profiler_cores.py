@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from paceline.profiler.analysis.analyze import Report, summary
-from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.operator_table import OperatorTable
-from paceline.profiler.page.layout import page
-from paceline.profiler.recording.host_load import quota
-from paceline.profiler.records.core_use import load_of, neighbours
-from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.report.advice import Advice
-from paceline.tools.profile.terminal_summary import print_summary
+from paceline.profiler.analyze import Report, summary
+from paceline.profiler.facts import Facts
+from paceline.profiler.host_load import load_of, neighbours, quota
+from paceline.profiler.operator_table import OperatorTable
+from paceline.profiler.page import page
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.rules import Advice
+from paceline.tools.profile_command import print_summary
 from profile_records import kinds, records, the, verdict
 
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from paceline.core.telemetry.spans import BACKWARD, FORWARD, WAIT, Recorder, Span
-from paceline.profiler.recording.device_times import LAG, DeviceTimes
-from paceline.profiler.records.steps import MEETING, Step
+from paceline.core.spans import BACKWARD, FORWARD, WAIT, Recorder, Span
+from paceline.profiler.steps import MEETING, Step
+from paceline.profiler.torch_spans import LAG, DeviceTimes
 from profile_records import cut
 
 

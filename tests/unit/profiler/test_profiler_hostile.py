@@ -12,10 +12,9 @@ import pytest
 
 from paceline import UsageError
 from paceline.profiler import profile
-from paceline.profiler.records.rank_file import FOLDER, path_of, trace_of, write_facts, write_steps
-from paceline.profiler.results import RESULTS, write_results
-from paceline.tools.profile.profile_command import ProfileSettings
-from paceline.tools.profile.terminal_summary import print_summary
+from paceline.profiler.profiling import RESULTS, write_results
+from paceline.profiler.rank_file import FOLDER, path_of, trace_of, write_facts, write_steps
+from paceline.tools.profile_command import ProfileSettings, print_summary
 from profile_records import records
 
 

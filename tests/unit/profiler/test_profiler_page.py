@@ -15,15 +15,13 @@ import pytest
 from rich.console import Console
 
 from browser import run_in_page
-from paceline.core.telemetry.spans import DONE, Span
-from paceline.profiler.analysis.analyze import Report
-from paceline.profiler.analysis.operator_table import Operator, OperatorTable
-from paceline.profiler.page import charts
-from paceline.profiler.page.charts import find_outliers
-from paceline.profiler.page.layout import page
-from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.report.advice import Advice
-from paceline.tools.profile.terminal_summary import parts_table
+from paceline.core.spans import DONE, Span
+from paceline.profiler.analyze import Report
+from paceline.profiler.operator_table import Operator, OperatorTable
+from paceline.profiler.page import find_outliers, page
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.rules import Advice
+from paceline.tools.profile_command import parts_table
 from profile_records import records, verdict
 
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">&amp;'
@@ -116,7 +114,7 @@ def test_every_report_becomes_a_whole_page_that_fetches_nothing(make: Any) -> No
 
 
 def test_many_ranks_and_steps_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(charts, "MOST_POINTS", 16_000)
+    monkeypatch.setattr(page, "MOST_POINTS", 16_000)
     large = verdict(made(32, 1003, slow=13, buckets=1))
     text = page(large)
     assert len(text.encode()) < LIMIT

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.telemetry.spans import BACKWARD, GRADIENT, LAUNCH, Span
+from paceline.core.spans import BACKWARD, GRADIENT, LAUNCH, Span
 from paceline.planner.profiles import from_profiles, from_summary
-from paceline.profiler.analysis.analyze import summary
-from paceline.profiler.analysis.bucket_timeline import gradient_times
-from paceline.profiler.analysis.plan import plan_of
-from paceline.profiler.records.steps import Step
+from paceline.profiler.analyze import summary
+from paceline.profiler.bucket_timeline import gradient_times
+from paceline.profiler.facts import plan_of
+from paceline.profiler.steps import Step
 from profile_records import records, usual, verdict
 
 

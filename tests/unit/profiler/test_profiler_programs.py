@@ -17,19 +17,17 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel, UsageError
-from paceline.core.processes.world import World
-from paceline.core.telemetry.spans import recorder
+from paceline.core.spans import recorder
+from paceline.core.world import World
 from paceline.planner.profiles import from_summary
-from paceline.profiler import profile
-from paceline.profiler.analysis.analyze import Report, read_facts, report_of
-from paceline.profiler.recording import recorder as session
-from paceline.profiler.recording import step_writer
-from paceline.profiler.recording.recorder import Session
-from paceline.profiler.records import rank_file
-from paceline.profiler.records.rank_file import FOLDER, path_of, read_ranks
-from paceline.profiler.records.steps import MOST
-from paceline.profiler.results import write_results
-from paceline.tools.profile.profile_command import ProfileSettings
+from paceline.profiler import profile, rank_file
+from paceline.profiler import recorder as session
+from paceline.profiler.analyze import Report, read_facts, report_of
+from paceline.profiler.profiling import write_results
+from paceline.profiler.rank_file import FOLDER, path_of, read_ranks
+from paceline.profiler.recorder import Session
+from paceline.profiler.steps import MOST
+from paceline.tools.profile_command import ProfileSettings
 from processes import paceline
 from ranks import Pools, Ranks, run_ranks
 
@@ -273,7 +271,7 @@ def on_a_full_disk(world: World, folder: Path) -> int:
         [number] = (int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == file)
         with Path("/dev/full").open("w") as device:
             os.dup2(device.fileno(), number)  # nothing more goes into it
-        step_writer.FLUSH_S = 0.0  # type: ignore[misc]
+        session.FLUSH_S = 0.0  # type: ignore[misc]
         step(*training, 5)
         assert not recorder.on
     return 5

@@ -15,14 +15,14 @@ from subprocess import PIPE
 import pytest
 import torch
 
-from paceline.core.telemetry.spans import LAUNCH, Span
-from paceline.profiler.analysis.operator_table import OperatorTable
-from paceline.profiler.recording import stack_samples
-from paceline.profiler.recording.batches import Forwards
-from paceline.profiler.recording.host_load import CollectorPauses, HostLoad, busy_seconds, own_seconds
-from paceline.profiler.recording.stack_samples import StackSampler, between_spans, function_of
-from paceline.profiler.records.rank_file import RankRecord
-from paceline.profiler.records.steps import Step
+from paceline.core.spans import LAUNCH, Span
+from paceline.profiler import stack_samples
+from paceline.profiler.host_load import CollectorPauses, HostLoad, busy_seconds, own_seconds
+from paceline.profiler.operator_table import OperatorTable
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.recorder import Forwards
+from paceline.profiler.stack_samples import StackSampler, between_spans, function_of
+from paceline.profiler.steps import Step
 from processes import until
 from profile_records import Timing, kinds, records, the, usual, verdict
 

@@ -17,13 +17,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import DistributedDataParallel, UsageError
-from paceline.core.processes.world import World
-from paceline.core.telemetry.spans import recorder
+from paceline.core.spans import recorder
+from paceline.core.world import World
 from paceline.optim import ShardedOptimizer
 from paceline.profiler import profile
-from paceline.profiler.recording.host_load import CollectorPauses
-from paceline.profiler.records.rank_file import KILLED, path_of, read_ranks
-from paceline.profiler.results import write_results
+from paceline.profiler.host_load import CollectorPauses
+from paceline.profiler.profiling import write_results
+from paceline.profiler.rank_file import KILLED, path_of, read_ranks
 from ranks import Pools
 
 STEPS = 28

@@ -12,26 +12,15 @@ import torch
 from torch import nn
 
 from paceline import DistributedDataParallel
-from paceline.core.processes.world import World
-from paceline.core.telemetry.spans import (
-    BACKWARD,
-    FORWARD,
-    LAUNCH,
-    OPTIMIZER,
-    REDUCE,
-    SENT,
-    WAIT,
-    Span,
-)
+from paceline.core.spans import BACKWARD, FORWARD, LAUNCH, OPTIMIZER, REDUCE, SENT, WAIT, Span
+from paceline.core.world import World
 from paceline.profiler import profile
-from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
-from paceline.profiler.analysis.facts import Facts
-from paceline.profiler.analysis.operator_table import OperatorTable, operators_in, overlap_of_kernels
-from paceline.profiler.records.intervals import shared
-from paceline.profiler.records.rank_file import trace_of
-from paceline.profiler.records.steps import Step
-from paceline.profiler.records.trace_file import read_trace
-from paceline.profiler.traces.chrome_trace import trace_events
+from paceline.profiler.bucket_timeline import bucket_times, detailed_steps, reduced_and_hidden
+from paceline.profiler.chrome_trace import trace_events
+from paceline.profiler.facts import Facts
+from paceline.profiler.operator_table import OperatorTable, operators_in, overlap_of_kernels, read_trace
+from paceline.profiler.rank_file import trace_of
+from paceline.profiler.steps import Step, shared
 from profile_records import records
 from ranks import run_ranks
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from twins import Pools
 
 ROOT = Path(__file__).parents[3]

@@ -8,7 +8,7 @@ import shlex
 import pytest
 from test_docs import PAGES, ROOT
 
-from paceline.tools.cli import run_command
+from paceline.tools import run_command
 from processes import run_here
 
 LINE = re.compile(r"^    (?:[A-Z_]+=\S+ )*(paceline .*?)(?: {2,}.*)?$", re.MULTILINE)

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from paceline import UsageError
-from paceline.planner.calibration import PUBLISHED, Calibration
-from paceline.planner.hardware import GBIT
+from paceline.planner.hardware import GBIT, PUBLISHED, Calibration
 from published.fit import Columns, fitted_to
 from published.rows import COLUMNS, Row, read
 from published.validation import Checked, by_source, cross_validate, score

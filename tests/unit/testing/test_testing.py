@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-import paceline.testing.pytest_plugin.controller  # or each run inside would load it, and forget it
-from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
+import paceline.testing.plugin  # or each run inside would load it, and forget it
+from paceline.core.torch_elastic import OPTIMIZERS_NEED
 from processes import TIMEOUT_S, paceline, script
 
 importlib.import_module(OPTIMIZERS_NEED)  # likewise

@@ -14,11 +14,9 @@ import pytest
 from paceline.comm.algorithms import build
 from paceline.errors import UsageError
 from paceline.tools.bench import measure
-from paceline.tools.bench.backends import OURS
-from paceline.tools.bench.bench_config import OPS, parse_ops, parse_sizes
-from paceline.tools.bench.report import document
-from paceline.tools.bench.rows import Row
-from paceline.tools.bench.turns import take_turns
+from paceline.tools.bench.bench_command import OPS, parse_ops, parse_sizes
+from paceline.tools.bench.measure import OURS, take_turns
+from paceline.tools.bench.report import Row, document
 from processes import Running, gone_after, paceline, until
 
 

@@ -19,12 +19,12 @@ import typer
 import paceline
 from paceline.errors import UsageError
 from paceline.launch import agent
+from paceline.launch.hook.run_module import module_command
 from paceline.launch.job import Job
 from paceline.launch.options import Supervision
-from paceline.launch.rank.hook.run_module import module_command
-from paceline.tools.cli import main as cli
+from paceline.tools import main as cli
+from paceline.tools.program import option
 from paceline.tools.recipes import commands as recipe_commands
-from paceline.tools.shared.program import option
 from processes import TIMEOUT_S
 from processes import paceline as run_command
 

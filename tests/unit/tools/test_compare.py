@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.output.wording import digits
-from paceline.tools.compare.comparison import Row, figures, weights_difference
+from paceline.core.messages import digits
+from paceline.tools.compare.measured_run import TURN, Turns
 from paceline.tools.compare.modes import MODES, Way, choose_ways
-from paceline.tools.compare.report import COLUMNS, notes
-from paceline.tools.compare.turn_taking import TURN, Turns
+from paceline.tools.compare.report import COLUMNS, Row, figures, notes, weights_difference
 from processes import Running, alive, paceline, script
 
 SCRIPT = """

@@ -14,11 +14,9 @@ from rich.console import Console
 
 from browser import run_in_page
 from paceline.comm.algorithms import NAMES, Schedule, build
+from paceline.tools.explain import buckets, collectives
 from paceline.tools.explain.explain_command import KNOWN, scenes
-from paceline.tools.explain.page import page
-from paceline.tools.explain.scene import Frame
-from paceline.tools.explain.sheet import sheet
-from paceline.tools.explain.subjects import buckets, schedules
+from paceline.tools.explain.scene import Frame, page, sheet
 
 PICTURES = Path(__file__).parents[3] / "docs" / "pictures"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -58,8 +56,8 @@ def drawn_cells(frame: Frame, size: int, rows: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", ANY_SCHEDULE)
 def test_frames_show_what_ranks_hold_when_the_schedule_is_run_with_numbers(name: str, size: int) -> None:
     schedule = build(name, size)
-    shown = [drawn_cells(frame, size, schedule.chunks) for frame in schedules.scene(schedule).frames]
-    needed = [torch.tensor(state) for state in schedules.used_later(schedule)]
+    shown = [drawn_cells(frame, size, schedule.chunks) for frame in collectives.scene(schedule).frames]
+    needed = [torch.tensor(state) for state in collectives.used_later(schedule)]
     assert shown == [(state * mask).tolist() for state, mask in zip(play(schedule), needed, strict=True)]
 
 
@@ -136,7 +134,7 @@ def test_the_table_says_whose_parts_are_in_each_sum() -> None:
     schedule = build("ring_all_reduce", 3)
     said = [re.findall(r"[·012]{3}|–", line) for line in printed("ring", 3).splitlines()]
     rows = [cells for cells in said if len(cells) == 3]
-    needed = schedules.used_later(schedule)
+    needed = collectives.used_later(schedule)
     want = [
         ["".join(str(r) if value >> r & 1 else "·" for r in range(3)) if used else "–" for value, used in pairs]
         for state, mask in zip(play(schedule), needed, strict=True)

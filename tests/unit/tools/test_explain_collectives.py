@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.tools.explain.buckets import BANDWIDTH, LATENCY
+from paceline.tools.explain.collectives import BEFORE_2_13, Collective, collectives, outcome, states
+from paceline.tools.explain.drawing import Cell
 from paceline.tools.explain.explain_command import MOST_RANKS
-from paceline.tools.explain.grid import Cell
-from paceline.tools.explain.subjects.buckets import BANDWIDTH, LATENCY
-from paceline.tools.explain.subjects.collectives import BEFORE_2_13, Collective, collectives, outcome
-from paceline.tools.explain.subjects.schedules import states
 
 
 def numbers(cells: list[Cell], row_of: list[int]) -> torch.Tensor:

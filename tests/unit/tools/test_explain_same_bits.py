@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.data import DataLoader
-from paceline.tools.explain.subjects.slices import expression, steps
+from paceline.tools.explain.slices import expression, steps
 from ranks import Pools
 
 

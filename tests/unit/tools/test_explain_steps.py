@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.tools.explain import bubble
 from paceline.tools.explain.explain_command import MOST_RANKS
-from paceline.tools.explain.subjects import bubble
 
 RANKS = [2, MOST_RANKS]
 

@@ -12,19 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.core.processes.world import World
-from paceline.core.state.rng import set_seed
-from paceline.core.state.unwrapping import unwrap
-from paceline.tools.recipes.gpt import GPT
-from paceline.tools.recipes.lm import LmConfig, optimizer_for, train_lm, written_on
-from paceline.tools.recipes.text import (
-    IGNORED,
-    Characters,
-    Windows,
-    make_corpus,
-    read_text,
-    split,
-)
+from paceline.core.rng import set_seed
+from paceline.core.unwrapping import unwrap
+from paceline.core.world import World
+from paceline.tools.recipes.datasets import IGNORED, Characters, Windows, make_corpus, read_text, split
+from paceline.tools.recipes.lm import GPT, LmConfig, optimizer_for, train_lm, written_on
 from twins import Pools
 
 SMALL: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "context": 16, "warmup_steps": 5, "sample": 0}

@@ -21,13 +21,20 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from insides import under_way
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.errors import installing
 from paceline.optim import ShardedOptimizer, sharding
 from paceline.tools.memory_estimate.activations import Activations, Batch, activations_of
-from paceline.tools.memory_estimate.footprints import DDP, FSDP2, SHARDED, TORCH_DDP, Footprint, Training
+from paceline.tools.memory_estimate.footprints import (
+    DDP,
+    FSDP2,
+    SHARDED,
+    TORCH_DDP,
+    Footprint,
+    Training,
+    parse_optimizer,
+)
 from paceline.tools.memory_estimate.models import BuiltModel
-from paceline.tools.memory_estimate.optimizer_state import parse_optimizer
 from twins import Pools
 
 SMOLLM2 = {

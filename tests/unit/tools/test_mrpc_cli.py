@@ -57,7 +57,7 @@ def test_without_network_one_line_says_which_flags_make_it_run(tmp_path: Path, m
 
 
 def test_a_hub_that_does_not_answer_is_waited_for_seconds_not_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.tools.shared import hub
+    from paceline.tools import hub
 
     server, url = silent_port()
     monkeypatch.setenv("HF_ENDPOINT", url)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.tools.recipes.mrpc import remark
-from paceline.tools.recipes.pairs import (
+from paceline.tools.recipes.datasets import (
     COLUMNS,
     Pair,
     TokenizedPairs,
@@ -18,6 +17,7 @@ from paceline.tools.recipes.pairs import (
     read_folder,
     read_pairs,
 )
+from paceline.tools.recipes.mrpc import remark
 from real_data import real_data
 
 HEADER = "\t".join(COLUMNS)

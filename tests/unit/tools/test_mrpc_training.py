@@ -17,12 +17,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from paceline.core.processes.world import World
-from paceline.core.state.digests import weights_sha256
+from paceline.core.digests import weights_sha256
+from paceline.core.world import World
 from paceline.errors import UsageError
 from paceline.tools.recipes import mrpc
+from paceline.tools.recipes.datasets import COLUMNS, read_folder, read_pairs
 from paceline.tools.recipes.mrpc import MrpcConfig, train_mrpc
-from paceline.tools.recipes.pairs import COLUMNS, read_folder, read_pairs
 from processes import paceline
 from twins import Pools
 

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.fork_server import policy
+from paceline.launch import fork_client
 from paceline.tools.notebook.cell_parser import Start, parsed_start, pulled, ranks_in, routed
-from paceline.tools.notebook.kernel.errors import Shown
-from paceline.tools.notebook.kernel.execution import Conversation
-from paceline.tools.notebook.kernel.processes import Process, Processes
+from paceline.tools.notebook.execution import Conversation, Shown
 from paceline.tools.notebook.magics import RankMagics
+from paceline.tools.notebook.processes import Process, Processes
 
 
 def run_all(text: str) -> str:
@@ -145,7 +144,7 @@ def test_a_rank_that_prints_without_end_does_not_keep_the_kernel() -> None:
 @pytest.fixture
 def unforked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
     """The processes of a notebook with one rank, which no server forks."""
-    monkeypatch.setenv(policy.SETTING, "0")
+    monkeypatch.setenv(fork_client.SETTING, "0")
     processes = Processes(Start(1))
     yield processes
     processes.close()

@@ -8,9 +8,8 @@ from multiprocessing import Pipe
 
 import pytest
 
-from paceline.core.processes.world import World
-from paceline.tools.notebook.rank.main import Rank
-from paceline.tools.notebook.rank.shell import Channel
+from paceline.core.world import World
+from paceline.tools.notebook.rank import Channel, Rank
 from twins import Pools
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline import errors
-from paceline.tools.notebook.kernel.hang_detection import Wait, wait_in
-from paceline.tools.notebook.kernel.output import PATIENCE_S, Folding
+from paceline.tools.notebook.execution import Wait, wait_in
+from paceline.tools.notebook.output import PATIENCE_S, Folding
 
 
 def folded(*printed: str, ended: bool = True) -> str:

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline.planner.cluster import Cluster, Link
 from paceline.planner.goodput import goodput
-from paceline.planner.predictions import Job
-from paceline.planner.workload import equal_layers
-from paceline.tools.plan.outlook import Outlook, document, look_ahead
-from paceline.tools.plan.plot import plot_outlook
-from paceline.tools.plan.report import notes, trainings_table
+from paceline.planner.hardware import Cluster, Link
+from paceline.planner.predictions import Job, equal_layers
+from paceline.tools.plan.report import Outlook, document, look_ahead, notes, plot_outlook, trainings_table
 
 JOB = Job(equal_layers(0.1, 4e8, 8), Cluster(8, Link("nvlink", 3e11, 1e-6, "peer"), Link("net", 5e10, 1e-5, "rdma")))
 

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.errors import MissingExtra, UsageError, installing
 from paceline.tools.recipes.configs import DEFAULT_MODEL, DigitsConfig, LmConfig, MrpcConfig
-from paceline.tools.recipes.pairs import COLUMNS
+from paceline.tools.recipes.datasets import COLUMNS
 
 ROW = "1\t1\t2\tA cat .\tThe cat ."
 
@@ -123,7 +123,7 @@ NEEDS = {
 @pytest.mark.parametrize("package", NEEDS)
 def test_without_a_package_the_pip_command_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     present = lambda name: None if name == package else find_spec(name)  # noqa: E731
-    monkeypatch.setattr("paceline.tools.recipes.options.find_spec", present)
+    monkeypatch.setattr("paceline.tools.recipes.configs.find_spec", present)
     config, extra = NEEDS[package]
     with pytest.raises(MissingExtra, match=rf"'{package}'.*{re.escape(installing(extra))}"):
         config.check()

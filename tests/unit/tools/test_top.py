@@ -13,20 +13,19 @@ from typing import Any
 
 import pytest
 
-from paceline.core.output.wording import duration
-from paceline.core.telemetry.job_directory import PARENT, JobNote
+from paceline.core.job_directory import PARENT, JobNote
+from paceline.core.messages import duration
 from paceline.errors import UsageError
+from paceline.launch.hook.run_module import module_command
 from paceline.launch.job import title_of
-from paceline.launch.rank.hook.run_module import module_command
-from paceline.tools.top.rank_status import ENDED, RUNNING, STARTING, RankStatus, describe, find_straggler
-from paceline.tools.top.top_command import choose
+from paceline.tools.top import ENDED, RUNNING, STARTING, RankStatus, choose, describe, find_straggler
 from processes import Running, paceline, script, until
 
 SLEEP_S = 0.1
 TRAIN = f"""
 import os, time, torch, paceline
 from pathlib import Path
-from paceline.core.telemetry.black_box import WAITING, path_of, read_box
+from paceline.core.black_box import WAITING, path_of, read_box
 world = paceline.init("gloo")
 
 def waits(rank, step):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.core.processes.world import World
-from paceline.core.state.rng import rng_state
+from paceline.core.rng import rng_state
+from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.train import Evaluation, evaluate

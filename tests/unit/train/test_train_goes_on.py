@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint import Checkpointer, checkpointer
-from paceline.checkpoint.loading import restore as restoring
-from paceline.checkpoint.recovery.interrupts import Interrupts
-from paceline.checkpoint.saving import run_folder, writer
-from paceline.checkpoint.saving.due_saves import DueSaves
-from paceline.core.processes.world import World
-from paceline.core.state.rng import rng_state, set_seed
+from paceline.checkpoint import Checkpointer, checkpointer, run_folder, saving
+from paceline.checkpoint import restore as restoring
+from paceline.checkpoint.due_saves import DueSaves
+from paceline.checkpoint.signals import Interrupts
+from paceline.core.rng import rng_state, set_seed
+from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
@@ -240,15 +239,15 @@ def checkpointer_is_struck(world: World, folder: str) -> list[Any]:
     checkpoints = Checkpointer(folder, async_save=True)
     checkpoints.register("layer", layer)
     weights = layer.weight.detach().clone()
-    struck(writer.Writer, "save", 1, 1, lambda: checkpoints.save(1))
+    struck(saving.Writer, "save", 1, 1, lambda: checkpoints.save(1))
     checkpoints.save(2)
-    struck(writer.Writer, "join", 1, 2, checkpoints.wait)
+    struck(saving.Writer, "join", 1, 2, checkpoints.wait)
     checkpoints.save(3)  # an assertion failed, as nobody had waited for the one before
     nn.init.zeros_(layer.weight)
     struck(restoring.Loading, "load", 1, 1, checkpoints.restore)
     steps.append(torch.equal(layer.weight, weights))
     checkpoints.save(4)
-    struck(writer.Writer, "join", 2, 2, checkpoints.close)
+    struck(saving.Writer, "join", 2, 2, checkpoints.close)
     with pytest.raises(UsageError, match="another run is using"):  # not released before all is written
         Checkpointer(folder)
     checkpoints.close()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from paceline.core.processes.world import World
-from paceline.core.state.rng import rng_state
+from paceline.core.rng import rng_state
+from paceline.core.world import World
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.train import TrainConfig, Trainer, predict

@@ -11,7 +11,7 @@ from torch import nn
 
 from device_watch import queued_operations
 from insides import TorchDispatchMode
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.train import Evaluation, TrainConfig, Trainer, evaluate

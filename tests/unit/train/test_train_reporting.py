@@ -17,14 +17,13 @@ import pytest
 import torch
 
 from forked import call
-from paceline.core.processes.world import World
+from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import installing
 from paceline.train import Evaluation, TrainConfig, Trainer
-from paceline.train.metrics.loggers import JsonLines, Loggers, MLflow, TensorBoard, WeightsAndBiases
-from paceline.train.metrics.progress import ProgressDisplay
-from paceline.train.metrics.running_means import LossAverage
+from paceline.train.loggers import JsonLines, Loggers, MLflow, ProgressDisplay, TensorBoard, WeightsAndBiases
+from paceline.train.metrics import LossAverage
 from ranks import TIMEOUT_S
 from trainings import Points, Run, net, optimizer_of, refusal, squared_error, squared_loss
 from twins import Pools

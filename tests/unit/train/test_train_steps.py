@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
-from paceline.core.processes.world import World
-from paceline.core.state.digests import weights_sha256
+from paceline.core.digests import weights_sha256
+from paceline.core.world import World
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
 from paceline.train import Evaluation, Result, TrainConfig, Trainer

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from paceline.core.processes.world import World
-from paceline.core.state.digests import weights_sha256
+from paceline.core.digests import weights_sha256
+from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.optim import ShardedOptimizer

@@ -33,13 +33,13 @@ def _leave() -> None:
             raise
 
 
-def _load(module: str, package: str = "rank") -> ModuleType:
+def _load(module: str) -> ModuleType:
     """Load a module of the launcher by path, because importing paceline would import torch."""
     from importlib.util import module_from_spec, spec_from_file_location
 
-    launcher = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    launcher = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     name = "_paceline_" + module
-    spec = spec_from_file_location(name, os.path.join(launcher, package, module + ".py"))
+    spec = spec_from_file_location(name, os.path.join(launcher, module + ".py"))
     assert spec is not None
     assert spec.loader is not None
     sys.modules[name] = loaded = module_from_spec(spec)  # dataclasses look up their module there
@@ -49,7 +49,7 @@ def _load(module: str, package: str = "rank") -> ModuleType:
 
 def _serve() -> None:
     """Fork ranks; returns only in a rank."""
-    child, server = _load("child"), _load("server", "fork_server")
+    child, server = _load("child"), _load("fork_server")
     server.serve(os.environ.pop(FORK_SERVER), int(os.environ["PACELINE_LAUNCHER"]), child.die_with)
     for module in (child, server):
         del sys.modules[module.__name__]

@@ -1,15 +1,77 @@
-"""The command ``paceline bench``."""
+"""The command ``paceline bench``, whose options are validated before any rank starts."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from paceline.core.output.commands import Commands
-from paceline.tools.bench.bench_config import OPS, SIZES, BenchConfig, parse_ops, parse_sizes
-from paceline.tools.shared.program import start_program
+from paceline.core.command_line import Commands
+from paceline.core.output_files import check_chart, check_file
+from paceline.errors import UsageError
+from paceline.tools.program import ProgramConfig, start_program
+
+OPS = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
+SIZES = "1K,4K,16K,64K,256K,1M,4M,25M"
+ELEMENT = 4
+"""Bytes of a float32. Other dtypes are not measured."""
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+COPIES = 4
+"""Maximum number of tensors that a rank holds at once: one per variant, and a buffer of the backend."""
+
+
+@dataclass(frozen=True)
+class BenchConfig(ProgramConfig):
+    """Options of ``paceline bench collectives``."""
+
+    sizes: list[int]
+    """Bytes of the whole tensor."""
+    ops: list[str]
+    json: str | None
+    plot: str | None
+
+    def check(self, ranks: int) -> None:
+        """Reject options that would fail on `ranks` ranks."""
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        needed = max(self.sizes) * ranks * COPIES
+        if needed > available:
+            raise UsageError(
+                f"--sizes: {max(self.sizes)} bytes on {ranks} ranks need {needed} bytes of memory, but this host has "
+                f"{available // 2**30} GiB; give smaller sizes"
+            )
+        check_file("--json", self.json)
+        check_chart("--plot", self.plot)
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Return sizes in bytes in ascending order: ``"4K,1M"`` is ``[4096, 1048576]``."""
+    sizes = set()
+    for part in text.split(","):
+        matched = re.fullmatch(r"(\d+)\s*([KMG]?)(I?B)?", part.strip().upper())
+        if matched is None:
+            raise UsageError(f"--sizes: {part.strip()!r} is not a size; give bytes with K, M or G, such as 4K,1M,25M")
+        size = int(matched[1]) * UNITS[matched[2]]
+        if size < ELEMENT or size % ELEMENT:
+            raise UsageError(f"--sizes: {part.strip()!r} is not a multiple of {ELEMENT} bytes, the size of a float32")
+        sizes.add(size)
+    return sorted(sizes)
+
+
+def parse_ops(text: str) -> list[str]:
+    """Return the comma-separated names in `text`, each once, in the order of :data:`OPS`."""
+    names = [part.strip().replace("-", "_") for part in text.split(",")]
+    for name in names:
+        if name not in OPS:
+            raise UsageError(f"--ops: {name!r} is unknown; choose among {', '.join(OPS)}")
+    return [name for name in OPS if name in names]
+
+
+# The command ``paceline bench``.
+
 
 EXAMPLES = """Examples:
 

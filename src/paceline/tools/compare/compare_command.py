@@ -3,27 +3,75 @@
 from __future__ import annotations
 
 import json
+import logging
+import signal
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
+from paceline.core.host import cores
+from paceline.core.messages import counted, say
 from paceline.core.option_rules import whole_number
-from paceline.core.output.charts import check_chart, write_chart
-from paceline.core.output.files import check_file, write_file
-from paceline.core.output.messages import say
-from paceline.core.output.wording import counted
+from paceline.core.output_files import check_chart, check_file, write_chart, write_file
 from paceline.errors import UsageError
-from paceline.launch.host_limits import cores
-from paceline.launch.job import Job
-from paceline.launch.rank.hook.run_module import module_command
+from paceline.launch.agent import run
+from paceline.launch.hook.run_module import module_command
+from paceline.launch.job import Job, farewell
+from paceline.launch.signals import Caught, Stopped
 from paceline.tools.compare import report
-from paceline.tools.compare.comparison import figures
-from paceline.tools.compare.launch_together import launch_together
 from paceline.tools.compare.modes import MODES, Run, Way
+from paceline.tools.compare.report import figures
+
+# Several jobs on this host that run at the same time and end together.
+
+
+def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) -> tuple[int, str]:
+    """Start `jobs` and wait for them. If one fails, stop the others.
+
+    Args:
+        jobs: the jobs, by name.
+        has_worked: returns whether the job with this name did its work; called only if its ranks ended without errors.
+
+    Returns:
+        The exit code as from :func:`~paceline.launch.agent.launch`, and the name of the first job to fail, if any.
+    """
+    # In a thread, torchelastic warns that ranks may outlive their launcher, but Paceline's are tied to it.
+    torchelastic = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    torchelastic.addFilter(lambda record: "running on a child thread" not in str(record.msg))
+    failed: list[tuple[int, str]] = []
+
+    def run_into(future: Future[int], job: Job) -> None:
+        try:
+            future.set_result(run(job, caught))
+        except BaseException as error:
+            future.set_exception(error)
+
+    with Caught() as caught, ExitStack() as ends:
+        running = {Future[int](): name for name in jobs}
+        # Use a thread per job, because torchelastic blocks its caller. Do not use a thread pool, because a forked rank
+        # would try to join the threads of the pool.
+        for future, name in running.items():
+            thread = threading.Thread(target=run_into, args=(future, jobs[name]))
+            thread.start()
+            ends.callback(thread.join)  # even after an error, so that signals are caught until all jobs have ended
+        while running:
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                name = running.pop(ended)
+                if isinstance(ended.exception(), Stopped):  # another job failed, or the user pressed Ctrl-C
+                    continue
+                if ended.exception() or ended.result() or not has_worked(name):
+                    caught.received.append(signal.SIGINT)  # stops the other jobs like a Ctrl-C
+                    failed.append((ended.result() or 1, name))
+    if failed:
+        return failed[0]
+    return (farewell(caught.received[0]) if caught.received else 0), ""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.tools.shared.program import ProgramConfig
+from paceline.tools.program import ProgramConfig
 
 MODES = {
     "single": "one process on one device",
@@ -47,7 +47,7 @@ class Run(ProgramConfig):
     program: list[str]
     """A script or ``-m MODULE``, followed by its arguments."""
     turns: tuple[str, int, int]
-    """Arguments of :class:`~paceline.tools.compare.turn_taking.Turns`."""
+    """Arguments of :class:`~paceline.tools.compare.measured_run.Turns`."""
 
 
 def choose_ways(names: str | None, counts: Sequence[int]) -> list[Way]:

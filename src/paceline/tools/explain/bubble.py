@@ -2,7 +2,7 @@
 
 Ranks wait for two reasons. Until the last rank arrives, the others are in a bubble, which a faster network cannot
 shorten. From then on, all ranks wait for communication, which would take no time on an infinitely fast network. The
-profiler makes the same distinction. The example uses the numbers of :mod:`paceline.tools.explain.subjects.buckets`.
+profiler makes the same distinction. The example uses the numbers of :mod:`paceline.tools.explain.buckets`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 from rich.table import Table
 
 from paceline.comm.algorithms import build
-from paceline.comm.algorithms.cost import Model
-from paceline.core.output.tables import new_table
-from paceline.core.output.wording import counted
-from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
-from paceline.ddp.options.buckets import Overlap, overlap
-from paceline.tools.explain.chart import BUBBLE, COMMUNICATION, NETWORK, WAITING, Bar, Chart, Panel
+from paceline.comm.schedules import Model
+from paceline.core.messages import counted
+from paceline.core.missing_ranks import named_ranks, ranks_by_value
+from paceline.core.tables import new_table
+from paceline.ddp.buckets import Overlap, overlap
+from paceline.tools.explain import buckets
+from paceline.tools.explain.drawing import BUBBLE, COMMUNICATION, NETWORK, WAITING, Bar, Chart, Panel
 from paceline.tools.explain.scene import Scene, figure, ms
-from paceline.tools.explain.subjects import buckets
 
 LATE_WORK = 1.5
 """Work in the batch of a late rank, relative to the batches of the other ranks."""

@@ -1,17 +1,17 @@
 """Buckets that fill up during backward, and their all-reduces: after backward, or as soon as each is full.
 
 All other timelines use the sizes and speeds defined here. Everything else follows from them through
-:func:`paceline.ddp.options.buckets.overlap` and the cost of the ring.
+:func:`paceline.ddp.buckets.overlap` and the cost of the ring.
 """
 
 from __future__ import annotations
 
 from paceline.comm.algorithms import build
-from paceline.comm.algorithms.cost import Model
-from paceline.core.output.tables import new_table
-from paceline.core.output.wording import counted
-from paceline.ddp.options.buckets import CAPACITY, FIRST_CAPACITY, MIB, Overlap, overlap
-from paceline.tools.explain.chart import LATER, Bar, Chart, Panel
+from paceline.comm.schedules import Model
+from paceline.core.messages import counted
+from paceline.core.tables import new_table
+from paceline.ddp.buckets import CAPACITY, FIRST_CAPACITY, MIB, Overlap, overlap
+from paceline.tools.explain.drawing import LATER, Bar, Chart, Panel
 from paceline.tools.explain.scene import Scene, figure, ms
 
 SIZES = (FIRST_CAPACITY, CAPACITY, CAPACITY, CAPACITY, CAPACITY)

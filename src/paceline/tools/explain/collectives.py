@@ -1,4 +1,4 @@
-"""An algorithm's schedule: what every rank holds after each step, determined by running it.
+"""The six collectives, and the schedule of any algorithm: every rank's data after each step.
 
 Works for any schedule of :mod:`paceline.comm.algorithms`. Each column is a rank, each row a chunk. A cell is empty if
 the result does not depend on it.
@@ -7,18 +7,32 @@ the result does not depend on it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from string import ascii_uppercase
+from typing import NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
-from paceline.comm.algorithms.schedule import Schedule, Step, Terms, Transfer, holdings
-from paceline.core.output.tables import new_table
-from paceline.core.output.wording import counted
-from paceline.ddp.options.buckets import CAPACITY, MIB
-from paceline.tools.explain.grid import Cell, Grid
+from paceline.comm.schedules import (
+    Schedule,
+    Step,
+    Terms,
+    Transfer,
+    holdings,
+    pairwise_all_to_all,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    tree_broadcast,
+    tree_reduce,
+)
+from paceline.core.messages import counted
+from paceline.core.tables import new_table
+from paceline.ddp.buckets import CAPACITY, MIB
+from paceline.tools.explain.buckets import LINK, LINKS
+from paceline.tools.explain.drawing import Cell, Grid
 from paceline.tools.explain.scene import Frame, Scene, ms
-from paceline.tools.explain.subjects.buckets import LINK, LINKS
 
 ABOUT = {
     "broadcast": "Rank 0's tensor goes to every rank. Training uses it to start all replicas with the same weights.",
@@ -67,7 +81,7 @@ def scene(schedule: Schedule) -> Scene:
         cost,
         reading(grid),
         hint(schedule),
-        frames(schedule, grid),
+        step_frames(schedule, grid),
         table=table(schedule, title, cost, range(len(schedule.steps) + 1)),
         symbols=grid.symbols,
     )
@@ -116,7 +130,7 @@ def _cells(schedule: Schedule, rank: int, held: Sequence[Terms], needed: Sequenc
         yield Cell(held[chunk], label, chunk in arrived) if needed[chunk] else Cell()
 
 
-def frames(schedule: Schedule, grid: Grid) -> list[Frame]:
+def step_frames(schedule: Schedule, grid: Grid) -> list[Frame]:
     """Draw the start, and the state after every step with its messages."""
     history = states(schedule)
     drawn = [Frame("start", "every rank holds its input", grid.draw(history[0]))]
@@ -213,3 +227,77 @@ def _in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
     if schedule.result == "all-to-all":  # chunk s·p + d goes from rank s to rank d
         return chunk % schedule.size == rank
     return chunk == rank if schedule.result == "reduce-scatter" else True
+
+
+# The six collectives: every rank's data before, during and after each, its cost, and the torch function to call.
+
+
+BEFORE_2_13 = {"reduce_scatter_single": "reduce_scatter_tensor", "all_gather_single": "all_gather_into_tensor"}
+"""Names of these torch.distributed functions up to torch 2.12."""
+
+
+class Collective(NamedTuple):
+    """A collective, with the schedule that is drawn."""
+
+    schedule: Schedule
+    call: str
+    """The torch.distributed function, with its arguments."""
+    after: str
+    """The data that ranks hold at the end."""
+
+
+def collectives(size: int) -> list[Collective]:
+    """Return the six collectives among `size` ranks."""
+    return [
+        Collective(tree_broadcast(size, 0), "broadcast(tensor, src=0)", "every rank holds rank 0's tensor"),
+        Collective(tree_reduce(size, 0), "reduce(tensor, dst=0)", "rank 0 holds the sum; the others have no result"),
+        Collective(ring_all_reduce(size), "all_reduce(tensor)", "every rank holds the sum of every row"),
+        Collective(
+            ring_reduce_scatter(size), "reduce_scatter_single(part, tensor)", "every rank holds the sum of one row"
+        ),
+        Collective(ring_all_gather(size), "all_gather_single(tensor, part)", "every rank holds all ranks' parts"),
+        Collective(
+            pairwise_all_to_all(size), "all_to_all_single(output, input)", "every rank holds the parts addressed to it"
+        ),
+    ]
+
+
+def scenes(size: int) -> list[Scene]:
+    """Draw all six; only the first scene explains how to read them."""
+    first, *others = [_scene(collective) for collective in collectives(size)]
+    return [first, *(replace(scene, reading="") for scene in others)]
+
+
+def _scene(collective: Collective) -> Scene:
+    schedule = collective.schedule
+    grid = grid_of(schedule)
+    end = [[cell._replace(came=False) for cell in held] for held in states(schedule)[-1]]
+    frames = [*step_frames(schedule, grid), Frame("after", collective.after, grid.draw(end))]
+    title, result = f"{schedule.result}, {counted(schedule.size, 'rank')}", outcome(collective)
+    middle, last = (len(schedule.steps) + 1) // 2, len(schedule.steps)
+    caption = f"{result} {collective.after.capitalize()}."
+    return Scene(
+        title,
+        ABOUT[schedule.result],
+        result,
+        f"{reading(grid)} A rank's tensor has {CAPACITY // MIB} MiB; {LINKS}.",
+        hint(schedule),
+        frames,
+        shown=[frames[step] for step in sorted({0, middle})] + frames[-1:],
+        table=table(schedule, title, caption, sorted({0, middle, last})),
+        symbols=grid.symbols,
+    )
+
+
+def outcome(collective: Collective) -> str:
+    """Return the call, the steps, the bytes and the time as a sentence."""
+    call, schedule = f"torch.distributed.{collective.call}", collective.schedule
+    if (name := collective.call.partition("(")[0]) in BEFORE_2_13:
+        call += f" ({BEFORE_2_13[name]} before torch 2.13)"
+    if schedule.size == 1:
+        return f"{call}. One rank has nothing to send."
+    # In an all-to-all, the chunks of all ranks' tensors together count as one tensor.
+    tensor = CAPACITY * (schedule.size if schedule.result == "all-to-all" else 1)
+    seconds, moved = ms(LINK.seconds(schedule, tensor)), traffic_of(schedule, tensor / MIB)
+    algorithm = schedule.name.split("_")[0].replace("pairwise", "pairwise exchange")
+    return f"{call}. As a {algorithm}: {seconds} in {moved} MiB."

@@ -52,10 +52,9 @@ def explain(
     if out is not None and suffix not in (".svg", ".html"):
         raise UsageError(f"--out {out}: the name must end in .svg (one picture) or .html (an animated page)")
     # --help and usage errors work without importing torch.
-    from paceline.core.output.files import write_file
-    from paceline.core.output.tables import print_table
-    from paceline.tools.explain.page import page
-    from paceline.tools.explain.sheet import sheet
+    from paceline.core.output_files import write_file
+    from paceline.core.tables import print_table
+    from paceline.tools.explain.scene import page, sheet
 
     drawn = scenes(subject, ranks)
     if out is not None:
@@ -70,10 +69,10 @@ def explain(
 def scenes(subject: str, ranks: int) -> list[Scene]:
     """Draw the scenes of the subject `subject`, one of :data:`KNOWN`."""
     from paceline.comm.algorithms import build
-    from paceline.tools.explain.subjects import bubble, buckets, collectives, schedules, slices, ways, workflow
+    from paceline.tools.explain import bubble, buckets, collectives, slices, ways, workflow
 
     if subject in SCHEDULES:
-        return [schedules.scene(build(name, ranks)) for name in SCHEDULES[subject]]
+        return [collectives.scene(build(name, ranks)) for name in SCHEDULES[subject]]
     return {
         "collectives": collectives.scenes,
         "bucket-overlap": buckets.scenes,

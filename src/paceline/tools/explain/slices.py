@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from paceline.core.output.tables import new_table
-from paceline.core.output.wording import counted
-from paceline.core.state.virtual_ranks import slices_of_rank
+from paceline.core.messages import counted
+from paceline.core.tables import new_table
+from paceline.core.virtual_ranks import slices_of_rank
 from paceline.tools.explain.scene import Drawing, Frame, Scene, box, text
 
 SLICES = 8

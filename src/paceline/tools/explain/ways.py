@@ -1,7 +1,7 @@
 """One step in two ways: DataParallel through device 0, and DistributedDataParallel between all ranks.
 
 Each column is a device, and each row a tensor. Buckets are averaged at the times of the example in
-:mod:`paceline.tools.explain.subjects.buckets`.
+:mod:`paceline.tools.explain.buckets`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import NamedTuple
 from rich.table import Table
 
 from paceline.comm.algorithms import build
-from paceline.core.output.tables import new_table
-from paceline.core.output.wording import counted
-from paceline.ddp.options.buckets import MIB
-from paceline.tools.explain.chart import Bar, Chart, Panel
-from paceline.tools.explain.grid import Cell, Grid
+from paceline.core.messages import counted
+from paceline.core.tables import new_table
+from paceline.ddp.buckets import MIB
+from paceline.tools.explain.buckets import SIZES, example
+from paceline.tools.explain.collectives import traffic
+from paceline.tools.explain.drawing import Bar, Cell, Chart, Grid, Panel
 from paceline.tools.explain.scene import Drawing, Frame, Scene, ms, text
-from paceline.tools.explain.subjects.buckets import SIZES, example
-from paceline.tools.explain.subjects.schedules import traffic
 
 IMAGES, IMAGE, CLASSES = 16, (3, 224, 224), 1000
 """Images per device, the shape of an image, and the outputs per image, all in float32."""

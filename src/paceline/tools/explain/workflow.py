@@ -16,13 +16,13 @@ from typing import NamedTuple
 from rich.table import Table
 
 from paceline.comm.algorithms import build
-from paceline.core.output.tables import new_table
-from paceline.core.output.wording import counted
-from paceline.ddp.options.buckets import Overlap, overlap
-from paceline.tools.explain.chart import BUBBLE, COMMUNICATION, NETWORK, WAITING, Bar, Chart, Panel
+from paceline.core.messages import counted
+from paceline.core.tables import new_table
+from paceline.ddp.buckets import Overlap, overlap
+from paceline.tools.explain.buckets import BACKWARD, FORWARD, LINK, OPTIMIZER, SHARES, SIZES
+from paceline.tools.explain.buckets import NETWORK as LINKS
+from paceline.tools.explain.drawing import BUBBLE, COMMUNICATION, NETWORK, WAITING, Bar, Chart, Panel
 from paceline.tools.explain.scene import Scene, figure, ms
-from paceline.tools.explain.subjects.buckets import BACKWARD, FORWARD, LINK, OPTIMIZER, SHARES, SIZES
-from paceline.tools.explain.subjects.buckets import NETWORK as LINKS
 
 DATA = 0.010
 """Seconds until the first rank has its batch; the last rank gets its batch after almost twice as long."""

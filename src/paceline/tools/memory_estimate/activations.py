@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from paceline.core.torch_internals.fake_tensors import without_memory
-from paceline.core.torch_internals.tensors import stored_elements
-from paceline.ddp.options.buckets import MIB
+from paceline.core.torch_internals import stored_elements, without_memory
+from paceline.ddp.buckets import MIB
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
 from paceline.tools.memory_estimate.models import BuiltModel, described, empty

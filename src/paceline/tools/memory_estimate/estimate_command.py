@@ -67,9 +67,8 @@ def estimate_memory(
 ) -> None:
     """Estimate the peak memory of each rank in training (DDP, sharded optimizer, FSDP2) without allocating it."""
     from paceline.tools.memory_estimate.activations import Activations, activations_of
-    from paceline.tools.memory_estimate.footprints import DEVICES, Training
+    from paceline.tools.memory_estimate.footprints import DEVICES, Training, parse_optimizer
     from paceline.tools.memory_estimate.models import build_model
-    from paceline.tools.memory_estimate.optimizer_state import parse_optimizer
 
     counts, state = _positive("--nproc", nproc), parse_optimizer(optimizer)
     choice("--device", device, DEVICES)
@@ -98,8 +97,8 @@ def estimate_memory(
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
-    from paceline.core.output.tables import new_table, print_table
-    from paceline.core.output.wording import nbytes
+    from paceline.core.messages import nbytes
+    from paceline.core.tables import new_table, print_table
 
     columns = [name for name in COLUMNS if rows[0][name] is not None]
     table = new_table(["ranks", "on each rank", *columns], words=("on each rank",))

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.core.telemetry.users_code import place_in
+from paceline.core.stacks import place_in
 from paceline.errors import MissingExtra, UsageError
-from paceline.tools.shared.hub import cached_config, fetch, one_line, quiet_libraries, work_offline
+from paceline.tools.hub import cached_config, fetch, one_line, quiet_libraries, work_offline
 
 LABEL_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
 """Suffixes of transformers classes that take labels of the same shape as the tokens."""

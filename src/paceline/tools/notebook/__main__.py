@@ -1,5 +1,5 @@
-"""The program of a notebook's rank, which :mod:`paceline.tools.notebook.kernel.processes` starts."""
+"""The program of a notebook's rank, which :mod:`paceline.tools.notebook.processes` starts."""
 
-from paceline.tools.notebook.rank.main import main
+from paceline.tools.notebook.rank import main
 
 main()

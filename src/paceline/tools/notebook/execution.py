@@ -1,8 +1,9 @@
-"""Sends a message to ranks and handles output, deaths, hangs and interrupts until they have answered."""
+"""Sends a message to ranks and handles output, errors, deaths, hangs and interrupts until they have answered."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -11,14 +12,56 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from paceline.core.process_status import busy_seconds
-from paceline.core.processes.missing_ranks import named_ranks
-from paceline.launch.watching import stack_requests
-from paceline.launch.watching.signals import Caught
-from paceline.tools.notebook.kernel.hang_detection import Wait, wait_in
-from paceline.tools.notebook.kernel.output import Screen
-from paceline.tools.notebook.kernel.processes import Processes
+from paceline.core.host import busy_seconds
+from paceline.core.missing_ranks import named_ranks
+from paceline.errors import PacelineError
+from paceline.launch import hang_detection
+from paceline.launch.hang_detection import ENGINE, PLACE, waiting_frames
+from paceline.launch.signals import Caught
 from paceline.tools.notebook.messages import Failure
+from paceline.tools.notebook.output import Screen
+from paceline.tools.notebook.processes import Processes
+
+# Recognizes, from the stack of a rank, calls that wait for other ranks.
+
+
+_CELL = re.compile(r"<ipython-input-(\d+)-")
+_WRAPPER = "/paceline/ddp/"
+# Wrapper functions of torch, which are not reported; users know the wrapped function.
+_WRAPPERS = {"wrapper", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl"}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A call that waits for other ranks."""
+
+    call: str
+    """Name of the function that the cell called."""
+    place: str
+    """Cell and line; empty if the call is not in a cell."""
+    is_sure: bool = True
+    """Whether the stack alone is proof. Backward, and the wrapper's own code, may also be computing; a rank that waits
+    in them is asleep."""
+
+    def __str__(self) -> str:
+        return f"{self.call}() ({self.place})" if self.place else f"{self.call}()"
+
+
+def wait_in(stacks: str) -> Wait | None:
+    """Return the call that waits for other ranks, or None if these stacks show no such call."""
+    frames = waiting_frames(stacks, also=_WRAPPER)
+    if not frames:
+        return None
+    is_sure, call = ENGINE.search(frames[0]) is None and _WRAPPER not in frames[0], ""
+    for frame in filter(None, map(PLACE.search, frames)):
+        file, line, function = frame.groups()
+        if cell := _CELL.match(file):
+            return Wait(call, f"In[{cell[1]}], line {line}", is_sure)
+        if "/paceline/tools/notebook/" in file:
+            break
+        call = call if function in _WRAPPERS and call else function
+    return Wait(call, "", is_sure)
+
 
 LOOK_S = 0.1
 """Polling interval in seconds."""
@@ -153,7 +196,7 @@ class Conversation:
         if not idle or now - max(self._changed, self._looked) < STUCK_S or not self._running:
             return
         pids = {rank: self._processes.ranks[rank].pid for rank in self._running}
-        stacks = stack_requests.request_stacks(self._processes.boxes.path, pids)
+        stacks = hang_detection.request_stacks(self._processes.boxes.path, pids)
         waits = {rank: call for rank, text in stacks.items() if (call := wait_in(text)) is not None}
         previous, passed = self._seen, now - self._looked
         self._seen = {rank: (waits[rank], busy_seconds(pids[rank])) for rank in waits}
@@ -203,3 +246,80 @@ class Conversation:
         for rank in list(ranks):
             self.outcome.killed.add(rank)
             self._processes.ranks[rank].kill()
+
+
+# Error messages for a failed cell.
+
+
+class Shown(PacelineError):
+    """An error that the notebook shows as `lines`, without the kernel's traceback."""
+
+    def __init__(self, name: str, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.name, self.lines = name, lines
+
+    def _render_traceback_(self) -> list[str]:
+        return self.lines
+
+
+def problem(outcome: Outcome, size: int) -> Shown | None:
+    """Return the error to show for a cell on a world of `size` ranks, or None if the cell succeeded.
+
+    Original errors come first, with their tracebacks. A failure caused by another rank is shown in one line.
+    """
+    failures = {
+        rank: failure
+        for rank, failure in outcome.failures.items()
+        if not (failure.is_interrupt and (outcome.interrupted or rank in outcome.waits))
+    }
+    causes = {rank: failure for rank, failure in failures.items() if not failure.breaks_group} or (
+        {} if outcome.deaths else failures
+    )
+    consequences = {rank: failure for rank, failure in failures.items() if rank not in causes}
+    lines: list[str] = []
+    for failure, ranks in _grouped(causes):
+        lines += [f"{_who(ranks, size)} raised {failure.name}:", *failure.trace]
+    for rank, how in sorted(outcome.deaths.items()):
+        if rank not in outcome.killed:
+            lines.append(f"rank {rank} died: {how}")
+        elif rank not in outcome.waits:
+            lines.append(f"rank {rank} ignored the interrupt and was killed")
+    for failure, ranks in _grouped(consequences):
+        first = failure.message.strip().partition("\n")[0]
+        lines.append(f"{_who(ranks, size)} failed as a result ({failure.name}: {first})")
+    for rank, where in sorted(outcome.waits.items()):
+        how = "killed, because it ignored the interrupt" if rank in outcome.killed else "interrupted"
+        lines.append(f"rank {rank} {where}, and was {how}")
+    if outcome.interrupted:
+        lines.append("interrupted: all ranks have stopped")
+    if not lines:
+        return None
+    if causes:
+        name = min(causes.items())[1].name
+    elif outcome.interrupted:
+        name = "KeyboardInterrupt"
+    else:
+        name = "RankDied" if outcome.deaths.keys() - outcome.killed else "DesyncError"
+    return Shown(name, lines)
+
+
+def replaced(ranks: list[int], size: int) -> list[str]:
+    """Return the line to show once all ranks have a new process group; `ranks` were restarted."""
+    group = "all ranks have a new process group: wrap models and create device meshes again"
+    if not ranks:
+        return [f"{group}; variables are kept"]
+    who = _who(ranks, size)
+    return [f"{who} restarted without variables: rerun the cells that define them. {group.capitalize()}"]
+
+
+def _grouped(failures: dict[int, Failure]) -> list[tuple[Failure, list[int]]]:
+    """Return each distinct failure with its ranks, ordered by lowest rank."""
+    groups: dict[tuple[str, ...], tuple[Failure, list[int]]] = {}
+    for rank, failure in sorted(failures.items()):
+        key = (failure.name, failure.message, *failure.trace)
+        groups.setdefault(key, (failure, []))[1].append(rank)
+    return list(groups.values())
+
+
+def _who(ranks: list[int], size: int) -> str:
+    return f"all {size} ranks" if len(ranks) == size > 1 else named_ranks(ranks)

@@ -8,10 +8,10 @@ from typing import Any
 from IPython.core.inputtransformer2 import cell_magic as ipython_cell_magic
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from paceline.core.output.wording import counted
+from paceline.core.messages import counted
 from paceline.errors import PacelineError, UsageError
 from paceline.tools.notebook.cell_parser import INSTEAD, parsed_start, pulled, ranks_in, routed
-from paceline.tools.notebook.kernel.errors import Shown
+from paceline.tools.notebook.execution import Shown
 from paceline.tools.notebook.session import Session
 
 NO_RANKS = "no ranks are running; start them with %dist_init --nproc 2, or begin the cell with %%local to run it here"

@@ -2,7 +2,7 @@
 
     kernel                                              rank
     ("run", text, number)                ──▶            runs a cell
-    ("barrier",)  ("leave",)  ("join",)  ("pull", …)    the functions of paceline.tools.notebook.rank.main
+    ("barrier",)  ("leave",)  ("join",)  ("pull", …)    the functions of paceline.tools.notebook.rank
                                          ◀──            ("display", data, …)  ("clear", wait)   while a cell runs
                                          ◀──            ("done", result, failure)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from IPython.display import clear_output, display
 
-from paceline.core.processes.missing_ranks import named_ranks
+from paceline.core.missing_ranks import named_ranks
 
 PATIENCE_S = 0.8
 """Seconds that a line waits for equal lines from other running ranks."""

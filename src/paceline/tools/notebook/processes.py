@@ -13,22 +13,29 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paceline.core.processes.private_store import STORE
-from paceline.core.processes.world import check_available
-from paceline.core.telemetry.black_box import FOLDER, snapshot_of
+from paceline.core.black_box import FOLDER, snapshot_of
+from paceline.core.stores import STORE
+from paceline.core.world import check_available
 from paceline.errors import PacelineError
-from paceline.launch.failures.rank_state import state_of
-from paceline.launch.failures.root_cause import End
-from paceline.launch.fork_server.client import ForkedRank
-from paceline.launch.job import Job, black_boxes, fork_server, rank_environment, tied, timeout_environment
-from paceline.launch.loopback import LOOPBACK, LoopbackStores
-from paceline.launch.rank.channels import Logs, RankFiles
-from paceline.launch.rank.hook.run_module import module_command
-from paceline.launch.watching.rank_processes import exit_code
+from paceline.launch.fork_client import ForkedRank
+from paceline.launch.hook.run_module import module_command
+from paceline.launch.job import (
+    LOOPBACK,
+    Job,
+    LoopbackStores,
+    black_boxes,
+    fork_server,
+    rank_environment,
+    tied,
+    timeout_environment,
+)
+from paceline.launch.output import Logs, RankFiles
+from paceline.launch.rank_processes import exit_code
+from paceline.launch.root_cause import End, state_of
 from paceline.tools.notebook.cell_parser import Start
 
 COMMAND = module_command("paceline.tools.notebook")
-MODULES = ("paceline.tools.notebook.rank.main",)
+MODULES = ("paceline.tools.notebook.rank",)
 """Additional modules to import before ranks are forked."""
 START_S = 120.0
 """Start timeout in seconds; long, because a busy machine without a fork server is slow."""

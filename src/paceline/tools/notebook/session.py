@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from paceline.core.output.wording import counted
-from paceline.core.telemetry.black_box import snapshot_of
+from paceline.core.black_box import snapshot_of
+from paceline.core.messages import counted
 from paceline.errors import PacelineError, UsageError
 from paceline.tools.notebook.cell_parser import Start
-from paceline.tools.notebook.kernel.errors import Shown, problem, replaced
-from paceline.tools.notebook.kernel.execution import Conversation, Outcome
-from paceline.tools.notebook.kernel.output import Screen
-from paceline.tools.notebook.kernel.processes import Processes
+from paceline.tools.notebook.execution import Conversation, Outcome, Shown, problem, replaced
+from paceline.tools.notebook.output import Screen
+from paceline.tools.notebook.processes import Processes
 
 JOIN_S = 60.0
 """Timeout in seconds for creating a process group."""

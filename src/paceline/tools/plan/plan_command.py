@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.core.command_line import load_torch
 from paceline.core.option_rules import choice
-from paceline.core.output.commands import load_torch
-from paceline.core.untrusted_files import LARGEST
+from paceline.core.strict_json import LARGEST
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,9 +86,8 @@ def plan(
     Also shows where more devices stop paying, and what changes would save. Give profiles of the job, or describe it.
     """
     load_torch()
-    from paceline.core.output.charts import check_chart
-    from paceline.tools.plan.outlook import look_ahead
-    from paceline.tools.plan.report import report
+    from paceline.core.output_files import check_chart
+    from paceline.tools.plan.report import look_ahead, report
 
     check_chart("--plot", plot)
     numbers = {"--params": params, "--flops": flops, "--batch": batch}
@@ -123,7 +122,7 @@ def number(option: str, text: str, least: float = 1e-9) -> float:
 
 def _goodput(job: Job, numbers: dict[str, str | None]) -> Callable[[int], Goodput]:
     """Return the function that predicts the useful share of time on a number of hosts."""
-    from paceline.checkpoint.saving.due_saves import FAILURES_PER_HOST_DAY
+    from paceline.checkpoint.due_saves import FAILURES_PER_HOST_DAY
     from paceline.planner.goodput import RESTART_S, goodput, save_seconds
 
     rate, save_s, restart_s = (None if text is None else number(option, text) for option, text in numbers.items())
@@ -151,9 +150,8 @@ def _described(
 ) -> tuple[Job, float | None]:
     """Return the job that options describe, and the speedup of a lower precision."""
     from paceline.planner import hardware
-    from paceline.planner.cluster import Cluster
-    from paceline.planner.predictions import Job
-    from paceline.planner.workload import from_flags
+    from paceline.planner.hardware import Cluster
+    from paceline.planner.predictions import Job, from_flags
 
     given = numbers | {"--device": name}
     if missing := [option for option, text in given.items() if text is None]:
@@ -171,7 +169,7 @@ def _described(
 def _profiled(paths: list[Path], name: str | None, links: str | None, local: int | None) -> Job:
     """Return the job that profiles measured, on the hosts and links that options describe."""
     from paceline.planner import hardware
-    from paceline.planner.cluster import Cluster
+    from paceline.planner.hardware import Cluster
     from paceline.planner.profiles import from_profiles, from_summary
 
     profiles = [from_summary(path) for path in paths]

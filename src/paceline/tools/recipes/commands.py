@@ -14,14 +14,13 @@ import typer
 from typer.core import TyperCommand
 
 from paceline.checkpoint.step_names import newest_step
+from paceline.core.command_line import INTERRUPTED, Commands, load_torch
+from paceline.core.messages import say
 from paceline.core.option_rules import flag_of
-from paceline.core.output.commands import INTERRUPTED, Commands, load_torch
-from paceline.core.output.messages import say
 from paceline.errors import UsageError
 from paceline.launch.options import MAX_RESTARTS_HELP, OPTIONS, supervision_of
-from paceline.tools.recipes.configs import DigitsConfig, LmConfig, MrpcConfig
-from paceline.tools.recipes.options import OWN_PANEL, TrainingOptions, panel_of
-from paceline.tools.shared.program import start_program
+from paceline.tools.program import start_program
+from paceline.tools.recipes.configs import OWN_PANEL, DigitsConfig, LmConfig, MrpcConfig, TrainingOptions, panel_of
 
 PROFILE_HELP = "Record every rank's steps, and write a profile to this folder."
 LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
@@ -105,7 +104,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     """Check the configuration, run `recipe` on ranks, and return the exit code."""
     load_torch()
     from paceline.launch.job import resolve_nproc, timeout_environment
-    from paceline.tools.profile.profile_command import ProfileSettings, rank_program, show_results
+    from paceline.tools.profile_command import ProfileSettings, rank_program, show_results
 
     launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}  # leaves only the recipe's options
     job = {"max_restarts": launcher["max_restarts"], "supervision": supervision_of(launcher)}

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.core.processes.world import World, init
-from paceline.core.state.rng import set_seed
+from paceline.core.rng import set_seed
+from paceline.core.world import World, init
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.tools.recipes.configs import DigitsConfig

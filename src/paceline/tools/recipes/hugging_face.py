@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.tools.shared import hub
+from paceline.tools import hub
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 PADDING = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")

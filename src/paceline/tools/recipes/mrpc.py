@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.processes.world import World, init
-from paceline.core.state.rng import set_seed
+from paceline.core.rng import set_seed
+from paceline.core.world import World, init
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
+from paceline.tools import hub
 from paceline.tools.recipes.configs import MrpcConfig
+from paceline.tools.recipes.datasets import f1_score, majority_baseline, tokenize
 from paceline.tools.recipes.hugging_face import classifier, load_tokenizer, validate_fitting, validate_known
-from paceline.tools.recipes.pairs import f1_score, majority_baseline, tokenize
 from paceline.tools.recipes.report import Report, finish, gather_report
-from paceline.tools.shared import hub
 from paceline.train import Evaluation, Result
 
 REPORTED = ("accuracy", "f1", "loss", "majority_accuracy", "majority_f1")

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from rich.table import Table
 
 from paceline.core import strict_json
-from paceline.core.output.files import write_file
-from paceline.core.output.tables import print_table
-from paceline.core.output.wording import counted, digits
-from paceline.core.processes.missing_ranks import collective
-from paceline.core.processes.world import World
-from paceline.core.state.digests import weights_sha256
+from paceline.core.digests import weights_sha256
+from paceline.core.messages import counted, digits
+from paceline.core.missing_ranks import collective
+from paceline.core.output_files import write_file
+from paceline.core.tables import print_table
+from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointError
-from paceline.tools.recipes.options import TrainingOptions
+from paceline.tools.recipes.configs import TrainingOptions
 from paceline.train import Result
 
 Report = dict[str, Any]

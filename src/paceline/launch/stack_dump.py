@@ -4,7 +4,7 @@ There are two signals. On the first, the interpreter writes the stacks between t
 blocks. On the second, ``faulthandler`` writes them from C, at any point. A few times in ten thousand, the second signal
 crashes a busy rank in a frame under construction, so it is sent only to ranks that do not answer the first signal.
 
-Standard library only, because ranks load this module by path (``hook/sitecustomize.py``).
+Standard library only, because ranks load this module by path (``launch/hook/sitecustomize.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-FOLDER = "PACELINE_BLACK_BOX"  # as in paceline.core.telemetry.black_box
+FOLDER = "PACELINE_BLACK_BOX"  # as in paceline.core.black_box
 
 
 def number() -> int:

@@ -1,1 +1,0 @@
-"""Restores a checkpoint into registered objects, and loads weights without them."""

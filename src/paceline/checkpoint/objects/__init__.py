@@ -1,1 +1,0 @@
-"""Registered objects: captured, compared, loaded. One rank, no disk."""

@@ -1,1 +1,0 @@
-"""Recovery after a failure, and saves that a signal asks for."""

@@ -1,1 +1,0 @@
-"""The folder of step folders: lock, atomic rename, free space."""

@@ -1,1 +1,0 @@
-"""The ``"paceline"`` backend of torch.distributed."""

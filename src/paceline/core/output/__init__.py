@@ -1,1 +1,0 @@
-"""Output of commands and pages: wording, files, tables, charts, HTML."""

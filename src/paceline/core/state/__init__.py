@@ -1,1 +1,0 @@
-"""State shared by ranks: shards, digests, random streams, data positions."""

@@ -1,1 +1,0 @@
-"""Records of each rank's work: black box, spans, step progress, failpoints."""

@@ -1,1 +1,0 @@
-"""Every private name of torch that Paceline relies on, each with a contract test."""

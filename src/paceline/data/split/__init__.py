@@ -1,1 +1,0 @@
-"""Functions on plain values that split global batches among ranks: by count, cost or speed."""

@@ -1,1 +1,0 @@
-"""Keeps replicas equal: initial values, buffers, and changes to the module."""

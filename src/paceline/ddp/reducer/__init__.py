@@ -1,1 +1,0 @@
-"""Averages gradients during the backward pass, using buckets and autograd hooks."""

@@ -1,1 +1,0 @@
-"""The public wrapper class and its parts."""

@@ -1,1 +1,0 @@
-"""Compatibility with torch's DDP: members, communication hooks, copying, mixed precision."""

@@ -1,1 +1,0 @@
-"""Failure analysis: finds the rank that failed first, and the cause."""

@@ -1,1 +1,0 @@
-"""Ranks forked from a process that has imported torch."""

@@ -1,1 +1,0 @@
-"""Watches ranks while they run: signals, hangs, preemption and termination."""

@@ -1,1 +1,0 @@
-"""Computes figures, the verdict and advice from the ranks' records."""

@@ -1,1 +1,0 @@
-"""The ranks' records: steps and their times, and the files that hold them."""

@@ -1,1 +1,0 @@
-"""The words of a report: the parts of a step, advice, and figures as text."""

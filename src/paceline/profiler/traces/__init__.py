@@ -1,1 +1,0 @@
-"""One trace of all ranks, for Perfetto."""

@@ -1,1 +1,0 @@
-"""The pytest plug-in, with parts for the test process and parts for the ranks."""

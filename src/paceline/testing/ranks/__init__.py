@@ -1,1 +1,0 @@
-"""The forked ranks of a test, and their outcomes."""

@@ -1,1 +1,0 @@
-"""``paceline checkpoint``."""

@@ -1,1 +1,0 @@
-"""The entry point of the command line, ``paceline run`` and ``paceline env``."""

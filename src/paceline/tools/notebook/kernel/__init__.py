@@ -1,1 +1,0 @@
-"""The kernel's side: starts ranks, sends them cells, and shows their output."""

@@ -1,1 +1,0 @@
-"""The rank's side: the process that runs cells."""

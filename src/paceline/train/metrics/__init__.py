@@ -1,1 +1,0 @@
-"""Running means, loggers and the progress display."""

@@ -1,1 +1,0 @@
-"""Saving and resuming runs: checks that settings and data are unchanged, and writes checkpoints."""

@@ -1,1 +1,0 @@
-"""State and result of a training run."""
