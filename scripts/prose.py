@@ -18,7 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PARTS = {"source": ROOT / "src", "docs": ROOT / "docs", "README": ROOT / "README.md"}
+PARTS = {
+    "source": ("src",),
+    "docs": ("docs",),
+    "README": ("README.md",),
+    "tests": ("tests",),
+    "scripts": ("scripts", "benchmarks", "examples", "Makefile", ".ci/run"),
+}
 PHRASES = re.compile(
     "|".join(
         (
@@ -73,20 +79,30 @@ def markdown_texts(source: str) -> Iterator[tuple[int, str]]:
             yield number, re.sub(r"`[^`]*`|\([^)]*\.md[^)]*\)", "X", line)
 
 
-def texts(part: Path) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a file or folder with their locations."""
-    for path in [part] if part.is_file() else sorted(part.rglob("*")):
-        if path.suffix in (".py", ".md"):
-            read = python_texts if path.suffix == ".py" else markdown_texts
-            for line, text in read(path.read_text("utf-8")):
-                yield f"{path.relative_to(ROOT)}:{line}", text
+def script_texts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the comments of a Makefile or shell script."""
+    for number, line in enumerate(source.splitlines(), 1):
+        if comment := re.search(r"(?:^|\s)##? (.*)", line):
+            yield number, comment[1]
+
+
+def texts(part: str) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a part with their locations."""
+    for path in (ROOT / name for name in PARTS[part]):
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and (file.suffix in READERS or file == path):
+                for line, text in READERS.get(file.suffix, script_texts)(file.read_text("utf-8")):
+                    yield f"{file.relative_to(ROOT)}:{line}", text
+
+
+READERS = {".py": python_texts, ".md": markdown_texts}
 
 
 def rates() -> dict[str, int]:
     """Return the phrases per 10,000 words in each part."""
     numbers = {}
-    for name, part in PARTS.items():
-        found = [(len(PHRASES.findall(text)), len(text.split())) for _, text in texts(part)]
+    for name in PARTS:
+        found = [(len(PHRASES.findall(text)), len(text.split())) for _, text in texts(name)]
         phrases, words = (sum(column) for column in zip(*found, strict=True))
         numbers[f"phrases in 10,000 words of {name}"] = round(10_000 * phrases / words)
     return numbers
@@ -96,7 +112,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--show", choices=PARTS, help="list the phrases of one part")
     shown = parser.parse_args().show
-    for place, text in texts(PARTS[shown]) if shown else ():
+    for place, text in texts(shown) if shown else ():
         for phrase in PHRASES.finditer(text):
             print(f"{place}: {text[max(phrase.start() - 40, 0) : phrase.end() + 40]!r}")
     for name, rate in rates().items():

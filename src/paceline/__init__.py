@@ -62,13 +62,13 @@ _HOMES = {
     "accumulate": "ddp",
     "gather_for_metrics": "ddp",
     "mean_over_ranks": "ddp",
-    "cache_mesh": "core.processes.rank_lookup",
-    "get": "core.processes.rank_lookup",
+    "cache_mesh": "core.rank_lookup",
+    "get": "core.rank_lookup",
     "SyncBatchNorm": "nn",
-    "set_seed": "core.state.rng",
-    "unwrap": "core.state.unwrapping",
-    "World": "core.processes.world",
-    "init": "core.processes.world",
+    "set_seed": "core.rng",
+    "unwrap": "core.unwrapping",
+    "World": "core.world",
+    "init": "core.world",
 }
 """The module of each public name that is imported on first use. All other public names are modules themselves."""
 

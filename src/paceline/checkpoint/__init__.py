@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.checkpoint.checkpointer import Checkpointer
-    from paceline.checkpoint.load_weights import load_weights
+    from paceline.checkpoint.weights import load_weights
     from paceline.errors import CheckpointWarning
 
 __all__ = ["CheckpointWarning", "Checkpointer", "load_weights"]
 _HOMES = {
     "CheckpointWarning": "paceline.errors",
     "Checkpointer": "paceline.checkpoint.checkpointer",
-    "load_weights": "paceline.checkpoint.load_weights",
+    "load_weights": "paceline.checkpoint.weights",
 }
 
 

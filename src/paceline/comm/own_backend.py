@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.core.world import OWN_BACKEND
+from paceline.core import OWN_BACKEND
 
 
 def register() -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
+from paceline.core import OWN_BACKEND
 from paceline.core.failpoints import strike
 from paceline.core.failure_callbacks import show_mistakes_in_one_line
 from paceline.core.host import is_running
@@ -64,12 +65,6 @@ def _are_busy() -> bool:
                 return True
     return False
 
-
-# The ranks of a job: who they are, and how they find each other.
-
-
-OWN_BACKEND = "paceline"
-"""Name of the backend that ``import paceline`` registers, except in the process of the command line."""
 
 atexit.register(await_idle)
 

@@ -25,15 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import AllreduceOptions
 
-from paceline.comm.process_group import open_own_group
-from paceline.comm.shm_collectives import SMALL_BYTES
-from paceline.comm.shm_engine import Operation
+from paceline.comm.own_group import open_own_group
+from paceline.core import OWN_BACKEND
 from paceline.core.device_streams import is_capturing
 from paceline.core.missing_ranks import called_by_all, collective, failed
 from paceline.core.nccl_communicators import release
 from paceline.core.spans import COLLECTIVE, recorder
 from paceline.core.torch_distributed import AllgatherOptions, broadcast_coalesced, get_known_groups
-from paceline.core.world import OWN_BACKEND
 from paceline.errors import CommunicationError, PacelineError
 
 if TYPE_CHECKING:
@@ -327,70 +325,6 @@ class HostChannel(Channel):
         self.group.progress()
 
 
-# A wrapper's channel among ranks that share memory.
-
-
-class SharedChannel(Channel):
-    """A channel through shared memory. Backward hooks reduce buckets: small ones from copies, others in place."""
-
-    sums_in_tree = True
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        tensor: Tensor = self.group.allocate(numel, dtype)
-        return tensor
-
-    def free(self, tensor: Tensor) -> None:
-        self.group.free(tensor)
-
-    def all_reduce(self, tensor: Tensor) -> Launched:
-        """Launch the sum of `tensor`. Large tensors not returned by :meth:`allocate` are copied there and back."""
-        self.count_launch()
-        launched: Launched
-        if tensor.nbytes <= SMALL_BYTES:
-            launched = self.group.launch_own_sum(tensor.view(-1))
-        elif self.group.holds(tensor):
-            launched = self.group.launch_all_reduce(tensor)
-        else:
-            launched = _CopiedBack(self, tensor)
-        return launched
-
-    def gather(self, tensor: Tensor, places: Sequence[Sequence[tuple[Tensor, slice]]]) -> Launched:
-        """Start copying from the other ranks' `tensor`, allocated by :meth:`allocate`, into this rank's tensors.
-
-        Waiting for the result returns once no rank reads from this rank's memory any longer.
-
-        Args:
-            tensor: the tensor that other ranks read; it has the same length on every rank.
-            places: for each rank, the tensors to copy into, each with the slice of that rank's `tensor` to copy.
-        """
-        self.count_launch()
-        operation: Operation = self.group.launch_gather(tensor, places)
-        return operation
-
-    def progress(self) -> None:
-        self.group.progress()
-
-
-class _CopiedBack:
-    """A launched reduction of a copy in shared memory, because peers can only read the group's own memory."""
-
-    def __init__(self, channel: SharedChannel, tensor: Tensor) -> None:
-        self._channel, self._tensor = channel, tensor
-        self._copy: Tensor | None = channel.allocate(tensor.numel(), tensor.dtype)
-        self._copy.copy_(tensor.view(-1))
-        self._operation: Operation = channel.group.launch_all_reduce(self._copy)
-
-    def is_completed(self) -> bool:
-        return self._operation.is_completed()
-
-    def wait(self) -> None:
-        self._operation.wait()
-        if self._copy is not None:
-            self._tensor.view(-1).copy_(self._copy)
-            self._channel.free(self._copy)
-            self._copy = None
-
-
 # Opens a wrapper's channel: the process groups for its gradients and control blocks.
 
 
@@ -416,6 +350,8 @@ def open_channel(
         is_shared = backend == OWN_BACKEND and own_group.native
         channel: Channel
         if on_cpu and is_shared:
+            from paceline.ddp.shared_channel import SharedChannel
+
             channel = SharedChannel(group, own_group)
         elif on_cpu:
             channel = Channel(group, own_group)

@@ -8,29 +8,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from math import inf
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import BuiltinCommHookType as Builtin
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from paceline.compression import Compressor
 from paceline.core.stacks import warn
 from paceline.core.torch_distributed import (
     MixedPrecision,
     cast_inputs,
     get_default_group,
-    local_of,
     make_disabled_join,
     replace_parameters,
 )
-from paceline.core.unwrapping import Communicates, plain_name
-from paceline.ddp.channel import timeout_of
-from paceline.ddp.comm_hook import Hook, HookFinisher, name_of
+from paceline.core.unwrapping import plain_name
 from paceline.ddp.connection import Replica
 from paceline.ddp.local import GradientEngine
 from paceline.ddp.options import Options, check_reduce_dtype, choose_group
@@ -38,59 +30,6 @@ from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.ddp.comm_hook import Hook
-
-
-# Registration of a communication hook, which replaces the all-reduce of the buckets.
-
-
-_BUILTIN = {
-    Builtin.ALLREDUCE: default_hooks.allreduce_hook,
-    Builtin.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-}
-
-
-def builtin_hook(comm_hook_type: Any) -> Hook:
-    """Return torch's Python hook for ``ALLREDUCE`` or ``FP16_COMPRESS``."""
-    if comm_hook_type not in _BUILTIN:
-        raise UsageError(f"{comm_hook_type!r} is not a dist.BuiltinCommHookType; give ALLREDUCE or FP16_COMPRESS")
-    return _BUILTIN[comm_hook_type]
-
-
-def put_hook(wrapper: TorchMembers, state: object, hook: Hook) -> None:
-    """Use `hook` instead of the all-reduce to reduce the buckets of `wrapper` from now on."""
-    if wrapper._comm_hooks:
-        raise UsageError(
-            "register_comm_hook or register_builtin_comm_hook can only be called once, and "
-            f"{name_of(wrapper._comm_hooks[0][0])!r} is registered already; let one hook call the other"
-        )
-    options, replica = wrapper._options, wrapper._replica
-    reducer = wrapper._engine.connected()  # on a single rank, only a hook needs buckets
-    if reducer.virtual_ranks:
-        raise UsageError(
-            f"communication hook {name_of(hook)!r} adds up gradients in another order; leave it out with "
-            f"virtual_ranks={reducer.virtual_ranks}"
-        )
-    if isinstance(state, Compressor) and state.group is not wrapper.process_group:
-        raise UsageError(
-            f"{type(state).__name__} was not created for this wrapper's process group; create it from the wrapped "
-            f"model: {type(state).__name__}(model, ...)"
-        )
-    # A bucket fills earlier on a rank that does not use some of its parameters. There, the hook's collective would
-    # precede a layer's collective, but on other ranks it would follow; both usually use the same process group.
-    layers = any(isinstance(layer, nn.SyncBatchNorm | Communicates) for layer in replica.module.modules())
-    make = partial(
-        HookFinisher,
-        state,
-        hook,
-        [local_of(parameter) for parameter in replica.parameters()],
-        replica.ledger,
-        timeout_of(wrapper.process_group, replica.device),
-        layers_first=layers and options.unused == "allow",
-    )
-    reducer.use_finisher(make)
-    # A hook may average over only some of the ranks (local SGD); replicas then differ between averages.
-    replica.ledger.compare_at = inf
-    wrapper._comm_hooks.append((hook, state))
 
 
 # ``mixed_precision``: low-precision computation with full-precision weights and gradients, as in torch's DDP.
@@ -243,7 +182,7 @@ class TorchMembers:
                 returns anything but a future of one tensor like ``bucket.buffer()``.
             UsageError: if a hook is already registered.
         """
-        from paceline.ddp.comm_hook import check_hook
+        from paceline.ddp.comm_hook import check_hook, put_hook  # few wrappers need this import
         # few wrappers need this import
 
         check_hook(hook)
@@ -256,6 +195,8 @@ class TorchMembers:
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Register torch's ``ALLREDUCE`` or ``FP16_COMPRESS``."""
+
+        from paceline.ddp.comm_hook import builtin_hook, put_hook
 
         put_hook(self, self.process_group, builtin_hook(comm_hook_type))
 

@@ -42,10 +42,10 @@ from paceline.launch.job import (
 )
 from paceline.launch.job_report import JobReport
 from paceline.launch.output import PrintedLines, RankFiles
-from paceline.launch.rank_processes import RankProcesses
+from paceline.launch.rank_processes import Ending, RankProcesses
 from paceline.launch.restart_policy import Restarts
 from paceline.launch.root_cause import End, LastMoments
-from paceline.launch.signals import SPARE, Caught, Ending, Preemption, Stopped
+from paceline.launch.signals import SPARE, Caught, Preemption, Stopped
 from paceline.launch.verdict import Verdict
 
 INTERRUPT_GRACE_S = 1.0  # after Ctrl-C every process must end within 2 s

@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, cast
 
+from paceline.core.missing_ranks import named_ranks
 from paceline.launch.failure_record import read, read_leaving
 from paceline.launch.root_cause import UNKNOWN, End, once, patience, usage
+from paceline.launch.signals import Caught
 
 SLOW_S = 5.0
 """An error that a rank raised this many seconds ago is shown even if the rank is still running."""
@@ -127,3 +129,52 @@ def exit_code(process: Any) -> int | None:
         except ChildProcessError:  # discarded, or taken by another wait(); poll() would return 0
             process.returncode = UNKNOWN
     return cast("int | None", process.poll())
+
+
+KILLED_S = 3.0
+"""Seconds that the kernel has to end a killed process."""
+
+
+class Ending:
+    """Terminates the ranks of one start.
+
+    Args:
+        ranks: the processes of the ranks.
+        caught: the signals to the launcher.
+        say: prints a message.
+    """
+
+    def __init__(self, ranks: RankProcesses, caught: Caught, say: Callable[[str], None]) -> None:
+        self._ranks, self._caught, self._say = ranks, caught, say
+
+    def end(self, number: signal.Signals, grace: float, heedless: Collection[int] = (), quiet: bool = False) -> None:
+        """Signal the running ranks and :meth:`wait` for them. `heedless` ranks get SIGKILL."""
+        running, received = self._ranks.running(), len(self._caught.received)
+        self._ranks.signalled.update(running)
+        for rank in running:
+            self._ranks.send(rank, signal.SIGKILL if rank in heedless else number)
+        for rank in running:  # a stopped process does not handle the signal
+            self._ranks.send(rank, signal.SIGCONT)
+        self.wait(number, grace, quiet, received)
+
+    def wait(self, number: signal.Signals, grace: float, quiet: bool = False, received: int | None = None) -> None:
+        """Wait for the signaled ranks; kill them after `grace` seconds, or when the launcher gets another signal.
+
+        Args:
+            received: number of earlier signals to the launcher, which do not count; by default, all received so far.
+        """
+        ranks, received = self._ranks, len(self._caught.received) if received is None else received
+        running, failed = ranks.running(), ranks.failed()
+        deadline = time.monotonic() + grace
+        while ranks.running() and time.monotonic() < deadline and len(self._caught.received) == received:
+            ranks.poll(0.05)
+        stubborn = ranks.running()
+        # This also kills child processes, including the children of ranks that failed earlier.
+        for rank in {*running, *failed}:
+            ranks.send(rank, signal.SIGKILL)
+        deadline = time.monotonic() + KILLED_S
+        while ranks.running() and time.monotonic() < deadline:
+            ranks.poll(0.05)
+        if stubborn and not quiet and len(self._caught.received) == received:
+            were = "was" if len(stubborn) == 1 else "were"
+            self._say(f"{named_ranks(stubborn)} did not end within {grace:.0f} s after {number.name} and {were} killed")

@@ -19,10 +19,10 @@ import torch
 
 from paceline.checkpoint import manifest, safetensors_file, state_codec, step_folders, verify
 from paceline.checkpoint import metadata as notes
-from paceline.checkpoint.load_weights import read_folder
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.metadata import Keep, Notes
 from paceline.checkpoint.step_names import step_at, step_name, step_of
+from paceline.checkpoint.weights import read_folder
 from paceline.core.output_files import check_file
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import paceline
 from paceline.comm.own_backend import register
+from paceline.core import OWN_BACKEND
 from paceline.core.host import cores
-from paceline.core.world import OWN_BACKEND
 
 SETTINGS = ("PACELINE_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "MASTER_")
 SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD")

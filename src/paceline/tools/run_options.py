@@ -14,13 +14,7 @@ from typing import NoReturn
 
 from paceline.core.command_line import or_near
 from paceline.errors import UsageError
-from paceline.launch.options import (
-    MAX_RESTARTS_HELP,
-    REPORT_HELP,
-    SHUTDOWN_HELP,
-    TIMEOUT_S,
-    add_options,
-)
+from paceline.launch.options import MAX_RESTARTS_HELP, REPORT_HELP, SHUTDOWN_HELP, TIMEOUT_S, add_options
 from paceline.launch.signals import FORWARDED
 
 USAGE = "paceline run [options] script.py [the script's arguments]"

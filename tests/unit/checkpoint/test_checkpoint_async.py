@@ -199,7 +199,7 @@ def test_an_exception_that_leaves_the_block_is_not_replaced(tmp_path: Path, monk
 PROGRAM = """
 import sys, time, torch
 from paceline.checkpoint import Checkpointer
-from paceline.checkpoint.storage import step_folders
+from paceline.checkpoint import step_folders
 write_file = step_folders.write_file
 checkpointer = Checkpointer(sys.argv[1], async_save=True)
 checkpointer.register("model", torch.nn.Linear(1000, 1))

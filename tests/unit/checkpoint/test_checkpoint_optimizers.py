@@ -18,14 +18,7 @@ import torch
 from test_checkpoint_roundtrip import Holder, equal
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import (
-    CyclicLR,
-    LambdaLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from paceline.checkpoint import Checkpointer, CheckpointWarning
 from paceline.errors import CheckpointMismatch

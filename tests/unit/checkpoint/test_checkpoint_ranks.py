@@ -20,13 +20,7 @@ from paceline.core.rng import rng_state, set_seed
 from paceline.core.world import World
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import (
-    CheckpointError,
-    CheckpointMismatch,
-    DesyncError,
-    NoCheckpoint,
-    UsageError,
-)
+from paceline.errors import CheckpointError, CheckpointMismatch, DesyncError, NoCheckpoint, UsageError
 from paceline.optim import ShardedOptimizer
 from trainings import digest
 from twins import Pools

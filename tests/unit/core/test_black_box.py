@@ -437,7 +437,7 @@ def test_opening_happens_at_the_first_span_and_not_at_import(parent: Path) -> No
     """Importing paceline has no effect, and the rank's first span finds the box without a call in the script."""
     code = f"""
 import os, pathlib, sys
-for name in [name for name in sys.modules if name == "paceline" or name.startswith("paceline.core.telemetry")]:
+for name in [name for name in sys.modules if name == "paceline" or name.startswith("paceline.core")]:
     del sys.modules[name]
 import paceline
 from paceline.core.black_box import path_of, read_box

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore
 
 import paceline
 from forked import in_processes
-from paceline.comm.process_group import open_own_group
+from paceline.comm.own_group import open_own_group
 from paceline.core import missing_ranks, stores
 from paceline.core.world import TIMEOUT, World, init
 from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError

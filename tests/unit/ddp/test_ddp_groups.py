@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import paceline
 from models import chain
-from paceline.comm.process_group import open_own_group
+from paceline.comm.own_group import open_own_group
 from paceline.core.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CommunicationError

@@ -177,7 +177,7 @@ SCRIPT = stack("/home/me/train.py in augment", "/home/me/train.py in <module>")
 GATHERS = stack(f"{C10D} in all_gather", f"{TORCH}/distributed/c10d_logger.py in wrapper", "/home/me/train.py in main")
 SAVES = stack(
     f"{C10D} in all_gather",
-    f"{OURS}/core/processes/consensus.py in gather",
+    f"{OURS}/core/consensus.py in gather",
     f"{OURS}/checkpoint/saving/save.py in capture_all",
 )
 WRITES = stack(f"{OURS}/checkpoint/saving/writer.py in write", "/home/me/train.py in main")

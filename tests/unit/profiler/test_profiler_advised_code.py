@@ -28,12 +28,11 @@ SETTABLE: tuple[Callable[..., Any], ...] = (
 
 def texts() -> Iterator[str]:
     """The text of each piece of advice, with 1 for each value."""
-    for file in Path(rules.__path__[0]).glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+    for node in ast.walk(ast.parse(Path(rules.__file__).read_text("utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def check(name: str, arguments: str) -> None:

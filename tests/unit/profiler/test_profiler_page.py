@@ -114,7 +114,7 @@ def test_every_report_becomes_a_whole_page_that_fetches_nothing(make: Any) -> No
 
 
 def test_many_ranks_and_steps_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "MOST_POINTS", 16_000)
+    monkeypatch.setattr("paceline.profiler.page.MOST_POINTS", 16_000)
     large = verdict(made(32, 1003, slow=13, buckets=1))
     text = page(large)
     assert len(text.encode()) < LIMIT

@@ -47,7 +47,7 @@ if "hook" in sys.argv:
     sys.excepthook = lambda *_: print("mine")
 world = paceline.init()
 if "saving" in sys.argv:
-    from paceline.core.telemetry import failure_callbacks
+    from paceline.core import failure_callbacks
     failure_callbacks.at_failure(lambda error: print("saved", flush=True))
     if not os.fork():  # a forked child has nothing to save
         failure_callbacks._say_last_words(KeyError())

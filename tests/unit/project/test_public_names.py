@@ -50,7 +50,7 @@ for name in ("typo", "_private", "ddp_"):
     assert not hasattr(paceline, name), name
 import paceline.ddp
 # What few wrappers need is loaded when one does.
-rare = ("paceline.ddp.slices", "paceline.ddp.join", "paceline.ddp.comm_hook", "paceline.data")
+rare = ("paceline.ddp.virtual_ranks", "paceline.ddp.join.", "paceline.ddp.comm_hook", "paceline.data")
 assert not [name for name in sys.modules if name.startswith(rare)]
 from paceline import DistributedDataParallel, train
 assert paceline.DistributedDataParallel is DistributedDataParallel is paceline.ddp.DistributedDataParallel

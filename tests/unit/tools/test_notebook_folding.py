@@ -57,7 +57,7 @@ ALL_REDUCE = f"""Thread 0x1 (most recent call first):
 
 Current thread 0x2 (most recent call first):
   File "{STDLIB}/selectors.py", line 9 in select
-  File "{OURS}/comm/shm/doorbells.py", line 75 in sleep
+  File "{OURS}/comm/doorbells.py", line 75 in sleep
   File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
   File "/v/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
   File "<ipython-input-4-abc>", line 6 in __init__
@@ -70,7 +70,7 @@ BACKWARD = """Current thread 0x2 (most recent call first):
   File "<ipython-input-7-def>", line 3 in <module>
 """
 FINISHES = BACKWARD.replace(  # in the wrapper, which no collective of Python is around
-    "first):\n", f'first):\n  File "{OURS}/ddp/transport/finisher.py", line 154 in wait\n'
+    "first):\n", f'first):\n  File "{OURS}/ddp/finisher.py", line 154 in wait\n'
 )
 SLEEP = """Current thread 0x2 (most recent call first):
   File "<ipython-input-7-def>", line 3 in <module>

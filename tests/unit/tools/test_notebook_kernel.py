@@ -21,7 +21,7 @@ SHARE = "import torch, torch.distributed as dist"
 @pytest.fixture(scope="module")
 def one_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     with kernel(tmp_path_factory.mktemp("notebook")) as running:
-        running.run("from paceline.tools.notebook.kernel import execution\nexecution.STUCK_S = 1.0")
+        running.run("from paceline.tools.notebook import execution\nexecution.STUCK_S = 1.0")
         yield running
 
 

@@ -36,7 +36,7 @@ def tags(cell: Any) -> list[str]:
 def one_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """A kernel for all notebooks, one after the other; it has loaded torch once."""
     with kernel(tmp_path_factory.mktemp("notebooks")) as running:
-        running.run("from paceline.tools.notebook.kernel import execution\nexecution.STUCK_S = 1.0")
+        running.run("from paceline.tools.notebook import execution\nexecution.STUCK_S = 1.0")
         yield running
 
 
