@@ -62,7 +62,7 @@ def stand_in(*, is_used: bool = True) -> list[str]:
     changed.nccl_of = lambda _: nccl
     world: Any = paceline.core.world
     world.nccl_of = changed.nccl_of
-    import paceline.comm.process_group as own_group
+    import paceline.comm.own_group as own_group
 
     opened: Any = own_group
     opened.keep = keep

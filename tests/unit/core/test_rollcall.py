@@ -352,7 +352,7 @@ def connect_late(rank: int, environment: dict[str, str], backend: str, slow: tup
     [
         ("gloo", ("torch.distributed", "init_process_group")),
         ("paceline", ("paceline.comm.process_group", "open_engine")),
-        ("gloo", ("paceline.comm.process_group", "open_group")),
+        ("gloo", ("paceline.comm.own_group", "open_group")),
     ],
     ids=["init", "shared memory", "group of a wrapper"],
 )

@@ -180,7 +180,7 @@ SAVES = stack(
     f"{OURS}/core/consensus.py in gather",
     f"{OURS}/checkpoint/saving/save.py in capture_all",
 )
-WRITES = stack(f"{OURS}/checkpoint/saving/writer.py in write", "/home/me/train.py in main")
+WRITES = stack(f"{OURS}/checkpoint/saving.py in write", "/home/me/train.py in main")
 STATE = stack(
     "/home/me/train.py in state_dict",
     f"{OURS}/checkpoint/captures.py in own",
@@ -188,9 +188,9 @@ STATE = stack(
 )
 BACKWARD = stack(f"{TORCH}/autograd/graph.py in _engine_run_backward", "/home/me/train.py in main")
 HOOK = stack("/home/me/train.py in hook", f"{OURS}/ddp/transport/comm_hook.py in wait", "/home/me/train.py in main")
-JOINS = stack(f"{STDLIB}/threading.py in join", f"{OURS}/checkpoint/saving/writer.py in join")
+JOINS = stack(f"{STDLIB}/threading.py in join", f"{OURS}/checkpoint/saving.py in join")
 ENDS = stack(f"{STDLIB}/threading.py in _shutdown").replace(
-    "in wait\n\n", f'in wait\n  File "{OURS}/checkpoint/saving/writer.py", line 1 in write\n\n'
+    "in wait\n\n", f'in wait\n  File "{OURS}/checkpoint/saving.py", line 1 in write\n\n'
 )
 SLEEPS = ENDS.replace(f'{STDLIB}/threading.py", line 1 in _shutdown', '/home/me/train.py", line 1 in main')
 THREAD = stack(f"{STDLIB}/threading.py in join", "/home/me/train.py in main", f"{OURS}/launch/agent.py in run")
