@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv; nothing else on the machine is touched.
+# Every target sets up its own requirements in .venv, and does not touch the rest of the machine.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +15,7 @@ help:  ## show this help
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# A stamp a set of extras: installed once, and again when the pins or the package's metadata change.
+# One stamp file for each set of extras: installed once, and again after a change of the pins or the package's metadata.
 $(VENV)/.digits: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing Paceline and PyTorch into $(VENV) …"
 	$(PIP) -e '.[digits]'
@@ -46,7 +46,7 @@ train: $(VENV)/.digits  ## train a digit classifier with two ranks, in seconds
 # Tests run on CPU ranks, forked from processes that run backward passes, which is impossible if torch sees a GPU. Byte
 # code is kept for the many processes.
 TESTED := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE=
-# Each worker takes tests that stand together, so that they share their ranks.
+# Each worker takes neighboring tests, so that they share their ranks.
 PYTEST := $(TESTED) $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 test: $(VENV)/.dev  ## run the tests, but for the slow ones; minutes
@@ -65,7 +65,7 @@ test-engines: $(VENV)/.dev  ## run jobs under Slurm, mpirun, Ray and on two host
 	$(PIP) -e '.[test,engines]'
 	$(TESTED) $(BIN)/python -m pytest -q -m engines tests/engines $(ARGS)
 
-# A torch of its own, and so an environment of its own, of several GB; what else is pinned stays so.
+# Another torch in its own environment of several GB. The other packages stay pinned.
 TORCH = .venv-torch-$(VERSION)
 test-torch:  ## run the whole test suite with another torch: make test-torch VERSION=2.15.0
 	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.15.0"; exit 2; }
@@ -95,7 +95,7 @@ pictures: $(VENV)/.digits  ## draw the pictures of the docs again
 	for what in collectives ring tree halving-doubling broadcast reduce bucket-overlap workflow bubble data-parallel same-bits; do \
 		$(BIN)/paceline explain $$what --ranks 4 --out docs/pictures/$$what.svg || exit 1; done
 
-notebooks: $(VENV)/.dev  ## run the notebooks again, and keep what they show
+notebooks: $(VENV)/.dev  ## run the notebooks again, and keep their output
 	$(BIN)/python scripts/run_notebooks.py $(ARGS)
 
 docs: $(VENV)/.docs  ## build the docs site from docs/, docstrings, notebooks and results
