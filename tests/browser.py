@@ -2,7 +2,7 @@
 
     values = run_in_page(page, "report(document.title)", tmp_path)
 
-The test is skipped where there is no Chromium.
+Skips the test if Chromium is not installed.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ addEventListener("error", (event) => report({error: String(event.message)}));
 
 
 def run_in_page(page: str, script: str, folder: Path, *options: str, milliseconds: int = 20_000) -> list[Any]:
-    """What `script`, which runs after the page's own, gave to ``report``; `milliseconds` of the page's clock pass."""
+    """Run `script` after the page's own, for `milliseconds` of the page's clock; return the values it reports."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
-        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
+        pytest.skip("Chromium is not installed; on Debian: apt-get install chromium")
     assert "</body>" in page
     changed = page.replace("<head>", f"<head>{_REPORTS}", 1).replace("</body>", f"<script>{script}</script></body>", 1)
     file = folder / "page.html"
     file.write_text(changed, "utf-8")
     command = [chromium, *FLAGS, f"--user-data-dir={folder / 'chromium'}", f"--virtual-time-budget={milliseconds}"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, *options, "--dump-dom", file.as_uri()],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
         env={**os.environ, "HOME": str(folder)},
     )
-    assert done.returncode == 0, done.stderr
-    said = re.findall(r'<pre class="test-report">(.*?)</pre>', done.stdout, re.DOTALL)
-    return [json.loads(html.unescape(one)) for one in said]
+    assert result.returncode == 0, result.stderr
+    reports = re.findall(r'<pre class="test-report">(.*?)</pre>', result.stdout, re.DOTALL)
+    return [json.loads(html.unescape(report)) for report in reports]

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures shared by several test files."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from ranks import Pools, Ranks
 
-# A shell that runs tests in the background, or nohup, has these ignored, and everything below would inherit that.
+# Background jobs of a shell, and nohup, ignore these signals; every child process would inherit that.
 for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, default)
 
-# How long an example takes depends on how busy the machine is, which no test may.
+# No deadline: the time of an example depends on the load of the machine.
 settings.register_profile("paceline", deadline=None)
 settings.load_profile("paceline")
 
 
-def refuse_own(send: Callable[..., Any], tests: int) -> Callable[..., Any]:
-    """Return `send`, a function that sends a signal, for all processes but `tests`, which runs the tests.
+def protect_test_process(send: Callable[..., Any], tests: int) -> Callable[..., Any]:
+    """Wrap `send`, a function that sends a signal, so that it refuses to signal the test process `tests`.
 
-    A signal that came later than expected has ended a worker with hundreds of tests. What is to get a signal is a
-    process of its own: ``pools.run(1, …)``, ``Running(…)``.
+    A signal that arrived late once killed a worker with hundreds of tests. Run code that needs a signal in a separate
+    process: ``pools.run(1, …)``, ``Running(…)``.
     """
 
-    def sent(*arguments: Any) -> Any:
+    def guarded(*arguments: Any) -> Any:
         # raise_signal(number), kill(pid, number), killpg(group, number)
         if os.getpid() == tests and arguments[-1] != 0 and (len(arguments) == 1 or arguments[0] in (0, -1, tests)):
-            raise AssertionError(f"signal {arguments[-1]} for the process that runs the tests")
+            raise AssertionError(f"signal {arguments[-1]} sent to the test process")
         return send(*arguments)
 
-    return sent
+    return guarded
 
 
 def pytest_configure() -> None:
     for module, name in ((os, "kill"), (os, "killpg"), (signal, "raise_signal")):
-        setattr(module, name, refuse_own(getattr(module, name), os.getpid()))
+        setattr(module, name, protect_test_process(getattr(module, name), os.getpid()))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import files whose tests are all left out; torch's own suite takes long to read."""
+    """Do not import files whose tests are all deselected; parsing torch's own suite is slow."""
     left_out = re.findall(r"\bnot (\w+)", config.option.markexpr)
     if collection_path.suffix != ".py" or not left_out:
         return None
@@ -62,9 +62,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Collect tests without garbage collections, and leave all modules and tests out of those that come later.
+    """Disable garbage collection while collecting tests, then freeze all modules and tests.
 
-    Half a million objects live as long as the process: each collection that a test asks for took 0.3 s.
+    Half a million objects live as long as the process, so each ``gc.collect()`` of a test took 0.3 s.
     """
     gc.disable()
     try:
@@ -76,7 +76,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    """Worlds of every size asked for, which stay up for a file's tests."""
+    """Worlds of any requested size, kept running for all tests of a file."""
     from ranks import Pools  # here: the process that only hands tests to others need not wait for torch
 
     with Pools() as pools:
@@ -85,7 +85,7 @@ def pools() -> Iterator[Pools]:
 
 @pytest.fixture(scope="module")
 def gloo() -> Iterator[Pools]:
-    """The same over Gloo; their channel gives plain sums, as that of GPUs does."""
+    """Worlds over Gloo, whose channel returns plain sums, like the channel of GPUs."""
     from ranks import Pools
 
     with Pools("gloo") as pools:
@@ -94,7 +94,7 @@ def gloo() -> Iterator[Pools]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """A world of one rank, and one of two."""
+    """A world of one rank and a world of two."""
     from ranks import Ranks
 
     with Ranks(request.param) as ranks:

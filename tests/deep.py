@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 TINY = 1e-4
-"""A bucket capacity in MiB that closes every bucket after a parameter or two."""
+"""Bucket capacity in MiB that fits only one or two parameters."""
 
 
 class Deep(nn.Module):

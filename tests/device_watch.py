@@ -1,19 +1,19 @@
-"""Finds where a step would wait for a GPU, without one: some tensors on the CPU stand for tensors on a device.
+"""Detects waits of a step for a GPU, without a GPU: some CPU tensors stand for tensors on a device.
 
-A :class:`DeviceWatch` is told which tensors these are. Whatever is computed from them is on the device, too. It records
-each place of ``paceline`` where the host asks for a value of such a tensor, and each copy between it and a tensor that
-is surely the host's.
+Mark these tensors with :meth:`DeviceWatch.on_device`; results computed from them count as device tensors as well. The
+watch records every place in ``paceline`` that reads a value of a device tensor on the host, and every copy between a
+device tensor and a tensor known to be on the host.
 
     with DeviceWatch() as watch:
         watch.on_device(parameters)
         ...
     watch.stops     # such as "item at ddp/step.py:180 launch"
 
-A number that was sent to the host earlier may be waited for, unless nothing was queued since: the device has work left
-meanwhile.
+Waiting for a number sent to the host earlier is allowed if more work was queued after it, because the device stays
+busy meanwhile.
 
-Two modes work together. The dispatch mode sees every operation, also those of C++ and of autograd, and follows values
-from tensor to tensor. The function mode sees what reads memory without an operation on the CPU, such as ``tolist``.
+Two modes work together. The dispatch mode sees every operation, also from C++ and autograd, and follows values
+from tensor to tensor. The function mode sees reads that dispatch no operation on the CPU, such as ``tolist``.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from torch.overrides import TorchFunctionMode
 from insides import TorchDispatchMode, tree_leaves
 
 READS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim"}
-"""Operations whose result the host needs: a value, or the size of the result."""
+"""Operations that make the host wait for a value or for the size of the result."""
 COPIES = {"copy_", "_foreach_copy_"}
 READING_METHODS = {"tolist", "cpu", "numpy"}
-"""Methods of tensors that are no operation where the tensor is on the CPU already."""
+"""Tensor methods that dispatch no operation for a CPU tensor."""
 FROM_HOST = (torch.tensor, torch.as_tensor, torch.frombuffer, torch.from_numpy)
-"""Functions whose results are the host's, unless a device is named."""
+"""Functions that return host tensors unless called with a device."""
 
 
 class DeviceWatch:
-    """Records where the host waits for tensors that stand for those on a device."""
+    """Records waits of the host for tensors that stand for device tensors."""
 
     stops: list[str]
-    """One line for each time, with the operation and the innermost place in ``paceline``."""
+    """One line per wait, with the operation and the innermost location in ``paceline``."""
 
     queued = 0
-    """Operations on the device so far, in all watches."""
+    """Number of device operations in all watches."""
 
     def __init__(self) -> None:
         self.stops = []
-        # Storages by address. Weak, or buckets would be taken for kept by a user; but no address comes again.
+        # Storages by address. Weak references do not count as users of buckets but prevent the reuse of an address.
         self._device: dict[int, StorageWeakRef] = {}
         self._host: dict[int, StorageWeakRef] = {}
         self._modes = contextlib.ExitStack()
 
     def on_device(self, tensors: Iterable[Tensor | None]) -> None:
-        """Let `tensors`, and what is computed from them, stand for tensors on a device."""
+        """Let `tensors` and everything computed from them stand for tensors on a device."""
         for tensor in tensors:
             if tensor is not None and tensor.layout is torch.strided:
                 storage = StorageWeakRef(tensor.untyped_storage())
@@ -67,20 +67,20 @@ class DeviceWatch:
                 self._host.pop(_address(tensor), None)
 
     def on_host(self, tensors: Iterable[Any]) -> None:
-        """Note that `tensors` are the host's."""
+        """Mark `tensors` as host tensors."""
         for tensor in tensors:
             if isinstance(tensor, Tensor) and not self.is_on_device(tensor):
                 self._host.setdefault(_address(tensor), StorageWeakRef(tensor.untyped_storage()))
 
     def is_on_device(self, tensor: Tensor) -> bool:
-        """Whether `tensor` stands for one on a device."""
+        """Return whether `tensor` stands for a device tensor."""
         return tensor.layout is torch.strided and _address(tensor) in self._device
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         return tensor.layout is torch.strided and _address(tensor) in self._host
 
     def operation(self, name: str, inputs: list[Tensor], call: Any) -> Any:
-        """Run an operation, and follow what it makes of its inputs."""
+        """Run an operation and propagate the device marks of its inputs to its results."""
         touches = any(map(self.is_on_device, inputs))
         DeviceWatch.queued += touches
         if touches and name in READS:
@@ -95,13 +95,13 @@ class DeviceWatch:
         return result
 
     def stop(self, name: str) -> None:
-        """Record that the host waits here."""
+        """Record a wait of the host at the current location."""
         for frame in reversed(traceback.extract_stack()):
-            _, ours, path = frame.filename.rpartition("/src/paceline/")
-            if ours:
+            _, package, path = frame.filename.rpartition("/src/paceline/")
+            if package:
                 self.stops.append(f"{name} at {path}:{frame.lineno} {frame.name}")
                 return
-        # Not ours: the model's, the optimizer's, or the test's own.
+        # Otherwise the wait is in the model, the optimizer or the test.
 
     def __enter__(self) -> DeviceWatch:
         _open.append(self)
@@ -118,11 +118,11 @@ class DeviceWatch:
 
 
 _open: list[DeviceWatch] = []
-"""The watches that are on."""
+"""The active watches."""
 
 
 def _read_later(number: Tensor) -> Callable[[], float]:
-    """Stand for the function of this name in :mod:`paceline.core.device_streams`."""
+    """Replace the function of this name in :mod:`paceline.core.device_streams`."""
     copy = torch.empty((), dtype=torch.float64)
     copy.copy_(number.detach().reshape(()))
     queued_then = DeviceWatch.queued
@@ -130,8 +130,8 @@ def _read_later(number: Tensor) -> Callable[[], float]:
     def read() -> float:
         if DeviceWatch.queued == queued_then:
             for watch in _open:
-                watch.stop("a wait for what was queued last")
-        return ctypes.c_double.from_address(copy.data_ptr()).value  # seen by no mode
+                watch.stop("a wait for the last queued operation")
+        return ctypes.c_double.from_address(copy.data_ptr()).value  # a read that neither mode sees
 
     return read
 
@@ -162,7 +162,7 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if args and isinstance(args[0], Tensor) and self._watch.is_on_device(args[0]):
-            # A device that is a variable is the tensor's own, as a rule.
+            # Only a literal "cpu" counts; a device in a variable is usually the tensor's own.
             to_cpu = name == "to" and "cpu" in [target for target in (*args[1:], kwargs.get("device")) if target]
             if name in READING_METHODS or to_cpu:
                 self._watch.stop(name)
@@ -174,7 +174,7 @@ class _Functions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _stays_on_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
-    """Keep a function mode on in backwards: ``Tensor.backward`` is itself a function that switches it off inside."""
+    """Keep a function mode active during backward; ``Tensor.backward`` is itself a function that disables it."""
     module: Any = torch.autograd
     run = module._engine_run_backward
 
@@ -191,7 +191,7 @@ def _stays_on_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def queued_operations() -> Iterator[None]:
-    """Let the code of ``paceline`` take operations for queued, as on a GPU, with streams that are all the same one."""
+    """Make ``paceline`` treat operations as queued, as on a GPU, with a single stream for everything."""
     streams: Any = sys.modules.get("paceline.core.device_streams")
     if streams is None:
         yield

@@ -1,4 +1,4 @@
-"""How many cases property tests draw: by ``make test`` the same few each time, by ``make test-long`` ten times more."""
+"""How many examples property tests draw: a few fixed ones in ``make test``, ten times more in ``make test-long``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ TIMES = 10 if LONG else 1
 
 
 def draws(cases: int, *, shrinks: bool = True) -> settings:
-    """Settings of a test that draws `cases` cases; one whose failures end ranks should not shrink them."""
+    """Return settings for a test that draws `cases` examples; do not shrink if a failure ends the ranks."""
     phases = tuple(Phase) if shrinks else (Phase.explicit, Phase.reuse, Phase.generate)
     return settings(deadline=None, max_examples=cases * TIMES, derandomize=not LONG, phases=phases)

@@ -1,12 +1,12 @@
-"""Commands in tests without the seconds that an interpreter takes to load torch: forked from one that has loaded it.
+"""Commands for tests that skip the seconds of importing torch: forked from a process that has imported it already.
 
-    process = Forked(["-m", "paceline", "run", "script.py"], folder, environment, out, err)      as after ``python``
-    process = Forked(…, ranks=True)                          as are the ranks, if the command is one that starts some
-    call(function, argument)                                 a function's result, from a process of its own
-    with in_processes(function, ranks, argument) as pipes:   a function in several, which tell and hear through pipes
+    process = Forked(["-m", "paceline", "run", "script.py"], folder, environment, out, err)      like ``python …``
+    process = Forked(…, ranks=True)                          also forks the ranks of a command that starts ranks
+    call(function, argument)                                 result of a function called in a separate process
+    with in_processes(function, ranks, argument) as pipes:   several processes that communicate through pipes
 
-Code, arguments, environment, streams, signals and exit code are those of a command of its own. What differs is how the
-interpreter starts, and unless :data:`REAL_END` is set, how it ends; of each kind of command some tests start real ones.
+Code, arguments, environment, streams, signals and exit code are the same as for a real command. Only the interpreter's
+startup differs and, unless :data:`REAL_END` is set, its shutdown. Some tests run each kind of command for real.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from ranks import fork_server, plain_start_method
 
 TIMEOUT_S = 300.0
 REAL_END = "FORKED_HAS_A_REAL_END"
-"""In a command's environment: it and its ranks take the interpreter down as others do, rather than leave at once."""
+"""Environment variable that makes a command and its ranks shut the interpreter down instead of exiting at once."""
 
 
 class Forked:
-    """``python COMMAND`` in a child of the fork server; has of :class:`subprocess.Popen` what tests use."""
+    """``python COMMAND`` in a child of the fork server, with the part of :class:`subprocess.Popen` that tests use."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Forked:
         ranks: bool = False,
         first: Callable[[], None] | None = None,
     ) -> None:
-        """`first` is called in the process before the command."""
+        """Call `first` in the new process before the command."""
         self._process = fork_server.Process(
             target=_command, args=(list(command), str(folder), dict(environment), str(out), str(err), ranks, first)
         )
@@ -79,31 +79,31 @@ class Forked:
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `function(*arguments)` in a process of its own, which ends at once afterwards; its result."""
-    ours, theirs = fork_server.Pipe()
-    process = fork_server.Process(target=_answer, args=(theirs, function, arguments))
+    """Return the result of ``function(*arguments)`` called in a separate process."""
+    pipe, child_pipe = fork_server.Pipe()
+    process = fork_server.Process(target=_answer, args=(child_pipe, function, arguments))
     process.start()
-    theirs.close()
+    child_pipe.close()
     try:
-        assert ours.poll(TIMEOUT_S), f"{function.__name__} does not end"
-        ok, value = ours.recv()
+        assert pipe.poll(TIMEOUT_S), f"{function.__name__} does not end"
+        ok, value = pipe.recv()
         assert ok, value
         return value
     finally:
         process.kill()
         process.join()
-        ours.close()
+        pipe.close()
 
 
 @contextmanager
 def in_processes(function: Callable[..., None], ranks: Iterable[int], *arguments: Any) -> Iterator[list[Any]]:
-    """Run ``function(rank, *arguments, pipe)`` in a process for each of `ranks`, until the block ends; yields pipes."""
+    """Run ``function(rank, *arguments, pipe)`` in one process per rank until the block ends; yields the pipes."""
     pipes, processes = [], []
     for rank in ranks:
-        ours, theirs = fork_server.Pipe(duplex=True)
-        processes.append(fork_server.Process(target=function, args=(rank, *arguments, theirs)))
+        pipe, child_pipe = fork_server.Pipe(duplex=True)
+        processes.append(fork_server.Process(target=function, args=(rank, *arguments, child_pipe)))
         processes[-1].start()
-        pipes.append(ours)
+        pipes.append(pipe)
     try:
         yield pipes
     finally:
@@ -131,15 +131,14 @@ def _command(
     ranks: bool,
     first: Callable[[], None] | None,
 ) -> None:
-    """The command's life."""
-    gc.freeze()  # or the first collection would copy the memory of all that the fork server has loaded
+    gc.freeze()  # otherwise the first collection would copy all memory of the fork server
     os.chdir(folder)
     with open(out, "a") as stdout, open(err, "a") as stderr:
         _become(environment, stdout.fileno(), stderr.fileno())
     if first is not None:
-        first()  # now, because it may replace the streams
+        first()  # only now, because it may replace the streams
     if ranks:
-        os.environ["PACELINE_PRELOAD"] = "0"  # they are forked already, from the launcher
+        os.environ["PACELINE_PRELOAD"] = "0"  # ranks are forked from the launcher anyway
         from paceline.core.torch_elastic import starting_ranks_with
         from paceline.launch import restart_policy
 
@@ -152,9 +151,9 @@ def _command(
 def _rank(
     command: tuple[str, ...], environment: dict[str, str], out_file: IO[Any] | None, err_file: IO[Any] | None
 ) -> subprocess.Popen[bytes]:
-    """In the launcher: start a rank as a copy of this process; ``python -I -S child.py PID python -u …``.
+    """Start a rank as a fork of the launcher for the command ``python -I -S child.py PID python -u …``.
 
-    torchrun's are ``python -u …`` alone.
+    Ranks of torchrun have the command ``python -u …``.
     """
     rank, child, launcher = list(command), "", ""
     if rank[1:3] == ["-I", "-S"]:
@@ -166,17 +165,17 @@ def _rank(
     if pid:
         return _Child(pid)
     try:
-        # Garbage of the launcher must not be collected here: the store of an earlier job would wake its thread, which
-        # is not in this process, through a descriptor that is closed, and libuv answers that with abort().
+        # Do not collect the launcher's garbage here: the store of an earlier job would wake its thread, which does not
+        # exist in this process, through a closed descriptor, and libuv would call abort().
         gc.freeze()
         os.setsid()
         if child:
             runpy.run_path(child)["die_with"](int(launcher))
         _become(environment, out, err)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the launcher's
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # inherited from the launcher
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
-        if "PACELINE_LAUNCHER" in environment:  # not on several hosts, where ranks are torchrun's
+        if "PACELINE_LAUNCHER" in environment:  # unset on several hosts, which use torchrun
             sys.modules.pop("sitecustomize", None)
             __import__("sitecustomize")  # our hook, which removes itself from the path
         _run(rank[2:])
@@ -186,7 +185,7 @@ def _rank(
 
 
 def _run_copy(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-    """In the launcher: do what ``subprocess.run`` does, in a copy of this process."""
+    """Replace ``subprocess.run`` in the launcher: run the command in a fork of this process."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         code = _rank(tuple(command), {"OMP_NUM_THREADS": "1", **os.environ}, out, err).wait()
         out.seek(0)
@@ -195,7 +194,7 @@ def _run_copy(command: list[str], **_: object) -> subprocess.CompletedProcess[st
 
 
 class _Child(subprocess.Popen[bytes]):
-    """A child that this process has forked itself."""
+    """A child that this process forked itself."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.args, self.returncode = pid, [], None
@@ -205,7 +204,7 @@ class _Child(subprocess.Popen[bytes]):
 
 
 def _become(environment: Mapping[str, str], out: int, err: int) -> None:
-    """Give this process what a new one would have: signals, environment, streams, and nothing left to do at its end."""
+    """Reset signals, environment, streams and exit handlers to those of a new process."""
     plain_start_method()
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     signal.set_wakeup_fd(-1)
@@ -215,12 +214,12 @@ def _become(environment: Mapping[str, str], out: int, err: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit._clear()
     if REAL_END in environment:
-        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # as the first finalizer had
+        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # normally registered by the first finalizer
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
-    atexit.register(util._exit_function)  # type: ignore[attr-defined]  # as its import had, to tidy up
+    atexit.register(util._exit_function)  # type: ignore[attr-defined]  # normally registered by its import
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # the one of the environment, and not that in which the fork server began
+    tempfile.tempdir = None  # take it from the new environment, not from the fork server's
     null = os.open(os.devnull, os.O_RDONLY)
     for descriptor, place in ((null, 0), (out, 1), (err, 2)):
         os.dup2(descriptor, place)
@@ -230,7 +229,7 @@ def _become(environment: Mapping[str, str], out: int, err: int) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Do what ``python COMMAND`` does, and end."""
+    """Do what ``python COMMAND`` does, then exit."""
     first, *rest = command
     if first == "-m":
         sys.argv = rest
@@ -247,21 +246,21 @@ def _run(command: list[str]) -> None:
 
 
 def _end(program: Callable[[], Any]) -> None:
-    """Run `program` and end the process as the interpreter would have."""
+    """Run `program` and exit like the interpreter."""
     code: Any = 0
     try:
         program()
-    except SystemExit as stop:
-        code = stop.code
+    except SystemExit as exit_:
+        code = exit_.code
         if code is not None and not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1
     except BaseException as error:
         code = 1
         try:
-            sys.excepthook(type(error), error, _own(error.__traceback__))
-        except SystemExit as stop:
-            code = stop.code
+            sys.excepthook(type(error), error, _without_our_frames(error.__traceback__))
+        except SystemExit as exit_:
+            code = exit_.code
     if REAL_END in os.environ:
         ctypes.pythonapi.Py_Exit(code or 0)
     threading._shutdown()  # type: ignore[attr-defined]
@@ -271,8 +270,8 @@ def _end(program: Callable[[], Any]) -> None:
     os._exit(code or 0)
 
 
-def _own(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is the program's."""
+def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the frames of this file and of :mod:`runpy` from the top of a traceback."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace

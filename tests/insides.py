@@ -1,6 +1,6 @@
-"""Inner parts at which tests look because nothing public shows what they prove.
+"""Access to private state for tests that cannot check their claim through the public API.
 
-Each private name is reached here alone: when code moves, this file follows it, and the tests stay as they are.
+Tests use private names only through this file, so only this file changes when code moves.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from paceline.ddp import DistributedDataParallel
 
 keep_versions: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
-"""In this context, writes to the given tensors do not raise their autograd versions."""
+"""Context in which writes to the given tensors do not increase their autograd version counters."""
 
 
 def engine_of(model: DistributedDataParallel) -> Any:
-    """Return what averages the gradients of `model`: among several ranks its reducer."""
+    """Return the engine that averages the gradients of `model`; on several ranks, its reducer."""
     return model._engine
 
 
@@ -32,7 +32,7 @@ def storage_of(model: DistributedDataParallel) -> Any:
 
 
 def connection_of(model: DistributedDataParallel) -> Any:
-    """Return the parts of `model` that reach other ranks."""
+    """Return the connection of `model` to other ranks."""
     return model._connection
 
 
@@ -42,34 +42,34 @@ def channel_of(model: DistributedDataParallel) -> Any:
 
 
 def backward_of(model: DistributedDataParallel) -> Any:
-    """Return the backward of `model` that is under way, or not settled; None between two."""
+    """Return the running or unsettled backward of `model`, or None between backwards."""
     return engine_of(model).backward
 
 
 def pieces_in_use(group: Any) -> int:
-    """Return how many pieces of a rank's shared memory are tensors, not copies that collectives show."""
+    """Return the number of pieces of a rank's shared memory that are tensors, not copies exposed by collectives."""
     return len(group._collectives.engine.arena._used) - len(group._collectives._places._used)
 
 
 def under_way(channel: Any) -> int:
-    """Return how many collectives of `channel` were launched and not waited for."""
+    """Return the number of collectives of `channel` that were launched but not yet waited for."""
     return int(channel._outstanding.count)
 
 
 def has_hook(parameter: nn.Parameter) -> bool:
-    """Return whether something waits for the gradient of `parameter`."""
+    """Return whether `parameter` has a post-accumulate hook."""
     return bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def metadata_of(state: Any) -> Any:
-    """Return the versions that torch keeps beside a state dict."""
+    """Return torch's metadata of a state dict, which holds version numbers."""
     return state._metadata
 
 
 def step_in_backward(kind: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], lr: float) -> None:
-    """Have optimizers of `kind` step over `parameters` inside backward, as torch's users do by a private name."""
+    """Make optimizers of `kind` step over `parameters` inside backward, through torch's private function."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it loads TorchScript
+        warnings.simplefilter("ignore")  # the import loads TorchScript
         from torch.distributed.optim import _apply_optimizer_in_backward
 
     _apply_optimizer_in_backward(kind, list(parameters), {"lr": lr})

@@ -1,4 +1,4 @@
-"""The script of a small training, for tests of whole jobs: a model, an optimizer, a Checkpointer, and a loop."""
+"""A small training script for tests of whole jobs: a model, an optimizer, a Checkpointer, and a loop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def loop(
     after: str = "",
     end: str = "checkpointer.close()",
 ) -> str:
-    """Return a script that trains for `steps` steps and resumes; the other arguments are code of the test.
+    """Return a script that resumes and trains until step `steps`, with code of the test inserted.
 
-    `begin` runs after ``paceline.init()``, `before` and `after` around each step. ``start`` is the number of the start.
+    `begin` runs after ``paceline.init()``, `before` and `after` around each step. ``start`` counts restarts.
     """
     return f"""
 import json, os, shutil, signal, subprocess, sys, time, torch, paceline

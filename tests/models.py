@@ -1,4 +1,4 @@
-"""Small models, and parts of models, that several test files train."""
+"""Small models and layers shared by several test files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def chain(*widths: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
-    """Linear layers from each of `widths` to the next with Tanh between them; the same values for the same `seed`."""
+    """Return an MLP with layers of the given `widths` and Tanh between them, initialized from `seed`."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for width, following in pairwise(widths):
@@ -19,7 +19,7 @@ def chain(*widths: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn
 
 
 class Trip(torch.autograd.Function):
-    """Passes its input on; its backward raises."""
+    """Identity whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class Trip(torch.autograd.Function):
 
 
 class Average(nn.Module):
-    """A layer that subtracts a moving average of its inputs, which it keeps through ``.data``, and counts its calls."""
+    """Subtracts a moving average of its inputs, which it updates through ``.data``, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Two hosts on one machine: network namespaces that are joined by a cable. Making them needs root.
+"""Two hosts on one machine: network namespaces joined by a virtual cable. Creating them requires root.
 
-with two_hosts() as hosts:                       skips the test where namespaces are not permitted
+with two_hosts() as hosts:                       skips the test if namespaces are not permitted
     Forked(…, first=partial(enter, hosts[0].name))
 """
 
@@ -29,15 +29,15 @@ class Host(NamedTuple):
 
 
 def ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    result = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=60)
+    if result.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {result.stderr.strip()}")
 
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[list[Host]]:
     if shutil.which("ip") is None:
-        pytest.skip("there is no ip command to make network namespaces with")
+        pytest.skip("creating network namespaces needs the ip command")
     names = [f"paceline{os.getpid()}{side}" for side in "ab"]
     net = f"10.{os.getpid() // 250 % 250}.{os.getpid() % 250}"
     hosts = [Host(name, f"{net}.{number}") for number, name in enumerate(names, 1)]
@@ -58,7 +58,7 @@ def two_hosts() -> Iterator[list[Host]]:
 
 
 def enter(namespace: str) -> None:
-    """Go where ``ip netns exec`` goes; and every warning is an error there."""
+    """Enter a namespace like ``ip netns exec``, and turn warnings into errors."""
     with Path("/run/netns", namespace).open() as file:
         assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
     warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""Jupyter kernels for tests: cells run in a real one, and what each shows."""
+"""Real Jupyter kernels for tests: run cells and inspect their output."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Kernel:
-    """A running kernel; :meth:`run` is a cell."""
+    """A running kernel; :meth:`run` executes a cell."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def run(self, text: str, interrupt_when: Callable[[], bool] | None = None) -> Cell:
-        """Run `text` as a cell; press the button that interrupts it as soon as `interrupt_when()`."""
+        """Run `text` as a cell; interrupt it as soon as `interrupt_when()` returns true."""
         notebook = self._client.nb
         notebook.cells.append(nbformat.v4.new_code_cell(text))
         cell = notebook.cells[-1]
@@ -38,7 +38,7 @@ class Kernel:
         return Cell(cell)
 
     def restart(self) -> None:
-        """Restart the kernel at once, as the button does."""
+        """Restart the kernel immediately, like the button in Jupyter."""
         run_sync(self._client.km.restart_kernel)(now=True)
         run_sync(self._client.kc.wait_for_ready)()
 
@@ -49,23 +49,23 @@ def _interrupt(pid: int, when: Callable[[], bool]) -> None:
 
 
 class Cell:
-    """What a cell shows."""
+    """The output of a cell."""
 
     def __init__(self, cell: Any) -> None:
         outputs = cell.outputs
-        self.text = "".join(each.text for each in outputs if each.output_type == "stream")
-        """All that it printed."""
+        self.text = "".join(output.text for output in outputs if output.output_type == "stream")
+        """Everything the cell printed."""
         self.lines = self.text.splitlines()
-        self.error = "\n".join(_COLOURS.sub("", line) for each in outputs for line in each.get("traceback", ()))
-        """The lines of the error; empty if there is none."""
-        self.error_name = next((each.ename for each in outputs if each.output_type == "error"), "")
-        self.pictures = sum("image/png" in each.get("data", {}) for each in outputs)
-        self.values = [each.data.get("text/plain") for each in outputs if each.output_type == "execute_result"]
+        self.error = "\n".join(_COLOURS.sub("", line) for output in outputs for line in output.get("traceback", ()))
+        """The traceback; empty without an error."""
+        self.error_name = next((output.ename for output in outputs if output.output_type == "error"), "")
+        self.pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+        self.values = [output.data.get("text/plain") for output in outputs if output.output_type == "execute_result"]
 
 
 @contextmanager
 def kernel(folder: Path) -> Iterator[Kernel]:
-    """A kernel that works in `folder`."""
+    """Start a kernel whose working directory is `folder`."""
     client = NotebookClient(
         nbformat.v4.new_notebook(),
         timeout=TIMEOUT_S,

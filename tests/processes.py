@@ -1,13 +1,13 @@
-"""The ``paceline`` command in tests: real processes with a hard timeout, gone when the test ends.
+"""The ``paceline`` command in tests: real processes with a hard timeout that never outlive the test.
 
-    done = paceline(folder, "run", "--nproc", "2", "script.py")      until it ends
-    with Running(folder, "run", …) as job:                           while it runs
+    done = paceline(folder, "run", "--nproc", "2", "script.py")      wait until it exits
+    with Running(folder, "run", …) as job:                           interact while it runs
         job.wait_for("ready-0", "ready-1")
 
-Commands run in `folder` with a temporary directory of their own, which has to be empty when they are done. What is a
-copy of an interpreter that has loaded torch (:mod:`forked`) instead of one that loads it: with ``fork="launcher"`` the
-command itself, with ``fork="all"`` its ranks, too, with ``fork="nothing"`` neither. A `program` other than the command
-is a real one, unless everything is to be forked: a script's path and arguments, or "-c", code and arguments.
+Commands run in `folder` with a separate temporary directory, which must be empty when they exit. `fork` selects the
+processes that are forked from an interpreter with torch imported (:mod:`forked`): only the command ("launcher"), the
+command and its ranks ("all"), or neither ("nothing"). A `program` replaces the command: a script's path and arguments,
+or "-c", code and arguments. It starts as a new process unless ``fork="all"``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from forked import Forked
 from paceline.core import failpoints
 from paceline.launch import guard
 
-TIMEOUT_S = 300.0  # only a command that hangs needs so long, or a very busy machine
+TIMEOUT_S = 300.0  # reached only by a hanging command or on a very busy machine
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> str:
-    """Write a script into `folder`; its name."""
+    """Write a script into `folder` and return its name."""
     (folder / name).write_text(text)
     return name
 
@@ -47,14 +47,14 @@ def paceline(
     first: Callable[[], None] | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end; checks that it left no temporary file."""
+    """Run the command until it exits; check that it left no temporary files."""
     with Running(folder, *arguments, program=program, fork=fork, first=first, **environment) as job:
         code = job.wait()
         return subprocess.CompletedProcess(arguments, code, job.stdout, job.stderr)
 
 
 def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    """Run the command in this process; its exit code."""
+    """Run the command in this process and return its exit code."""
     from paceline.tools.main import main
 
     monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
@@ -64,7 +64,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
 
 
 class Running:
-    """A `paceline` command that runs until the block ends."""
+    """A ``paceline`` command that is killed at the end of the block."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class Running:
         first: Callable[[], None] | None = None,
         **environment: str,
     ) -> None:
-        """With `first`, that is called in a command that is forked before anything else."""
+        """A forked command calls `first` before anything else."""
         self.folder = folder
-        # Not in `folder`, whose path is long: sockets in it have paths of at most 107 bytes.
+        # Not in `folder`, whose path is long: socket paths have at most 107 bytes.
         self._temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.temporary = Path(self._temporary.name)
-        self.torchs = folder / "torch"  # torch makes it when the first optimizer is made, by default in TMPDIR
-        # Nor the width of pytest's terminal, which xdist hands to its workers: a pipe has none.
+        self.torchs = folder / "torch"  # torch creates it with the first optimizer, by default in TMPDIR
+        # COLUMNS: xdist passes the width of pytest's terminal to its workers, but a pipe has no width.
         left_out = ("OMP_", "PET_", "COLUMNS")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         clean |= {"TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": str(self.torchs), **environment}
@@ -116,24 +116,24 @@ class Running:
         return sorted(os.listdir(self.temporary))
 
     def wait(self, timeout: float = TIMEOUT_S) -> int:
-        """The exit code; fails when the command takes longer than `timeout` seconds."""
+        """Return the exit code; fail if the command takes longer than `timeout` seconds."""
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end after {timeout} s\n{self.stdout}\n{self.stderr}") from None
+            raise AssertionError(f"still running after {timeout} s\n{self.stdout}\n{self.stderr}") from None
         assert not self.leftovers, self.leftovers
         return code
 
     def wait_for(self, *names: str) -> None:
-        """Return when the ranks have written the files `names` into the folder."""
+        """Wait until the ranks have written the files `names` into the folder."""
         self.wait_until(lambda: all((self.folder / name).exists() for name in names), f"no {names}")
 
     def wait_for_error(self, text: str) -> None:
-        """Return when the command or a rank has written `text` to stderr."""
+        """Wait until the command or a rank has written `text` to stderr."""
         self.wait_until(lambda: text in self.stderr, f"no {text!r}")
 
     def wait_until(self, holds: Callable[[], bool], otherwise: str) -> None:
-        """Return when `holds()`; fails when the command ends before, or that takes too long."""
+        """Wait until `holds()` returns true; fail if the command exits first or after a timeout."""
 
         def holds_yet() -> bool:
             running = self.process.poll() is None
@@ -143,7 +143,7 @@ class Running:
         until(holds_yet, lambda: f"{otherwise} after {TIMEOUT_S} s\n{self.stderr}")
 
     def family(self) -> list[int]:
-        """Process ids of the launcher and everything below it, except its guard."""
+        """Return the process ids of the launcher and its descendants, except its guard."""
         return [self.process.pid, *descendants(self.process.pid)]
 
     def __enter__(self) -> Running:
@@ -160,12 +160,12 @@ class Running:
 
 
 def strike(orders: str) -> None:
-    """In a forked command, as its `first`: have failpoints strike; the import that reads their orders is behind it."""
+    """Arm failpoints in a forked command, as its `first`: the import that reads their orders has already happened."""
     failpoints.orders += orders.split(";")
 
 
 def until(holds: Callable[[], bool], otherwise: Callable[[], str] = str) -> None:
-    """Return when `holds()`, however slow the machine is; fails only after a time that nothing takes."""
+    """Wait until `holds()` returns true; fail only after a time that no slow machine needs."""
     deadline = time.monotonic() + TIMEOUT_S
     while not holds():
         assert time.monotonic() < deadline, otherwise()
@@ -173,7 +173,7 @@ def until(holds: Callable[[], bool], otherwise: Callable[[], str] = str) -> None
 
 
 def descendants(parent: int) -> list[int]:
-    """Process ids of all children, grandchildren, …, that live, except guards, which end on their own."""
+    """Return the process ids of all running descendants, except guards, which exit by themselves."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -182,16 +182,16 @@ def descendants(parent: int) -> list[int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             children.setdefault(int(after_name[1]), []).append(int(entry))
-    found, todo = [], [parent]
+    result, todo = [], [parent]
     while todo:
         below = children.get(todo.pop(), [])
-        found += below
+        result += below
         todo += below
-    return [pid for pid in found if not is_guard(pid)]
+    return [pid for pid in result if not is_guard(pid)]
 
 
 def is_guard(pid: int) -> bool:
-    """Whether the process cleans up after a launcher that is killed."""
+    """Return whether the process is a guard, which cleans up after a killed launcher."""
     try:
         return guard.__file__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError):
@@ -199,12 +199,12 @@ def is_guard(pid: int) -> bool:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Return whether the process exists and is not a zombie."""
     return state_of(pid) not in ("", "Z")
 
 
 def state_of(pid: int) -> str:
-    """The letter that the kernel has for what the process does; none if it is gone."""
+    """Return the kernel's one-letter state of the process; empty if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -212,8 +212,8 @@ def state_of(pid: int) -> str:
 
 
 def gone_after(pids: list[int], limit: float) -> None:
-    """Return when all of `pids` are gone; fails after `limit` seconds."""
+    """Wait until none of `pids` is alive; fail after `limit` seconds."""
     begin = time.monotonic()
     while any(alive(pid) for pid in pids):
-        assert time.monotonic() - begin < limit, f"after {limit} s still there: {list(filter(alive, pids))}"
+        assert time.monotonic() - begin < limit, f"still alive after {limit} s: {list(filter(alive, pids))}"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Records of ranks as a profile would have them, from a few numbers: for the profiler's pure functions."""
+"""Synthetic profile records of ranks, made from a few numbers, for tests of the profiler's pure functions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from paceline.profiler.steps import Meeting, Step, cut_into_stretches, seconds_b
 
 GROUP = "ddp/0"
 Timing = Callable[[int, int], dict[str, float]]
-"""Seconds of what a rank does in a step: ``checkpoint``, ``gap``, ``data``, ``forward``, ``backward``, ``optimizer``.
-Besides, ``rows`` and ``cells`` of its input, ``launch``: seconds at the end of backward in which its last bucket is
-copied, and ``delayed``: seconds for want of a core, which are in the others."""
+"""Seconds of each phase of a rank's step: ``checkpoint``, ``gap``, ``data``, ``forward``, ``backward``, ``optimizer``.
+Optional: ``rows`` and ``cells`` of the input; ``launch``, the seconds at the end of backward that copy the last bucket;
+and ``delayed``, the seconds spent waiting for a core, which the other phases include."""
 
 
 def cut(spans: Sequence[Span], start: float, end: float) -> tuple[dict[str, float], list[Meeting]]:
-    """Return the seconds of each part of a step, and its meetings."""
+    """Return the seconds of each part of a step and its meetings."""
     stretches, meetings = cut_into_stretches(spans, start, end)
     return seconds_by_part(stretches), meetings
 
@@ -51,13 +51,13 @@ def records(
     ahead: Sequence[float] | None = None,
     **fields: Any,
 ) -> list[RankRecord]:
-    """Simulate `steps` steps of `ranks` ranks, whose all-reduce of all `buckets` takes `travel` seconds after the last.
+    """Simulate `steps` steps of `ranks` ranks; all buckets together take `travel` seconds after the last rank.
 
-    Buckets fill evenly in backward. `ahead` are the ranks' clocks against rank 0's, which their records know.
+    Buckets fill evenly during backward. `ahead` are the clock offsets from rank 0, which the records contain.
     """
     clocks = list(ahead or [0.0] * ranks)
     now = [100.0] * ranks
-    found: list[list[Step]] = [[] for _ in range(ranks)]
+    simulated: list[list[Step]] = [[] for _ in range(ranks)]
     for number in range(steps):
         times = [usual(rank, number) | timing(rank, number) for rank in range(ranks)]
         launches, came = [], []
@@ -82,7 +82,7 @@ def records(
             step = Step(number, kind, start, stop, parts, meetings, int(seconds.get("rows", 32)), 1, None, moved)
             step.cells = int(seconds.get("cells", 0))
             step.delayed = seconds.get("delayed", 0.0)
-            found[rank].append(step)
+            simulated[rank].append(step)
             now[rank] = after
     common: dict[str, Any] = {
         "size": ranks,
@@ -100,7 +100,7 @@ def records(
         "memory": {"peak": 10**8},
     }
     return [
-        RankRecord(rank=rank, steps=found[rank], offsets=[(0.0, clocks[rank], 0.0)], **common | fields)
+        RankRecord(rank=rank, steps=simulated[rank], offsets=[(0.0, clocks[rank], 0.0)], **common | fields)
         for rank in range(ranks)
     ]
 
@@ -126,15 +126,15 @@ def _spans(
 
 
 def verdict(made: list[RankRecord], operators: OperatorTable | None = None) -> Report:
-    """Return the report of a profile with these records."""
+    """Return the report of a profile with the given records."""
     return report_of(Facts(made, operators or OperatorTable()))
 
 
 def kinds(report: Report) -> list[str]:
-    """Return the kinds of a report's advice, in order."""
+    """Return the kinds of advice in a report, in order."""
     return [advice.kind for advice in report.advice]
 
 
 def the(kind: str, report: Report) -> Advice:
-    """Return a report's advice of one kind."""
+    """Return the advice of the given kind in a report."""
     return next(advice for advice in report.advice if advice.kind == kind)

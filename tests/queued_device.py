@@ -1,9 +1,9 @@
-"""A device that does nothing until it is told to: streams, collectives and an allocator as those of a GPU, on the CPU.
+"""A simulated GPU with deferred execution: streams, collectives and an allocator, on the CPU.
 
-Operations on its tensors are put into the queue of the current stream, and are done by :meth:`QueuedDevice.run` in an
-order that one names: each stream as early, or as late, as the waits between streams allow. So where a wait is missing,
-some order gives wrong numbers. Memory that is dropped is given to somebody else as soon as a GPU's allocator could do
-so; whoever uses it later is found. And to ask for a number is an error, as it would stop a GPU.
+Operations on its tensors are queued in the current stream. :meth:`QueuedDevice.run` executes them in the requested
+order, each stream as early or as late as the waits between streams allow, so a missing wait gives wrong numbers in
+some order. Freed memory is reused as soon as a GPU's allocator could reuse it; later uses are recorded. Reading a value
+on the host is an error, because it would make the host wait for the GPU.
 
     device.use(monkeypatch)
     with device:
@@ -32,33 +32,33 @@ _UNFILLED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_str
 
 
 class HostAsked(AssertionError):
-    """The host has asked for a value that is not there yet."""
+    """The host read a value that is not computed yet."""
 
 
 class Stream:
-    """Operations in order, and waits for places in other streams."""
+    """Operations in order, and waits for positions in other streams."""
 
     def __init__(self, name: str) -> None:
         self.name, self.items, self.done = name, [], 0
-        """`done` is how many of the `items` have been carried out."""
+        """`done` is the number of executed `items`."""
 
     def put(self, item: Callable[[], None] | tuple[Stream, int]) -> None:
-        """Add an operation, or a wait until a stream has done so many items."""
+        """Add an operation, or a wait until another stream has executed a number of items."""
         self.items.append(item)
 
     def wait_stream(self, other: Stream) -> None:
-        """Wait for what `other` has been given so far."""
+        """Wait for everything currently queued in `other`."""
         self.put((other, len(other.items)))
 
     def is_ready(self) -> bool:
-        """Whether its next item can be done."""
+        """Return whether the next item can be executed."""
         if self.done == len(self.items):
             return False
         item = self.items[self.done]
         return callable(item) or item[0].done >= item[1]
 
     def step(self) -> None:
-        """Do the next item."""
+        """Execute the next item."""
         item = self.items[self.done]
         if callable(item):
             item()
@@ -66,22 +66,22 @@ class Stream:
 
 
 class Memory:
-    """Memory of one tensor, and of its views."""
+    """Memory of a tensor and its views."""
 
     def __init__(self, nbytes: int, stream: Stream) -> None:
-        self.bytes = bytearray(b"\xff" * max(16, nbytes + -nbytes % 16))  # NaN, as nobody has written to it
+        self.bytes = bytearray(b"\xff" * max(16, nbytes + -nbytes % 16))  # NaN until written
         self.begin = torch.frombuffer(self.bytes, dtype=torch.uint8).data_ptr()
         self.stream, self.users, self.is_reused = stream, set[Stream](), False
-        """The stream that allocated it, and those that were said to use it too."""
+        """The stream that allocated the memory, and the other streams recorded as users."""
         self.owner: Any = None
 
     def reset(self) -> None:
-        """Forget what was written."""
+        """Discard the contents."""
         self.is_reused = False
         self.bytes[:] = b"\xff" * len(self.bytes)
 
     def tensor(self, like: Tensor, offset: int = 0) -> Tensor:
-        """A tensor of the geometry of `like`, that many bytes from the beginning, which counts as no user."""
+        """Return a tensor like `like` at a byte offset into the memory, without counting as a user."""
         if not like.numel():
             return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
         count = (len(self.bytes) - offset) // like.element_size()
@@ -90,7 +90,7 @@ class Memory:
 
 
 class QueuedDevice(TorchDispatchMode):
-    """See the module."""
+    """See the module docstring."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,16 +98,16 @@ class QueuedDevice(TorchDispatchMode):
         self.streams = (self.main, self.side, self.network)
         self.current = self.main
         self.used_late: list[str] = []
-        """In the last run, operations on memory that somebody else could have got."""
-        # All memory, and that which is in use, by its address.
+        """Operations of the last run on memory that could have been reused."""
+        # All memory, and the memory in use by address.
         self._memories: list[Memory] = []
         self._live: dict[int, Memory] = {}
         self._reuses: list[Stream] = []
 
-    # -- the faces of paceline.core.device_streams ------------------------------------------------
+    # -- the functions of paceline.core.device_streams ----------------------------------------------
 
     def use(self, patch: pytest.MonkeyPatch) -> None:
-        """Take the place of the device's streams."""
+        """Replace the functions that handle device streams."""
         patch.setattr(device_streams, "is_queued", lambda _: True)
         for module in ("paceline.compression.pipeline", "paceline.ddp.finisher"):
             patch.setattr(f"{module}.is_queued", lambda _: True)
@@ -119,11 +119,11 @@ class QueuedDevice(TorchDispatchMode):
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         """Queue operations on `stream`."""
-        before, self.current = self.current, stream
+        previous, self.current = self.current, stream
         try:
             yield
         finally:
-            self.current = before
+            self.current = previous
 
     # -- operations -------------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class QueuedDevice(TorchDispatchMode):
         if tensors and not is_ours:
             return func(*args, **kwargs)
         if name in _ASKS:
-            raise HostAsked(f"the host asks for a value: {name}")
+            raise HostAsked(f"the host reads a value: {name}")
         if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments):
             return func(*args, **kwargs)  # a view
         given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
@@ -158,14 +158,14 @@ class QueuedDevice(TorchDispatchMode):
         return results
 
     def zeros(self, numel: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
-        """Zeros on this device."""
+        """Return zeros on this device."""
         tensor = self._allocate(torch.empty(numel, dtype=dtype, device="meta"))
         place = self._alias(tensor)
         self._put("zeros", lambda: place.zero_(), [tensor])
         return tensor
 
     def collective(self, function: Callable[..., None], *tensors: Tensor) -> Work:
-        """Launch `function`, which is called with the `tensors`."""
+        """Launch a collective that calls `function` with `tensors`."""
         real = [self._alias(tensor) for tensor in tensors]
         self.network.wait_stream(self.current)
         with self.on(self.network):
@@ -203,7 +203,7 @@ class QueuedDevice(TorchDispatchMode):
         return tensor if memory is None else memory.tensor(tensor, tensor.data_ptr() - memory.begin)
 
     def _find_dropped(self) -> None:
-        """Give memory that was dropped to somebody else, when its streams have done what they have been given."""
+        """Queue freed memory for reuse once its streams have executed everything queued before."""
         for memory in [memory for memory in self._live.values() if memory.owner.expired()]:
             del self._live[memory.begin]
             reuse = Stream("reuse")
@@ -212,10 +212,10 @@ class QueuedDevice(TorchDispatchMode):
             reuse.put(partial(_take, memory))
             self._reuses.append(reuse)
 
-    # -- in the end -------------------------------------------------------------------------------------------------
+    # -- execution --------------------------------------------------------------------------------------------------
 
     def run(self, order: Sequence[Stream]) -> None:
-        """Do everything from the beginning, an earlier stream of `order` before a later one where waits allow it."""
+        """Execute everything from the beginning; earlier streams in `order` go first as far as waits allow."""
         self._find_dropped()
         self.used_late.clear()
         for memory in self._memories:
@@ -225,27 +225,27 @@ class QueuedDevice(TorchDispatchMode):
         while (ready := next((s for s in (*self._reuses, *order) if s.is_ready()), None)) is not None:
             ready.step()
         stuck = [stream.name for stream in order if stream.done < len(stream.items)]
-        assert not stuck, f"streams that wait for each other: {stuck}"
+        assert not stuck, f"deadlocked streams: {stuck}"
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The value of `tensor` after :meth:`run`."""
+        """Return the value of `tensor` after :meth:`run`."""
         return self._alias(tensor).clone()
 
 
 class Work:
-    """A collective under way; as torch's for NCCL it keeps its tensors until somebody has waited."""
+    """A running collective; like torch's work for NCCL, it keeps its tensors alive until :meth:`wait`."""
 
     def __init__(self, device: QueuedDevice, tensors: Sequence[Tensor]) -> None:
         self._device, self._kept = device, tensors
         self._position = len(device.network.items)
 
     def wait(self) -> None:
-        """Let the current stream wait."""
+        """Make the current stream wait."""
         self._device.current.put((self._device.network, self._position))
         self._kept = ()
 
     def is_completed(self) -> bool:
-        """Nothing is, before the end."""
+        """Return False: nothing completes before :meth:`QueuedDevice.run`."""
         return False
 
 
@@ -254,7 +254,7 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 def _seed(options: dict[str, Any]) -> Callable[[], Any]:
-    """Bring the generator among the options back to where it is now."""
+    """Return a function that restores the current state of the generator in `options`."""
     if (generator := options.get("generator")) is None:
         return lambda: None
     return partial(generator.set_state, generator.get_state())

@@ -1,4 +1,4 @@
-"""The ranks of our own tests, which are :mod:`paceline.testing`'s, and what their fork server loads."""
+"""The ranks of :mod:`paceline.testing`, with the modules that their fork server preloads for our tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ preload(
     "paceline.train",
     "hypothesis",
     "pytest",
-    "torch._inductor.compile_fx",  # which torch.compile loads
+    "torch._inductor.compile_fx",  # for torch.compile
     "torch._dynamo.backends.inductor",
     "paceline.tools.main",  # for forked.py
     "paceline.launch.agent",

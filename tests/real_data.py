@@ -1,4 +1,4 @@
-"""Finds real data for tests. It is no part of the repository: PACELINE_TEST_DATA, or the folder beside the clone."""
+"""Finds real data for tests, which is not in the repository: in PACELINE_TEST_DATA or the folder beside the clone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def real_data(*parts: str) -> Path:
-    """Return the path of a file or folder; skips the test where it is not there."""
+    """Return the path of a file or folder; skip the test if it does not exist."""
     default = Path(__file__).parents[2] / "shared" / "data"
     path = Path(os.environ.get("PACELINE_TEST_DATA", default)).joinpath(*parts)
     if not path.exists():

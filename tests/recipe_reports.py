@@ -1,4 +1,4 @@
-"""Fields that the JSON report of every recipe has, beside its metrics, and the type of each in a fresh run."""
+"""Fields in the JSON report of every recipe besides its metrics, with their types in a fresh run."""
 
 from __future__ import annotations
 

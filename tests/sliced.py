@@ -1,4 +1,4 @@
-"""Trainings on virtual ranks: models, data with random noise, and a loop whose steps can be left and resumed."""
+"""Training on virtual ranks: models, data with random noise, and a loop whose steps can be aborted and resumed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.optim import ShardedOptimizer
 
 SAMPLES, BATCH = 3 * 32 + 5, 32
-"""The last batch of an epoch has 5 samples, so that with 8 virtual ranks three slices are empty."""
+"""The last batch of an epoch has 5 samples, so 3 of 8 virtual ranks have an empty slice."""
 
 
 class Noisy(Dataset[Tensor]):
-    """Samples with random noise, as an augmentation."""
+    """Samples augmented with random noise."""
 
     def __init__(self, *shape: int) -> None:
         self.samples = torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(1))
@@ -33,7 +33,7 @@ class Noisy(Dataset[Tensor]):
 
 
 class Private(nn.Module):
-    """Adds noise from a generator of its own."""
+    """Adds noise from a private generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Private(nn.Module):
 
 
 class Unsteady(nn.Module):
-    """Has a kernel that returns other bits in each call."""
+    """Nondeterministic: returns different bits in each call."""
 
     calls = 0
 
@@ -54,7 +54,7 @@ class Unsteady(nn.Module):
 
 
 class Branches(nn.Module):
-    """A trunk, and a branch that is used only by slices whose first number is positive."""
+    """A trunk, and a branch used only by slices whose first number is positive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,27 +75,27 @@ def model_and_data(kind: str) -> tuple[nn.Module, Noisy]:
         return Branches(), Noisy(8)
     width = 200 if kind == "mlp" else 16
     middle: nn.Module = nn.Tanh()
-    if kind == "spectral":  # has buffers that each forward changes, and the next one uses
+    if kind == "spectral":  # each forward updates buffers that the next one uses
         middle = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
     elif kind == "kernel":
         middle = Unsteady()
     elif kind == "private":
         middle = Private()
-    # Without dropout where bits are flipped, because it may hide them.
+    # No dropout in tests that flip bits, because it may hide a flip.
     dropout = nn.Dropout(0.0 if kind == "all count" else 0.1)
     return nn.Sequential(nn.Linear(8, width), middle, dropout, nn.Linear(width, 8)), Noisy(8)
 
 
 def bits(module: nn.Module) -> bytes:
-    """Weights and buffers."""
+    """Return all weights and buffers as bytes."""
     return b"".join(value.cpu().numpy().tobytes() for value in module.state_dict().values())
 
 
 class Steps:
-    """Trains, and counts; `number` is the step under way, counted from 1. Four steps are an epoch."""
+    """A training loop; `number` is the current step, counted from 1. An epoch has four steps."""
 
     def __init__(self, kind: str | tuple[nn.Module, Any], options: dict[str, Any]) -> None:
-        """`kind` may also be a model and its data. With a `group` of one rank, a rank trains alone."""
+        """`kind` may also be a pair of a model and its data. With a `group` of one rank, each rank trains alone."""
         self.module, data = model_and_data(kind) if isinstance(kind, str) else kind
         self.device = next(self.module.parameters()).device
         group, self.dtype = options.get("group"), options.get("dtype")
@@ -136,7 +136,7 @@ class Steps:
             self.number += 1
 
     def run(self, steps: int) -> bytes:
-        """Train until so many steps are taken; weights and buffers."""
+        """Train until `steps` steps are done; return weights and buffers."""
         while self.number <= steps:
             for x in accumulate(self.model, self.loader):
                 self.slice(x)

@@ -1,9 +1,9 @@
-"""Another user of this host, for tests: a process that does what it likes under another user id.
+"""A process of another user on this host, for tests of attacks.
 
-    with Stranger(function, argument) as stranger:      function(tell, argument) runs in it
-        stranger.hear()                                 what it told, in order
+    with Stranger(function, argument) as stranger:      runs function(send, argument)
+        stranger.hear()                                 returns the values sent, in order
 
-Only root can become somebody else, so tests that use it are skipped for other users.
+Only root can switch to another user, so tests that use it require root.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ PATIENCE_S = 30.0
 
 
 class Stranger:
-    """Runs ``function(tell, *arguments)`` as user `NOBODY` until the block ends; ``tell`` sends one value back."""
+    """Runs ``function(send, *arguments)`` as user `NOBODY` until the block ends; ``send`` sends a value back."""
 
     def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
-        self._pipe, theirs = fork_server.Pipe()
-        self.process = fork_server.Process(target=_live, args=(theirs, function, arguments))
+        self._pipe, child_pipe = fork_server.Pipe()
+        self.process = fork_server.Process(target=_run_as_nobody, args=(child_pipe, function, arguments))
         self.process.start()
-        theirs.close()
+        child_pipe.close()
 
     def hear(self) -> Any:
-        """The next value that it told; fails if it ended, or says nothing for long."""
-        assert self._pipe.poll(PATIENCE_S), "the stranger says nothing"
+        """Return the next value sent; fail if the process ended or stays silent for `PATIENCE_S` seconds."""
+        assert self._pipe.poll(PATIENCE_S), "the other user's process sent no value"
         ok, value = self._pipe.recv()
         assert ok, value
         return value
@@ -51,7 +51,7 @@ class Stranger:
         self._pipe.close()
 
 
-def _live(pipe: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _run_as_nobody(pipe: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)

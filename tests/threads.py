@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, each with a bare Gloo group: real messages, and worlds of any size at once."""
+"""Ranks as threads of one process, each with its own Gloo group: real messages in worlds of any size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT_S = 30.0
 
 
 class ThreadRanks:
-    """A world of `size` threads; torch.distributed itself need not be initialized and does not know of it."""
+    """A world of `size` threads, independent of the default process group."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -27,11 +27,11 @@ class ThreadRanks:
         self._side_by_side(join)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call ``function(group, *arguments)`` on every rank; results in the order of ranks, or the first error."""
+        """Call ``function(group, *arguments)`` on every rank; return results by rank or raise the first error."""
         return self._side_by_side(lambda rank: function(self._groups[rank], *arguments))
 
     def leave(self, rank: int) -> None:
-        """Close a rank's connections, as its end would; its group is None from then on."""
+        """Close a rank's connections as if it had exited; its group becomes None."""
         self._groups[rank] = None
 
     def _side_by_side(self, function: Callable[[int], Any]) -> list[Any]:

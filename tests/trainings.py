@@ -1,8 +1,8 @@
-"""Small trainings through the Trainer, for tests: what to do is a :class:`Run`, what it came to an :class:`Outcome`.
+"""Small trainings with the Trainer: a :class:`Run` describes the training, an :class:`Outcome` its result.
 
     [first, second] = pools.run(2, train, Run(TrainConfig(epochs=2)))
 
-Everything that decides bits is in the outcome: weights, optimizer, random generators, samples in the order consumed.
+The outcome contains everything that determines the bits: weights, optimizer, random generators, order of samples.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LR = 0.05
 
 @contextmanager
 def scalers_made() -> Iterator[list[GradScaler]]:
-    """Collect the scalers of trainers that are made in the block."""
+    """Collect the gradient scalers of Trainers created in the block."""
     made: list[GradScaler] = []
 
     class Kept(GradScaler):
@@ -52,12 +52,12 @@ def scalers_made() -> Iterator[list[GradScaler]]:
 
 
 class Interrupted(Exception):
-    """Stands in for whatever ends a run in the middle."""
+    """Simulates an interruption of a run."""
 
 
 @dataclass(frozen=True)
 class Settings(TrainConfig):
-    """The Trainer's settings, and those of the objects that it gets beside them."""
+    """Settings of the Trainer and of the objects passed to it."""
 
     virtual_ranks: int | None = None
     checkpoint_dir: str | None = None
@@ -72,19 +72,19 @@ class Settings(TrainConfig):
 
     def objects(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the Trainer's arguments besides the configuration."""
-        found: dict[str, Any] = {}
+        objects: dict[str, Any] = {}
         if self.checkpoint_dir is not None:
             keeping = {name: getattr(self, name) for name in ("keep", "keep_best", "best", "async_save")}
-            found["checkpointer"] = Checkpointer(self.checkpoint_dir, every=self.checkpoint_every, **keeping)
+            objects["checkpointer"] = Checkpointer(self.checkpoint_dir, every=self.checkpoint_every, **keeping)
         if self.metrics_file is not None:
-            found["loggers"] = [JsonLines(self.metrics_file)]
+            objects["loggers"] = [JsonLines(self.metrics_file)]
         if self.schedule is not None:
-            found["scheduler"] = LambdaLR(optimizer, partial(lr_factor, **self.schedule))
-        return found
+            objects["scheduler"] = LambdaLR(optimizer, partial(lr_factor, **self.schedule))
+        return objects
 
 
 class Points(Dataset[Any]):
-    """Points with targets; with `augment` each has noise of all three generators added whenever it is asked for."""
+    """Points with targets; `augment` adds noise from all three random generators on each access."""
 
     def __init__(self, samples: int, dtype: torch.dtype, augment: bool = False) -> None:
         generator = torch.Generator().manual_seed(samples)
@@ -103,7 +103,7 @@ class Points(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The samples of a dataset, one after another; again and again if `endless`."""
+    """The samples of a dataset as a stream, repeated forever if `endless`."""
 
     def __init__(self, data: Any, endless: bool = False) -> None:
         self.data, self.endless = data, endless
@@ -116,11 +116,11 @@ class Stream(IterableDataset[Any]):
 
 @dataclass(frozen=True)
 class Run:
-    """A training, from its seed to its end."""
+    """A complete training."""
 
     config: TrainConfig | Settings
     batch_size: int = 8
-    """Samples of a micro-batch, all ranks."""
+    """Samples per micro-batch over all ranks."""
     samples: int = 45
     dtype: torch.dtype = torch.float64
     dropout: float = 0.0
@@ -129,19 +129,19 @@ class Run:
     seed: int = 3
     adam: bool = False
     stop_after: int | None = None
-    """Optimizer steps after which the run is interrupted, on every rank."""
+    """Number of optimizer steps before an interruption on every rank."""
     poisoned_step: int | None = None
-    """Step in which one sample's loss is NaN."""
+    """Step with a NaN loss on the last rank."""
     evaluate: bool = False
     device: str | torch.device = "cpu"
     loss_factor: float = 1.0
     memory: bool = False
-    """Whether the model has a buffer that depends on the data and feeds forward."""
+    """Whether the model has a data-dependent buffer that affects its output."""
 
 
 @dataclass
 class Outcome:
-    """What a rank has when its training ended."""
+    """The result of a training on one rank."""
 
     result: Result
     weights: dict[str, numpy.ndarray]
@@ -149,16 +149,16 @@ class Outcome:
     optimizer_sha256: str
     generators_sha256: str
     seen: list[list[int]] = field(default_factory=list)
-    """This rank's samples, a list for each of its micro-batches that has any."""
+    """Indices of this rank's samples, one list per nonempty micro-batch."""
     error: str = ""
-    """Kind and text of the Paceline error that ended the run."""
+    """Type and message of the Paceline error that ended the run."""
 
     def bits(self) -> tuple[str, str, str]:
         return self.weights_sha256, self.optimizer_sha256, self.generators_sha256
 
 
 class Memory(nn.Module):
-    """Subtracts the running mean of all it has seen."""
+    """Subtracts a running mean of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Memory(nn.Module):
 
 
 def net(run: Run) -> nn.Module:
-    """The model of a run, on every rank the same."""
+    """Build the model of a run, identical on every rank."""
     with set_seed(run.seed):
         return nn.Sequential(
             *([Memory()] if run.memory else []),
@@ -194,19 +194,19 @@ def squared(out: Tensor, y: Tensor) -> Tensor:
 
 
 def squared_error(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
-    """What an evaluation sums."""
+    """Metric for an evaluation: the summed squared error and the number of samples."""
     x, y, _ = on_device_of(module, batch)
     return {"error": squared(module(x), y)}, len(x)
 
 
 def squared_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
-    """A loss function for the Trainer."""
+    """Loss function for the Trainer."""
     x, y, _ = batch
     return squared(model(x), y), len(x)
 
 
 def refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """The message of the error with which Paceline ends a call; empty if it succeeds."""
+    """Return the message of the Paceline error that a call raises; empty if it succeeds."""
     try:
         function(*arguments, **options)
     except PacelineError as error:
@@ -220,7 +220,7 @@ def on_device_of(module: nn.Module, batch: Any) -> list[Tensor]:
 
 
 def random_squared_error(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
-    """As :func:`squared_error`, of outputs with noise, as a VAE or Monte Carlo dropout has it."""
+    """Like :func:`squared_error` with noisy outputs, as in a VAE or with Monte Carlo dropout."""
     x, y, _ = batch
     noise = 0.1 * torch.randn(len(x), CLASSES, dtype=x.dtype) + 0.1 * random.random() + 0.1 * numpy.random.rand()
     return {"error": squared(module(x) + noise, y)}, len(x)
@@ -233,7 +233,7 @@ def plain_loop(
     rate: Callable[[int], float] = lambda step: 1.0,
     after: Callable[[nn.Module], Any] = lambda model: None,
 ) -> nn.Module:
-    """Train in one process without Paceline, a step for each of `batches` and then `after`; `rate` by step."""
+    """Train in one process without Paceline: one step per batch, then `after`; `rate` scales the learning rate."""
     data, model = Points(run.samples, run.dtype), net(run)
     optimizer = optimizer_of(run, model)
     for step, batch in enumerate(batches):
@@ -248,7 +248,7 @@ def plain_loop(
 
 
 def train(world: World, run: Run) -> Outcome:
-    """Train on this rank; the error, if there is one, is part of the outcome."""
+    """Train on this rank; the outcome includes the error, if any."""
     seen: list[list[int]] = []
     module = net(run)
     model = DistributedDataParallel(module)
@@ -293,26 +293,26 @@ def train(world: World, run: Run) -> Outcome:
 
 
 def in_silence(world: World, run: Run) -> Outcome:
-    """Without the warning that the random generators of another number of ranks stay as they are."""
+    """Train without the warning that random generators are not restored on another number of ranks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return train(world, run)
 
 
 def interruption(steps: int) -> Any:
-    """A hook that raises in the step after `steps` of them, when the checkpoint of the last one is written."""
-    left = [steps]
+    """Return a hook that raises in the step after `steps`, once the checkpoint of step `steps` is written."""
+    remaining = [steps]
 
     def hook(*_: object) -> None:
-        if left[0] == 0:
+        if remaining[0] == 0:
             raise Interrupted
-        left[0] -= 1
+        remaining[0] -= 1
 
     return hook
 
 
 def digest(value: Any) -> str:
-    """SHA-256 over nested tensors and plain values."""
+    """Return the SHA-256 of nested tensors and plain values."""
     return hashlib.sha256(_bytes(value)).hexdigest()
 
 
@@ -327,11 +327,11 @@ def _bytes(value: Any) -> bytes:
 
 
 def weights_of(module: nn.Module) -> dict[str, numpy.ndarray]:
-    """A copy of the weights and buffers, by name."""
+    """Return copies of the weights and buffers by name."""
     return {name: tensor.cpu().numpy().copy() for name, tensor in module.state_dict().items()}
 
 
 def relative_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """The largest difference in any tensor, relative to that tensor's largest element."""
+    """Return the largest difference of any tensor, relative to the largest element of that tensor."""
     assert ours.keys() == theirs.keys()
     return max(float(abs(ours[name] - theirs[name]).max() / abs(theirs[name]).max()) for name in ours)

@@ -1,7 +1,7 @@
-"""The reference twin of a wrapped model: one process on the whole global batch.
+"""The reference twin of a wrapped model: the same training in one process on the whole global batch.
 
-A :class:`Case` says how a model is trained; :func:`train_beside_twin` runs it on this rank and, beside it, trains an
-unwrapped copy on what all ranks together see, and compares gradients in every step (None included) and weights.
+A :class:`Case` describes the training. :func:`train_beside_twin` runs it on this rank, trains an unwrapped copy on the
+batches of all ranks, and compares gradients (including None) and weights after every step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INPUTS, OUTPUTS = 5, 3
 
 
 class Parts(nn.Module):
-    """A trunk, two branches that a forward may leave out, and a parameter nobody ever uses."""
+    """A trunk, two optional branches, and a parameter that is never used."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, checkpointing: str = "none") -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class Parts(nn.Module):
         if self.checkpointing == "none":
             return part(x)
         reentrant = self.checkpointing == "reentrant"
-        # A reentrant checkpoint hands gradients on only if an input asks for one.
+        # A reentrant checkpoint propagates gradients only if an input requires one.
         return checkpoint(part, x.requires_grad_() if x.is_leaf else x, use_reentrant=reentrant)
 
 
 class Tied(nn.Module):
-    """One matrix that reads and writes."""
+    """One matrix shared by input and output layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Tied(nn.Module):
 
 
 class Frozen(Parts):
-    """Parts with a trunk that does not train."""
+    """Parts with a frozen trunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Frozen(Parts):
 
 
 class Mixed(nn.Module):
-    """Parameters of three widths in one model."""
+    """Parameters of three precisions in one model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Odd(nn.Module):
 
 
 class ChannelsLast(nn.Module):
-    """Convolutions whose weights lie in channels-last memory."""
+    """Convolutions with weights in channels-last format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ PATTERNS: dict[str, Callable[[int, int, int], frozenset[str]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """How a model is trained, on ranks and alone."""
+    """Model and settings of a training."""
 
     build: Callable[[], nn.Module] = Parts
     pattern: str = "all parts"
@@ -166,7 +166,7 @@ class Case:
     """Samples in the global batch of each step."""
     micros: int = 1
     window: str = "both"
-    """Where no_sync is: around "both" forward and backward, "backward", by "accumulate", or "sync_gradients" at end."""
+    """Place of no_sync: around "both" forward and backward, "backward", in "accumulate", or "sync_gradients" at end."""
     set_to_none: bool = True
     optimizer: str = "sgd"
     rtol: float = 1e-9
@@ -191,7 +191,7 @@ def summed_loss(out: Tensor, y: Tensor) -> Tensor:
 
 
 def same_gradients(ours: nn.Module, twins: nn.Module, rtol: float = 1e-9, where: str = "") -> None:
-    """Every gradient equals the twin's, and is None exactly where the twin's is."""
+    """Assert that every gradient equals the twin's, including None."""
     difference = gradient_difference(ours, twins, dist.get_world_size() if dist.is_initialized() else 1, rtol)
     assert not difference, f"{where} {difference}"
 
@@ -209,13 +209,13 @@ def same_tensor(mine: Tensor, other: Tensor, rtol: float, what: str) -> None:
 def train_beside_twin(
     world: World, case: Case, hook: Callable[..., Any] | None = None, state: Callable[[nn.Module], Any] | None = None
 ) -> list[list[str]]:
-    """Train on this rank's slices and alone; raises where they differ. Returns the layout of buckets.
+    """Train on this rank's slices and in one process; fail if they differ. Return the bucket layout.
 
-    With a communication `hook`, whose state ``state(model)`` makes; without, it is None.
+    An optional communication `hook` gets the state ``state(model)``.
     """
     torch.manual_seed(0)
     module = case.build().to(case.device)
-    twin = copy.deepcopy(unwrap(module))  # which is never compiled
+    twin = copy.deepcopy(unwrap(module))  # never compiled
     model = DistributedDataParallel(module, unused_parameters="allow", **case.options)
     if hook is not None:
         model.register_comm_hook(state(model) if state else None, hook)
@@ -223,7 +223,7 @@ def train_beside_twin(
     uses = PATTERNS[case.pattern]
     for step, count in enumerate(case.batches):
         x, y = (part.to(case.device) for part in global_batch(step, count))
-        # Slice of rank r in micro-batch m; some are empty where there are fewer samples than ranks.
+        # Slice of each micro-batch and rank; empty for some ranks if there are fewer samples than ranks.
         pieces = [
             list(zip(xs.tensor_split(world.size), ys.tensor_split(world.size), strict=True))
             for xs, ys in zip(x.tensor_split(case.micros), y.tensor_split(case.micros), strict=True)
@@ -252,7 +252,7 @@ def train_beside_twin(
 
 
 def averaging_by(all_reduce: Callable[..., None]) -> Callable[..., Any]:
-    """The communication hook of docs/collectives.md, which averages buckets with a function over send and receive."""
+    """Return the communication hook of docs/collectives.md, which averages buckets with the given all-reduce."""
 
     def hook(group: Any, bucket: Any) -> Any:
         gradients = bucket.buffer()
@@ -265,7 +265,7 @@ def averaging_by(all_reduce: Callable[..., None]) -> Callable[..., Any]:
 
 
 def train_slices(model: DistributedDataParallel, case: Case, mine: list[Any], uses: Callable[[int], Any]) -> None:
-    """One step on this rank's micro-batches, synchronized in the last one."""
+    """Run forward and backward on this rank's micro-batches; the last one synchronizes."""
     batches: Iterator[Any] = iter(mine)
     if case.window == "accumulate":
         batches = accumulate(model, mine, every=case.micros)
@@ -293,7 +293,7 @@ def no_sync_around(
 
 @contextmanager
 def no_warning_about_cycles() -> Iterator[None]:
-    """torch warns of every ``backward(create_graph=True)``."""
+    """Silence torch's warning about ``backward(create_graph=True)``."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*create_graph=True.*")
         yield
@@ -306,7 +306,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def whole_batch(sizes: tuple[int, ...], rest: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Inputs of which rank r has ``sizes[r]`` samples of shape `rest`."""
+    """Return inputs of shape `rest` for all ranks, ``sizes[r]`` samples for rank r."""
     generator = torch.Generator().manual_seed(sum(sizes))
     return torch.randn(sum(sizes), *rest, generator=generator, dtype=torch.float64).to(dtype)
 
@@ -321,7 +321,7 @@ def norm_beside_twin(
     rtol: float = 1e-10,
     device: str | torch.device = "cpu",
 ) -> list[str]:
-    """Forward and backward on this rank's part of the batch and, alone, on the whole; returns the exact buffers."""
+    """Compare forward and backward on this rank's part with the whole batch in one process; return the buffers."""
     x = whole_batch(sizes, rest, dtype).to(device)
     if last:
         x = x.contiguous(memory_format=CHANNELS_LAST[x.dim()])

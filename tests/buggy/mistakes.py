@@ -1,4 +1,4 @@
-"""Trainings with one mistake each; `DDP` wraps the model. Everything else in them is right."""
+"""Trainings with exactly one mistake each; `DDP` wraps the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """This rank's slice."""
+    """Return this rank's slice."""
     x, y = (tensor.tensor_split(dist.get_world_size())[dist.get_rank()] for tensor in global_batch(step))
     return x, y
 
@@ -51,11 +51,11 @@ def train(model: nn.Module) -> nn.Module:
     return model
 
 
-# -- ranks that do not do the same -------------------------------------------------------------------------------------
+# -- ranks that behave differently -------------------------------------------------------------------------------------
 
 
 def branch_by_rank(DDP: Any) -> nn.Module:
-    """A rank takes another branch of the model, and does not use all parameters."""
+    """Ranks take different branches of the model, and rank 1 does not use all parameters."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -70,13 +70,13 @@ def branch_by_rank(DDP: Any) -> nn.Module:
 
 
 def batch_norm_drift(DDP: Any) -> nn.Module:
-    """BatchNorm's statistics are each rank's own."""
+    """BatchNorm statistics are local to each rank."""
     torch.manual_seed(0)
     return train(DDP(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))))
 
 
 def learning_rate_on_rank_0(DDP: Any) -> nn.Module:
-    """The learning rate changes on rank 0 alone."""
+    """The learning rate changes only on rank 0."""
     model = DDP(net())
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -92,7 +92,7 @@ def learning_rate_on_rank_0(DDP: Any) -> nn.Module:
 
 
 def clipped_locally(DDP: Any) -> nn.Module:
-    """Each rank scales gradients by its own loss after they were averaged."""
+    """Each rank scales averaged gradients by its local loss."""
     model = DDP(net())
     optimizer = sgd(model)
     for step in range(STEPS):
@@ -122,7 +122,7 @@ def stale_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tenso
 
 
 def summed_loss(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    """The loss is a sum over samples, which the average over ranks divides."""
+    """The loss is a sum over samples, but gradients are averaged over ranks."""
     optimizer.zero_grad()
     nn.functional.mse_loss(model(x), y, reduction="sum").backward()
     optimizer.step()
@@ -136,27 +136,27 @@ def samples() -> TensorDataset:
 
 
 def no_sampler(epoch: int) -> Any:
-    """The loader has no sampler that divides the data, so that all ranks train on all of it."""
+    """The loader has no distributed sampler, so all ranks train on all data."""
     return DataLoader(samples(), 8, shuffle=True)
 
 
 def seeds_of_samplers(epoch: int) -> Any:
-    """The samplers of ranks have different seeds, so that ranks share samples."""
+    """The samplers have a different seed on each rank, so ranks share samples."""
     sampler: DistributedSampler[Any] = DistributedSampler(samples(), seed=dist.get_rank())
     sampler.set_epoch(epoch)
     return DataLoader(samples(), 8, sampler=sampler)
 
 
 def set_epoch_forgotten(epoch: int) -> Any:
-    """Without set_epoch every epoch has the order of the first."""
+    """Without set_epoch, every epoch repeats the order of the first."""
     return DataLoader(samples(), 8, sampler=DistributedSampler(samples()))
 
 
 TRAININGS = [branch_by_rank, batch_norm_drift, learning_rate_on_rank_0, clipped_locally]
 STEPS_ALONE = [loss_not_divided, stale_gradients, summed_loss]
-"""Functions that take one step, which can be compared with one process."""
+"""Functions that take one step, so they can be compared with one process."""
 LOADERS = [no_sampler, seeds_of_samplers, set_epoch_forgotten]
-"""Functions that give the batches of an epoch."""
+"""Functions that return the batches of an epoch."""
 
 
 def train_by(one_step: Any, model: nn.Module) -> nn.Module:

@@ -1,7 +1,7 @@
-"""Runs the buggy trainings on two ranks, each as a test that fails; pytest's line names the mistake.
+"""Runs the buggy trainings on two ranks, each as a test that must fail and name the mistake in pytest's summary.
 
 python -m pytest tests/buggy/run_buggy.py --tb=no -rfp
-BUGGY_UNDER=torch python -m pytest …            torch DDP on Gloo, without the assertions: what it says by itself
+BUGGY_UNDER=torch python -m pytest …            torch DDP on Gloo, without assertions: shows what torch reports
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A CPU in the place of GPUs, for test modules that move everything to ``cuda`` and would run as well without.
+"""The CPU in place of GPUs, for test modules that move everything to ``cuda`` without needing a GPU.
 
-Nothing of torch is changed for anybody else: the module under test gets views of ``torch`` and ``torch.nn`` in which
-devices are the CPU and ``torch.cuda`` does nothing, and a function mode maps the devices given to torch's functions.
+Other code keeps the real torch. The module under test gets views of ``torch`` and ``torch.nn`` with a no-op
+``torch.cuda`` and the CPU as the only device, and a function mode maps devices passed to torch functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class View(types.ModuleType):
-    """A module seen with some of its attributes replaced."""
+    """A view of a module with some attributes replaced."""
 
     def __init__(self, real: Any, **replaced: Any) -> None:
         super().__init__(real.__name__)
@@ -33,14 +33,14 @@ class _IsDevice(type):
 
 
 class Device(metaclass=_IsDevice):
-    """``torch.device``, which is the CPU whatever was asked for."""
+    """``torch.device`` that always returns the CPU."""
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         return CPU
 
 
 class Cuda(types.ModuleType):
-    """``torch.cuda`` where the GPUs are the CPU, on which there is nothing to choose, to seed or to wait for."""
+    """``torch.cuda`` with the CPU as the GPUs; choosing a device, seeding and synchronizing are no-ops."""
 
     def __init__(self, rank: int, count: int) -> None:
         super().__init__("torch.cuda")
@@ -51,17 +51,17 @@ class Cuda(types.ModuleType):
 
 
 def autocast(*_: Any, **__: Any) -> Any:
-    """``torch.cuda.amp.autocast``."""
+    """Stand-in for ``torch.cuda.amp.autocast``."""
     return torch.autocast("cpu")
 
 
 def grad_scaler(*_: Any, **__: Any) -> Any:
-    """``torch.cuda.amp.GradScaler``."""
+    """Stand-in for ``torch.cuda.amp.GradScaler``."""
     return torch.amp.GradScaler("cpu")
 
 
 class CudaToCpu(TorchFunctionMode):
-    """``x.cuda()``, ``x.to(rank)``, ``device="cuda"`` and ``device=rank`` mean the CPU."""
+    """Maps ``x.cuda()``, ``x.to(rank)``, ``device="cuda"`` and ``device=rank`` to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -77,7 +77,7 @@ class CudaToCpu(TorchFunctionMode):
 
 
 def _mapped(value: Any) -> Any:
-    """The CPU for a GPU, however it is called; anything else as it is."""
+    """Return the CPU for any form of GPU device; return other values unchanged."""
     if isinstance(value, torch.device):
         return CPU if value.type == "cuda" else value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""torch's own tests of DistributedDataParallel pass with our class in the place of torch's."""
+"""Torch's own DistributedDataParallel tests pass with Paceline's class."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ ON_GLOO = [name for name in NAMES if any(word in name for word in ("uneven", "jo
 
 @pytest.mark.parametrize("name", NAMES)
 def test_passes(pools: Pools, name: str) -> None:
-    assert pools.run(2, run_test, name) == [None, None]  # not skipped, either
+    assert pools.run(2, run_test, name) == [None, None]  # None: not skipped
 
 
 @pytest.mark.parametrize("name", ON_GLOO)
 def test_passes_on_gloo(gloo: Pools, name: str) -> None:
-    """Tests that depend most on how ranks communicate."""
+    """Covers the tests that depend most on communication."""
     assert gloo.run(2, run_test, name) == [None, None]
 
 
-def test_what_is_left_out_exists() -> None:
+def test_excluded_tests_exist() -> None:
     assert LEFT_OUT.keys() <= set(ddp_tests())
 
 
 @pytest.mark.parametrize("name", SHORTER)
-def test_what_is_shortened_is_there(name: str) -> None:
+def test_shortened_snippets_exist(name: str) -> None:
     assert shortened(name)

@@ -1,4 +1,4 @@
-"""torch's own engines on our process group train as they do on Gloo."""
+"""Torch's engines train on Paceline's process group as on Gloo."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def train(module: nn.Module, place: int) -> None:
-    """A few steps on this replica's batches."""
-    # Not Adam, which makes whole steps of gradients that are nothing but the last bits of a sum.
+    """Train a few steps on this replica's batches."""
+    # Not Adam, which turns rounding errors of zero gradients into full steps.
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -52,8 +52,8 @@ def train(module: nn.Module, place: int) -> None:
         optimizer.step()
 
 
-def flat(module: nn.Module) -> Tensor:
-    """All parameters, whole."""
+def flat_parameters(module: nn.Module) -> Tensor:
+    """Return all parameters, unsharded, in one vector."""
     parts = [part.full_tensor() if isinstance(part, DTensor) else part for part in module.parameters()]
     return torch.cat([part.detach().flatten() for part in parts])
 
@@ -67,22 +67,22 @@ def fsdp2(world: World) -> Tensor:
         fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
     train(module, world.rank)
-    return flat(module)
+    return flat_parameters(module)
 
 
 def hybrid_fsdp2(world: World) -> Tensor:
-    """Sharded over one dimension of a mesh, replicated over the other."""
+    """Shard over one mesh dimension and replicate over the other."""
     from torch.distributed.fsdp import fully_shard
 
     module = model()
     mesh = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("replicate", "shard"))
     fully_shard(module, mesh=mesh)
     train(module, world.rank)
-    return flat(module)
+    return flat_parameters(module)
 
 
 def tensor_parallel(world: World) -> Tensor:
-    """DTensor: each block's first matrix by columns, its second by rows; all ranks see the same batch."""
+    """Split each block's first matrix by columns and its second by rows; all ranks get the same batch."""
     module = model()
     mesh = init_device_mesh("cpu", (world.size,))
     plan = {
@@ -93,11 +93,11 @@ def tensor_parallel(world: World) -> Tensor:
     }
     parallelize_module(module, mesh, plan)
     train(module, 0)
-    return flat(module)
+    return flat_parameters(module)
 
 
-def redistributed(world: World) -> Tensor:
-    """DTensors between layouts: all-gather, reduce-scatter, all-to-all."""
+def redistribute(world: World) -> Tensor:
+    """Redistribute DTensors: all-gather, reduce-scatter, all-to-all."""
     mesh = init_device_mesh("cpu", (world.size,))
     whole = torch.arange(120.0).view(12, 10)
     rows = distribute_tensor(whole, mesh, [Shard(0)])
@@ -108,7 +108,7 @@ def redistributed(world: World) -> Tensor:
 
 
 def zero_optimizer(world: World) -> Tensor:
-    """torch's ZeroRedundancyOptimizer beside torch's DDP."""
+    """Use torch's ZeroRedundancyOptimizer with torch DDP."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     module = nn.parallel.DistributedDataParallel(model())
@@ -117,11 +117,11 @@ def zero_optimizer(world: World) -> Tensor:
         optimizer.zero_grad()
         module(batch(step, world.rank)).square().mean().backward()
         optimizer.step()
-    return flat(module)
+    return flat_parameters(module)
 
 
-def on(world: World, engine: Callable[[World], Tensor]) -> tuple[bool, Tensor]:
-    # torch's engines use names of its own that it deprecates, and functions that it calls unsupported.
+def run_engine(world: World, engine: Callable[[World], Tensor]) -> tuple[bool, Tensor]:
+    # Torch's engines use deprecated and unsupported torch functions.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     result = engine(world)
@@ -130,16 +130,16 @@ def on(world: World, engine: Callable[[World], Tensor]) -> tuple[bool, Tensor]:
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[tuple[Pools, Pools]]:
-    """Ranks of our backend, and of Gloo."""
-    with Pools("paceline") as ours, Pools("gloo") as gloos:
-        yield ours, gloos
+    """Ranks on Paceline's backend and on Gloo."""
+    with Pools("paceline") as ours, Pools("gloo") as gloo:
+        yield ours, gloo
 
 
-@pytest.mark.parametrize("engine", [fsdp2, hybrid_fsdp2, tensor_parallel, redistributed, zero_optimizer])
-def test_results_equal_gloos(worlds: tuple[Pools, Pools], engine: Callable[[World], Tensor]) -> None:
-    ours, gloos = (pools.run(4, on, engine) for pools in worlds)
+@pytest.mark.parametrize("engine", [fsdp2, hybrid_fsdp2, tensor_parallel, redistribute, zero_optimizer])
+def test_results_equal_gloo(worlds: tuple[Pools, Pools], engine: Callable[[World], Tensor]) -> None:
+    ours, gloo = (pools.run(4, run_engine, engine) for pools in worlds)
     assert all(is_ours for is_ours, _ in ours)
-    assert not any(is_ours for is_ours, _ in gloos)
-    for (_, mine), (_, theirs) in zip(ours, gloos, strict=True):
-        assert torch.equal(mine, ours[0][1])  # the same on every rank, to the bit
+    assert not any(is_ours for is_ours, _ in gloo)
+    for (_, mine), (_, theirs) in zip(ours, gloo, strict=True):
+        assert torch.equal(mine, ours[0][1])  # the same bits on every rank
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

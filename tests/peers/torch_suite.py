@@ -1,7 +1,7 @@
-"""torch's own tests of DistributedDataParallel, from the installed wheel, with our class in the place of torch's.
+"""Torch's own DistributedDataParallel tests, from the installed wheel, run with Paceline's class.
 
-torch runs each of them in processes that it spawns for it. Here ranks that are up already run one after the other: the
-same methods, the same assertions. What they do on GPUs happens on the CPU (:mod:`cpu_as_cuda`).
+Torch spawns new processes for each test. Here running ranks execute the tests one after another, with the same methods
+and assertions. GPU operations run on the CPU (:mod:`cpu_as_cuda`).
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ import paceline
 from cpu_as_cuda import Cuda, CudaToCpu, Device, View, autocast, grad_scaler
 from paceline.core.world import World
 
-# Sizes made for GPUs and repetitions of one and the same step, by method: torch's words, and what a CPU gets instead.
+# Replacements in torch's source, by method: smaller sizes and fewer repetitions for the CPU.
 SHORTER = {
     "test_ddp_uneven_inputs": {
         "dim = 1000": "dim = 20",
         "iteration_offsets = [2, 3, 10]": "iteration_offsets = [4]",
     },
     "test_DistributedDataParallel_non_default_stream": {"in range(1000)": "in range(50)"},
-    # What inductor compiles is compared in property/test_compiled_equals_eager.py.
+    # property/test_compiled_equals_eager.py covers inductor.
     "test_ddp_compile_static_graph": {
         "torch.compile(ddp)": 'torch.compile(ddp, backend="aot_eager")',
         "torch.compile(ddp_static)": 'torch.compile(ddp_static, backend="aot_eager")',
     },
-    "_test_ddp_hook_parity": {"for i in range(100)": "for i in range(20)"},  # what changes changes after 10
+    "_test_ddp_hook_parity": {"for i in range(100)": "for i in range(20)"},  # the last change happens after 10 steps
 }
 MODULE = "torch.testing._internal.distributed.distributed_test"
 SOURCE = Path(torch.__file__).parent.joinpath(*MODULE.split(".")[1:]).with_suffix(".py")
 
 
 class Ours(paceline.DistributedDataParallel):
-    """Our class for a model whose GPU is the CPU."""
+    """Paceline's wrapper without device arguments, because the GPU is the CPU."""
 
     def __init__(
         self, module: nn.Module, device_ids: Any = None, output_device: Any = None, *arguments: Any, **options: Any
@@ -60,18 +60,18 @@ class Ours(paceline.DistributedDataParallel):
         super().__init__(module, None, None, *arguments, **options)
 
 
-# -- which tests there are ---------------------------------------------------------------------------------------------
+# -- the list of tests -------------------------------------------------------------------------------------------------
 
 
 def ddp_tests() -> list[str]:
-    """Names of the tests that use DistributedDataParallel, themselves or through a helper of theirs."""
+    """Return the names of the tests that use DistributedDataParallel directly or through a helper."""
     methods = _methods()
     return [name for name in methods if name.startswith("test_") and _uses_ddp(name, methods, set())]
 
 
 @functools.cache
 def _methods() -> dict[str, str]:
-    """Source of every method of the class that holds the tests; read, as to import it takes seconds."""
+    """Return the source of every method of torch's test class; parsed because importing it takes seconds."""
     source = SOURCE.read_text()
     lines = source.splitlines(keepends=True)
     (outer,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "DistributedTest")
@@ -85,23 +85,23 @@ def _uses_ddp(name: str, methods: dict[str, str], seen: set[str]) -> bool:
     if re.search("DistributedDataParallel|ddp", name + methods[name]):
         return True
     called = set(re.findall(r"self\.(\w+)\(", methods[name])) & methods.keys() - seen
-    return any(_uses_ddp(one, methods, seen) for one in called)
+    return any(_uses_ddp(helper, methods, seen) for helper in called)
 
 
 def shortened(name: str) -> str:
-    """Source of the method `name` with what :data:`SHORTER` has for it."""
+    """Return the source of the method `name` with the replacements of :data:`SHORTER`."""
     source = _methods()[name]
     for long, short in SHORTER[name].items():
-        assert source.count(long) == 1, f"torch's {name} has no {long} any more"
+        assert source.count(long) == 1, f"torch's {name} has no {long!r} anymore"
         source = source.replace(long, short)
     return textwrap.dedent(source)
 
 
-# -- running one, on a rank --------------------------------------------------------------------------------------------
+# -- running a test on a rank ------------------------------------------------------------------------------------------
 
 
 def run_test(world: World, name: str, wrapper: type[nn.Module] = Ours) -> str | None:
-    """Run the test `name` on this rank, with `wrapper` for torch's class; returns why it was skipped, if it was."""
+    """Run the test `name` on this rank with `wrapper` as torch's class; return the reason if it was skipped."""
     suite = _suite(world.rank, world.size)
     with _surroundings(world), _in_place_of_torchs(wrapper):
         try:
@@ -115,13 +115,13 @@ def run_test(world: World, name: str, wrapper: type[nn.Module] = Ours) -> str | 
 
 @contextmanager
 def _surroundings(world: World) -> Iterator[None]:
-    """What torch's own runner sets up around a test, taken back afterwards; its own files are this world's alone."""
+    """Set up what torch's runner sets up for a test, with a temporary folder per world; restore it afterwards."""
     from torch.testing._internal.common_utils import set_rng_seed
 
     folder = Path(tempfile.gettempdir(), f"torch-suite-{os.environ['MASTER_PORT']}")
     folder.mkdir(exist_ok=True)
     states, level = (torch.get_rng_state(), random.getstate()), dist.get_debug_level()
-    # torch's runner lets its tests load what they have pickled themselves.
+    # Torch's runner allows tests to load their own pickles.
     with ExitStack() as stack:
         stack.enter_context(unittest.mock.patch.dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1"))
         stack.enter_context(unittest.mock.patch.object(tempfile, "tempdir", str(folder)))
@@ -142,7 +142,7 @@ def _surroundings(world: World) -> Iterator[None]:
 
 @contextmanager
 def _in_place_of_torchs(wrapper: type[nn.Module]) -> Iterator[None]:
-    """Have torch's tests see `wrapper` for its class, our SyncBatchNorm for its own, and the CPU for GPUs."""
+    """Make torch's tests use `wrapper`, Paceline's SyncBatchNorm, and the CPU instead of GPUs."""
     module: Any = sys.modules[MODULE]
     world_size, rank = dist.get_world_size(), dist.get_rank()
     parallel = View(nn.parallel, DistributedDataParallel=wrapper)
@@ -157,10 +157,10 @@ def _in_place_of_torchs(wrapper: type[nn.Module]) -> Iterator[None]:
             DistributedDataParallel=wrapper,
             autocast=autocast,
             GradScaler=grad_scaler,
-            init_multigpu_helper=lambda size, _backend: {one: [one] for one in range(size)},
+            init_multigpu_helper=lambda size, _backend: {gpu: [gpu] for gpu in range(size)},
         ),
         patch.object(device_mesh, "init_device_mesh", lambda _device, *shape: init_mesh("cpu", *shape)),
-        # By default as many ranks as the host has GPUs.
+        # The default is the number of GPUs of the host.
         patch.object(dist, "new_subgroups", lambda group_size=world_size, **named: new_subgroups(group_size, **named)),
         CudaToCpu(),
     ):
@@ -169,7 +169,7 @@ def _in_place_of_torchs(wrapper: type[nn.Module]) -> Iterator[None]:
 
 @functools.cache
 def _suite(rank: int, size: int) -> Any:
-    """The class that holds the tests, on top of torch's TestCase."""
+    """Return torch's test class, based on torch's TestCase."""
     module: Any = _load(size)
 
     class Suite(module.DistributedTest._DistTestBase, module.MultiProcessTestCase.__base__):  # type: ignore[misc]
@@ -184,14 +184,14 @@ def _suite(rank: int, size: int) -> Any:
 
     for name in SHORTER:
         short: dict[str, Any] = {}
-        exec(shortened(name), module.__dict__, short)  # which finds torch's names, and what stands for them
+        exec(shortened(name), module.__dict__, short)  # resolves torch's names and their replacements
         setattr(Suite, name, short[name])
     return Suite
 
 
 def _load(size: int) -> types.ModuleType:
-    """Import torch's module, which reads the environment, with decorators that skip nothing for want of a GPU."""
-    # "gloo" here says what may be expected of the backend; the one in use is that of the ranks.
+    """Import torch's module, which reads the environment, with decorators that do not skip without a GPU."""
+    # "gloo" only selects the expected capabilities; the ranks keep their own backend.
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(size), TEMP_DIR=tempfile.gettempdir())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -204,7 +204,7 @@ def _load(size: int) -> types.ModuleType:
         patch = unittest.mock.patch
         with (
             patch.multiple(common, skip_if_no_gpu=always, skip_if_lt_x_gpu=lambda *_, **__: always),
-            # What is skipped on Linux is skipped for being flaky in torch's own runs, with torch's own class.
+            # Tests skipped on Linux are flaky only in torch's own runs with torch's class.
             patch.object(utils, "IS_LINUX", False),
         ):
             __import__(MODULE)

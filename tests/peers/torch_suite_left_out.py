@@ -1,14 +1,12 @@
-"""The tests of torch's that are not run against our class, each with the reason."""
+"""Torch tests that are not run with Paceline's class, each with the reason."""
 
-UNUSED = "asserts torch's error for an unused parameter or a graph that changed; here it is none"
-REDUCER = "looks into torch's reducer, which is not there"
-LOGGING = "reads or writes the logging data of torch's reducer, which is not there"
+UNUSED = "asserts torch's error for an unused parameter or a graph that changed, which Paceline allows"
+REDUCER = "inspects torch's reducer, which Paceline does not have"
+LOGGING = "reads or writes the logging data of torch's reducer, which Paceline does not have"
 PROFILE = "counts Gloo's collectives of torch's reducer in the profile"
-PRECISION = (
-    "asserts that parameters carry torch's own _mp_param; what mixed_precision does is in test_ddp_mixed_precision"
-)
-REFUSED = "registers an optimizer inside backward, or a hook for buffers, which are refused by name"
-TORCHS = "skipped by torch itself, as it fails: "
+PRECISION = "asserts that parameters have torch's _mp_param; test_ddp_mixed_precision tests mixed_precision"
+REFUSED = "registers an optimizer inside backward, or a hook for buffers, which Paceline refuses"
+TORCHS = "skipped by torch because of a failure: "
 
 LEFT_OUT = {
     "test_ddp_unused_params_rebuild_buckets_exception": UNUSED,

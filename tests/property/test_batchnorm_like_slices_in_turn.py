@@ -1,4 +1,4 @@
-"""Promise: a model with BatchNorm equals one process that runs the ranks' slices in turn, with buffers of slice 0."""
+"""Promise: BatchNorm models equal one process that runs the ranks' slices in turn and keeps the buffers of slice 0."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Normed(nn.Module):
         return self.last(self.norm(self.first(x)).tanh())
 
 
-def buffers(module: nn.Module) -> list[Tensor]:
+def copy_buffers(module: nn.Module) -> list[Tensor]:
     return [buffer.clone() for buffer in module.buffers()]
 
 
-def put(module: nn.Module, values: list[Tensor]) -> None:
+def set_buffers(module: nn.Module, values: list[Tensor]) -> None:
     for buffer, value in zip(module.buffers(), values, strict=True):
         buffer.data.copy_(value)
 
@@ -43,25 +43,25 @@ def train(world: World, broadcast: bool, forwards: int) -> list[str]:
     twin = copy.deepcopy(module)
     model = DistributedDataParallel(module, broadcast_buffers=broadcast)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (module, twin)]
-    twins = [buffers(twin) for _ in range(world.size)]  # each slice's own running statistics
+    twins = [copy_buffers(twin) for _ in range(world.size)]  # the running statistics of each slice
     for step in range(4):
         x, y = global_batch(step, 5 * world.size)
         slices = list(zip(x.tensor_split(world.size), y.tensor_split(world.size), strict=True))
         loss_of(model, *slices[world.rank], forwards).backward()
         outcome, seen_by_0 = [], []
         for rank, (xs, ys) in enumerate(slices):
-            put(twin, twins[rank])
+            set_buffers(twin, twins[rank])
             losses = []
             for k in range(forwards):
                 if rank == 0:
-                    seen_by_0.append(buffers(twin))
-                elif broadcast:  # every forward starts from what rank 0 has by then
-                    put(twin, seen_by_0[k])
+                    seen_by_0.append(copy_buffers(twin))
+                elif broadcast:  # every forward starts from rank 0's current buffers
+                    set_buffers(twin, seen_by_0[k])
                 losses.append(((twin(xs + k) - ys) ** 2).mean())
             (torch.stack(losses).sum() / world.size).backward()
-            outcome.append(buffers(twin))
+            outcome.append(copy_buffers(twin))
         twins = outcome
-        # At rest they are rank 0's everywhere, where they are broadcast.
+        # With broadcasts, the buffers between steps equal rank 0's.
         for mine, others in zip(module.buffers(), twins[0 if broadcast else world.rank], strict=True):
             same_tensor(mine.double(), others.double(), 1e-9, f"buffer in step {step}")
         same_gradients(module, twin)
@@ -77,8 +77,8 @@ def train(world: World, broadcast: bool, forwards: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("broadcast", "forwards"), [(True, 1), (True, 2), (False, 2)])
-def test_training_equals_the_slices_in_turn(pools: Pools, broadcast: bool, forwards: int) -> None:
-    """With two forwards before one backward, too, which buffers broadcast in place would break."""
+def test_training_equals_running_the_slices_in_turn(pools: Pools, broadcast: bool, forwards: int) -> None:
+    """Two forwards before one backward would fail if buffers were broadcast in place."""
     results = pools.run(3, train, broadcast, forwards)
     assert (len({str(result) for result in results}) == 1) == broadcast
 
@@ -98,12 +98,12 @@ def evaluate_on_rank_0(world: World) -> None:
             model.train()
 
 
-def test_evaluation_on_rank_0_alone_needs_nobody(pools: Pools) -> None:
+def test_evaluation_on_rank_0_needs_no_other_rank(pools: Pools) -> None:
     pools.run(2, evaluate_on_rank_0)
 
 
 def train_in_eval_mode(world: World) -> None:
-    """Fine-tuning with frozen statistics: no buffers are broadcast, gradients are averaged."""
+    """Fine-tune with frozen statistics: buffers are not broadcast, gradients are averaged."""
     torch.manual_seed(0)
     module = Normed().eval()
     twin = copy.deepcopy(module)

@@ -1,4 +1,4 @@
-"""Promise: every collective gives what Gloo gives, and sums are taken in the order of ranks, to the bit."""
+"""Promise: every collective equals Gloo's, and sums have the bits of a fixed summation order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REDUCTIONS = [
     *((name, torch.bool) for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")),
 ]
 LAYOUTS = ("plain", "transposed", "strided", "requires grad", "0-dim", "inference")
-# torch 2.13 renamed them and warns of the old names.
+# Torch 2.13 renamed these functions and deprecated the old names.
 all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_from = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 WAYS = ("sync", "async", "future", "polled")
@@ -43,12 +43,12 @@ no_shrinking = draws(15, shrinks=False)
 
 @functools.cache
 def gloo() -> dist.ProcessGroup:
-    """Gloo beside the backend under test, once for each rank."""
+    """Return a Gloo group beside the backend under test, created once per rank."""
     return dist.new_group(backend="gloo")
 
 
 def values(seed: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """What `rank` brings along: the same wherever it is computed; from a prime number of elements on it repeats."""
+    """Return the reproducible inputs of `rank`, which repeat after a prime number of elements."""
     if count > 4099:
         return values(seed, rank, 4099, dtype).repeat(-(-count // 4099))[:count]
     generator = torch.Generator().manual_seed(1000 * seed + rank)
@@ -62,7 +62,7 @@ def values(seed: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def shaped(flat: Tensor, layout: str) -> Tensor:
-    """The same numbers in a tensor of another layout; a new one, so that it can be written to."""
+    """Copy numbers into a new tensor of another layout."""
     count = flat.numel()
     if layout == "transposed" and count % 2 == 0:
         return flat.view(2, -1).t().contiguous().t()
@@ -79,7 +79,7 @@ def shaped(flat: Tensor, layout: str) -> Tensor:
 
 
 def finish(way: str, work: Any) -> None:
-    """Wait for a collective in one of the ways that c10d has."""
+    """Wait for a collective in one of c10d's ways."""
     if way == "sync":
         assert work is None
         return
@@ -88,11 +88,11 @@ def finish(way: str, work: Any) -> None:
     while way == "polled" and not work.is_completed():
         time.sleep(0.0002)
     work.wait()
-    assert work.is_completed() or not isinstance(work, Handle)  # Gloo's do not say so after a wait
+    assert work.is_completed() or not isinstance(work, Handle)  # Gloo does not report completion after a wait
 
 
-def same(ours: Any, other: Any, what: str, rounds: bool = False) -> None:
-    """Equal to the bit, or but for rounding where sums may be taken in another order."""
+def assert_same(ours: Any, other: Any, what: str, rounds: bool = False) -> None:
+    """Compare bitwise, or up to rounding if sums may have a different order."""
     for mine, gloos in zip(ours, other, strict=True):
         tolerance = ROUNDING.get(mine.dtype, 1e-12) if rounds else 0.0
         torch.testing.assert_close(
@@ -108,12 +108,12 @@ def same(ours: Any, other: Any, what: str, rounds: bool = False) -> None:
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
-def reduces(world: World, cases: list[Any]) -> None:
+def run_reductions(world: World, cases: list[Any]) -> None:
     for seed, (kind, (name, dtype), count, form, way) in enumerate(cases):
         op = getattr(ReduceOp, name)
         asynchronous = way != "sync"
         results: list[list[Tensor]] = []
-        for group, layout in ((None, form), (gloo(), "plain")):  # Gloo takes strides for neighbours, silently
+        for group, layout in ((None, form), (gloo(), "plain")):  # Gloo silently ignores strides
             mine = shaped(values(seed, world.rank, count, dtype), layout)
             everyone = [shaped(values(seed + 50 * i, world.rank, count, dtype), layout) for i in range(world.size)]
             if kind == "all_reduce":
@@ -124,12 +124,12 @@ def reduces(world: World, cases: list[Any]) -> None:
                 work = dist.reduce_scatter(result[0], everyone, op, group, asynchronous)
             else:
                 result = [torch.empty(count, dtype=dtype)]
-                whole = torch.cat([one.detach().reshape(-1) for one in everyone])
+                whole = torch.cat([tensor.detach().reshape(-1) for tensor in everyone])
                 work = reduce_scatter_from(result[0], whole, op, group, asynchronous)
-            finish(way if group is None or way == "sync" else "async", work)  # not all of Gloo's have futures
+            finish(way if group is None or way == "sync" else "async", work)  # not all Gloo works have futures
             results.append(result)
         what = f"rank {world.rank} of {world.size}: {cases[seed]}"
-        same(*results, what, rounds=dtype.is_floating_point or dtype.is_complex)
+        assert_same(*results, what, rounds=dtype.is_floating_point or dtype.is_complex)
 
 
 counts = st.one_of(
@@ -137,7 +137,7 @@ counts = st.one_of(
     st.integers(0, 3000),
     st.sampled_from([STAGE_BYTES // 8 + d for d in (-1, 0, 1)] + [STAGE_BYTES // 2 + 1]),
 )
-# Gloo's reduce_scatter knows fewer dtypes and reductions than all_reduce does.
+# Gloo's reduce_scatter supports fewer dtypes and reductions than its all_reduce.
 kinds = st.sampled_from(["all_reduce", "all_reduce", "reduce_scatter", "reduce_scatter_tensor"])
 
 
@@ -153,19 +153,19 @@ def cases_of(kinds: Any, what: Any) -> Any:
 @no_shrinking
 @given(size=sizes, cases=cases_of(kinds, REDUCTIONS))
 def test_reductions(pools: Pools, size: int, cases: list[Any]) -> None:
-    pools.run(size, reduces, cases)
+    pools.run(size, run_reductions, cases)
 
 
 # -- collectives that move bytes ---------------------------------------------------------------------------------------
 
 
-def moves(world: World, cases: list[Any]) -> None:
+def run_moves(world: World, cases: list[Any]) -> None:
     for seed, (kind, dtype, count, form, way) in enumerate(cases):
         n, rank, root = world.size, world.rank, seed % world.size
         asynchronous = way != "sync"
         results: list[list[Tensor]] = []
-        for group, layout in ((None, form), (gloo(), "plain")):  # Gloo takes strides for neighbours, silently
-            # Gloo does not take every dtype, so it gets the bytes.
+        for group, layout in ((None, form), (gloo(), "plain")):  # Gloo silently ignores strides
+            # Gloo does not support every dtype, so it gets bytes.
             kept, unit = (dtype, 1) if group is None else (torch.uint8, dtype.itemsize)
             length = count * unit
             mine = shaped(values(seed, rank, count, dtype).view(kept), layout)
@@ -181,9 +181,9 @@ def moves(world: World, cases: list[Any]) -> None:
             elif kind == "all_gather_in_place":
                 part = whole[rank * length : (rank + 1) * length].copy_(mine.detach().reshape(-1))
                 work, result = all_gather_into(whole, part, group, asynchronous), [whole]
-            finish(way if group is None or way == "sync" else "async", work)  # not all of Gloo's have futures
-            results.append([one.detach().reshape(-1).view(dtype) for one in result])
-        same(*results, f"rank {rank} of {n}: {cases[seed]}")
+            finish(way if group is None or way == "sync" else "async", work)  # not all Gloo works have futures
+            results.append([tensor.detach().reshape(-1).view(dtype) for tensor in result])
+        assert_same(*results, f"rank {rank} of {n}: {cases[seed]}")
 
 
 MOVES = ("broadcast", "all_gather", "all_gather_into_tensor", "all_gather_in_place")
@@ -193,25 +193,25 @@ MOVES = ("broadcast", "all_gather", "all_gather_into_tensor", "all_gather_in_pla
 @no_shrinking
 @given(size=sizes, cases=cases_of(st.sampled_from(MOVES), EVERY))
 def test_moving_bytes(pools: Pools, size: int, cases: list[Any]) -> None:
-    pools.run(size, moves, cases)
+    pools.run(size, run_moves, cases)
 
 
 # -- the order of summation --------------------------------------------------------------------------------------------
 
 
 def tree_sum(parts: list[Tensor]) -> Tensor:
-    """Return the sum of neighbours: of the largest power of two of the first parts, and then of the rest."""
+    """Return the pairwise sum: of the first parts, up to the largest power of two, and of the rest."""
     if len(parts) == 1:
         return parts[0]
     half = 2 ** ((len(parts) - 1).bit_length() - 1)
     return tree_sum(parts[:half]) + tree_sum(parts[half:])
 
 
-def sums(world: World, dtype: torch.dtype, count: int, cuts: list[int], offset: int, shares: bool) -> None:
+def check_sums(world: World, dtype: torch.dtype, count: int, cuts: list[int], offset: int, shares: bool) -> None:
     group: Any = dist.group.WORLD
     expected = tree_sum([values(1, rank, count, dtype) for rank in range(world.size)])
     edges = sorted({0, count, *(cut % (count + 1) for cut in cuts)})
-    # One rank may share its memory while another has to stage its own: the same result.
+    # A rank with shared memory and a rank that stages its data get the same result.
     memory = torch.zeros(count + offset, dtype=dtype)
     if shares and world.rank != 1:
         memory = group.allocate(count + offset, dtype)
@@ -248,26 +248,26 @@ def sums(world: World, dtype: torch.dtype, count: int, cuts: list[int], offset: 
 def test_sums_have_the_same_bits_for_every_layout(
     pools: Pools, size: int, dtype: torch.dtype, count: int, cuts: list[int], offset: int, shares: bool
 ) -> None:
-    pools.run(size, sums, dtype, count, cuts, offset, shares)
+    pools.run(size, check_sums, dtype, count, cuts, offset, shares)
 
 
 # -- coalesced ----------------------------------------------------------------------------------
 
 
-def coalesced(world: World) -> None:
+def run_coalesced(world: World) -> None:
     n, rank, group = world.size, world.rank, gloo()
     lists = [[values(i, rank, count, torch.float32) for i, count in enumerate((1, 700, 0, 33))] for _ in range(2)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         dist.all_reduce_coalesced(lists[0])
         dist.all_reduce_coalesced(lists[1], group=group)
-    same(*lists, "all_reduce_coalesced", rounds=True)
+    assert_same(*lists, "all_reduce_coalesced", rounds=True)
     everyone = [[torch.zeros(2), torch.zeros(3)] for _ in range(n)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         dist.all_gather_coalesced(everyone, [torch.full((2,), float(rank)), torch.full((3,), float(rank))])
-    assert [[one[0].item() for one in some] for some in everyone] == [[r, r] for r in range(n)]
+    assert [[tensor[0].item() for tensor in some] for some in everyone] == [[r, r] for r in range(n)]
 
 
 def test_coalesced_collectives(pools: Pools) -> None:
-    pools.run(3, coalesced)
+    pools.run(3, run_coalesced)

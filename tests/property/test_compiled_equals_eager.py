@@ -1,4 +1,4 @@
-"""Under torch.compile, inside the wrapper and around it: the same gradients as in eager mode, and still overlapped."""
+"""torch.compile inside or around the wrapper gives the gradients of eager mode and keeps the overlap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ranks import Pools, run_ranks
 from twins import Case, reentrant, same_gradients, same_weights, train_beside_twin
 
 WIDTH = 384
-"""A square layer of this width in fp64 fills a bucket of 1 MiB, below which torch cuts no graph."""
+"""A square fp64 layer of this width fills a bucket of 1 MiB, the smallest size at which torch splits graphs."""
 STEPS = 3
 
 
@@ -51,16 +51,16 @@ def linear() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
 
-def quietly(world: World, function: Callable[..., Any], *arguments: Any) -> Any:
+def ignore_warnings(world: World, function: Callable[..., Any], *arguments: Any) -> Any:
     with warnings.catch_warnings():
-        # torch.compile asks for the gradient of every tensor that it finds, and torch warns of that.
+        # torch.compile reads .grad of every tensor it finds, and torch warns about that.
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-        warnings.filterwarnings("ignore", message=r"`torch\.jit\.")  # with which torch itself compiles
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.")  # used by torch.compile itself
         return function(world, *arguments)
 
 
 def run(pools: Pools, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    return pools.run(2, quietly, function, *arguments)
+    return pools.run(2, ignore_warnings, function, *arguments)
 
 
 def batch(rank: int, step: int, count: int = 3) -> Tensor:
@@ -68,7 +68,7 @@ def batch(rank: int, step: int, count: int = 3) -> Tensor:
 
 
 def compiled(how: str, module: nn.Module, **options: Any) -> tuple[DistributedDataParallel, Callable[[Tensor], Tensor]]:
-    """A wrapper with buckets of 1 MiB, and what is called instead of it."""
+    """Return a wrapper with buckets of 1 MiB and the compiled callable."""
     compile_ = partial(torch.compile, **{"backend": "aot_eager", **options})
     if how == "inside":
         model = DistributedDataParallel(compile_(module), bucket_cap_mb=1)
@@ -82,15 +82,15 @@ def compiled(how: str, module: nn.Module, **options: Any) -> tuple[DistributedDa
     return model, compile_(lambda x: model(x) * 1)  # "in a function"
 
 
-def beside_eager(world: World, how: str, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
-    """Train compiled beside an eager wrapper; nothing is compiled again after the first step."""
+def compare_with_eager(world: World, how: str, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    """Train compiled beside an eager wrapper; compile nothing after the first step."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     module, twin = build(), build()
     model, call = compiled(how, module, **options)
     eager = DistributedDataParallel(twin, bucket_cap_mb=1)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, eager)]
-    graphs = 0
+    optimizers = [torch.optim.AdamW(wrapper.parameters(), lr=0.01) for wrapper in (model, eager)]
+    previous = 0
     for step in range(STEPS):
         x = batch(world.rank, step)
         call(x).square().mean().backward()
@@ -100,13 +100,13 @@ def beside_eager(world: World, how: str, build: Callable[[], nn.Module], options
             optimizer.step()
             optimizer.zero_grad()
         same_weights(module, twin, where=f"step {step}:")
-        made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        assert graphs == made if step else made > 0, f"{made} graphs after step {step}, {graphs} before"
-        graphs = made
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert previous == graphs if step else graphs > 0, f"{graphs} graphs after step {step}, {previous} before"
+        previous = graphs
 
 
 FULL = {"fullgraph": True}
-layers = partial(Layers, 2)  # a graph each
+layers = partial(Layers, 2)  # one graph per layer
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ layers = partial(Layers, 2)  # a graph each
     [
         ("inside", layers, FULL),
         ("outside", sequence, FULL),
-        ("outside", linear, FULL),  # a class of torch that no other case has called before
+        ("outside", linear, FULL),  # a torch class that no other case calls
         ("in place", layers, FULL),
         ("in a function", layers, {}),
         ("inside", partial(Layers, 2, checkpointing=True), {}),
@@ -123,19 +123,19 @@ layers = partial(Layers, 2)  # a graph each
     ],
 )
 def test_compiled_equals_eager(pools: Pools, how: str, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
-    run(pools, beside_eager, how, build, options)
+    run(pools, compare_with_eager, how, build, options)
 
 
 def with_inductor(world: World, how: str, folder: str) -> None:
-    # One folder for all ranks, so that each kernel is compiled once; little is prepared for a few.
+    # All ranks share a folder, so that each kernel is compiled once, with little setup.
     options = {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
     with mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=folder):
-        beside_eager(world, how, partial(Layers, 1), {"backend": "inductor", "options": options})
+        compare_with_eager(world, how, partial(Layers, 1), {"backend": "inductor", "options": options})
 
 
 @pytest.mark.slow
 def test_compiled_by_inductor_equals_eager(tmp_path: Path) -> None:
-    run_ranks(2, quietly, with_inductor, "outside", str(tmp_path))
+    run_ranks(2, ignore_warnings, with_inductor, "outside", str(tmp_path))
 
 
 # -- accumulation, weights, unused parts: beside one process -----------------------------------------------------------
@@ -171,8 +171,8 @@ def test_compiled_equals_one_process(pools: Pools, case: Case) -> None:
 
 
 def order_of_events(world: World, how: str) -> list[str]:
-    """The events of each step: G, a compiled graph's backward; L, a launch; W, the wait at the end."""
-    from functorch.compile import make_boxed_func  # both in ranks alone: they take a second
+    """Return the events of each step: G for a compiled graph's backward, L for a launch, W for a wait."""
+    from functorch.compile import make_boxed_func  # only in ranks, because these imports take a second
     from torch._dynamo.backends.common import aot_autograd
 
     torch.compiler.reset()
@@ -207,25 +207,25 @@ def order_of_events(world: World, how: str) -> list[str]:
 def test_every_bucket_is_launched_before_the_next_graph_runs(pools: Pools, how: str) -> None:
     for first, *others in run(pools, order_of_events, how):
         assert first == "GLGLGLGLW"
-        # Buckets were rebuilt; what is left over fills one more. The second step also compares the parameters.
+        # The rebuilt buckets include one for the remainder. The second step also compares the parameters.
         assert others == ["GLGLGLGLLWW", "GLGLGLGLLW"]
 
 
-# -- around it ---------------------------------------------------------------------------------------------------------
+# -- compiling whole steps ---------------------------------------------------------------------------------------------
 
 
 def whole_step(world: World) -> int:
-    """Train with a compiled step beside an eager one; returns the number of compiled graphs."""
+    """Train with a compiled step beside an eager one; return the number of compiled graphs."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     module, twin = Layers(2), Layers(2)
     model, eager = DistributedDataParallel(module), DistributedDataParallel(twin)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, eager)]
+    optimizers = [torch.optim.SGD(wrapper.parameters(), lr=0.1) for wrapper in (model, eager)]
 
-    def step_of(one: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+    def step_of(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
         def step(x: Tensor) -> None:
             optimizer.zero_grad()
-            one(x).square().mean().backward()
+            wrapper(x).square().mean().backward()
             optimizer.step()
 
         return step
@@ -241,7 +241,7 @@ def whole_step(world: World) -> int:
 
 
 @pytest.mark.slow
-def test_a_whole_step_in_a_compiled_function(pools: Pools) -> None:
+def test_whole_step_can_be_compiled(pools: Pools) -> None:
     assert min(run(pools, whole_step)) > 0
 
 
@@ -257,7 +257,7 @@ def under_compiled_autograd(world: World) -> None:
         with pytest.raises(UsageError, match=r"compiled autograd.*set torch._dynamo.config.compiled_autograd = False"):
             step(batch(world.rank, 0))
     model.zero_grad()
-    model(batch(world.rank, 0)).sum().backward()  # all is well without it
+    model(batch(world.rank, 0)).sum().backward()  # works without compiled autograd
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Promise: gradients and weights equal those of one process on the whole global batch."""
+"""Promise: gradients and weights equal a training in one process on the global batch."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from twins import (
 TINY = 1e-4  # MiB, about 13 float64: many buckets
 BFLOAT16 = 5e-2  # relative; bfloat16 has 8 bits
 WINDOWS = ["both", "backward", "accumulate", "sync_gradients"]
-# A failure ends the ranks, so each further example costs their start.
+# A failure ends the ranks, so each example of shrinking would have to start new ones.
 no_shrinking = draws(12, shrinks=False)
 
 
-def many(world: World, cases: list[Case]) -> None:
+def train_cases(world: World, cases: list[Case]) -> None:
     for case in cases:
         try:
             train_beside_twin(world, case)
@@ -55,22 +55,22 @@ def many(world: World, cases: list[Case]) -> None:
             raise AssertionError(f"{case}: {error}") from error
 
 
-# -- the batch, however it is cut --------------------------------------------------------------------------------------
+# -- splitting the batch -----------------------------------------------------------------------------------------------
 
 
 def test_uneven_batches_and_empty_slices(pools: Pools) -> None:
-    pools.run(4, many, [Case(batches=(12, 11, 7, 1, 5, 2)), Case(batches=(1, 1, 2, 9, 1))])
+    pools.run(4, train_cases, [Case(batches=(12, 11, 7, 1, 5, 2)), Case(batches=(1, 1, 2, 9, 1))])
 
 
 @pytest.mark.parametrize(("window", "micros"), [*((window, 3) for window in WINDOWS), ("both", 1)])
 def test_accumulation_crossed_with_unused_parameters(pools: Pools, window: str, micros: int) -> None:
     cases = [Case(pattern=pattern, micros=micros, window=window, batches=(12, 9, 13, 1, 8)) for pattern in PATTERNS]
-    pools.run(2, many, cases)
+    pools.run(2, train_cases, cases)
 
 
 @pytest.mark.slow
 def test_unused_parameters_on_more_ranks(pools: Pools) -> None:
-    pools.run(3, many, [Case(pattern=pattern, options={"bucket_cap_mb": TINY}) for pattern in PATTERNS])
+    pools.run(3, train_cases, [Case(pattern=pattern, options={"bucket_cap_mb": TINY}) for pattern in PATTERNS])
 
 
 @no_shrinking
@@ -91,26 +91,26 @@ def test_unused_parameters_on_more_ranks(pools: Pools) -> None:
 )
 def test_any_combination(pools: Pools, size: int, case: Case) -> None:
     if case.build is Frozen and case.pattern == "no part at all on rank 0":
-        case = replace(case, pattern="all parts")  # Frozen without any part has no gradient at all
-    if case.build is Mixed:  # AdamW divides by tiny second moments, which magnifies what bfloat16 rounds
+        case = replace(case, pattern="all parts")  # Frozen without any part has no gradients
+    if case.build is Mixed:  # AdamW divides by tiny second moments, which magnifies bfloat16 rounding
         case = replace(case, optimizer="sgd", batches=case.batches[:2], rtol=BFLOAT16)
-    pools.run(size, many, [case])
+    pools.run(size, train_cases, [case])
 
 
-# -- the model, whatever it is made of ---------------------------------------------------------------------------------
+# -- kinds of models ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("build", [Tied, Frozen, Odd, ChannelsLast, single_precision, Mixed])
 def test_models(pools: Pools, build: Any) -> None:
     cap = {"bucket_cap_mb": TINY}
     rtol = {single_precision: 1e-4, Mixed: BFLOAT16}.get(build, 1e-9)
-    pools.run(2, many, [Case(build, set_to_none=n == 1, micros=n, rtol=rtol, options=cap) for n in (1, 2)])
+    pools.run(2, train_cases, [Case(build, set_to_none=n == 1, micros=n, rtol=rtol, options=cap) for n in (1, 2)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "cap"), [(reentrant, TINY), (non_reentrant, 25.0)])
 def test_activation_checkpointing(pools: Pools, build: Any, cap: float) -> None:
-    """In `reentrant` every parameter is inside a checkpoint, and "a part twice" runs one block twice."""
+    """With `reentrant`, every parameter is inside a checkpoint; "a part twice" runs one block twice."""
     patterns = ("all parts", "a part twice", "a part twice on rank 0", "unused on rank 0", "other parts on other ranks")
     options = {"bucket_cap_mb": cap}
     cases = [
@@ -118,7 +118,7 @@ def test_activation_checkpointing(pools: Pools, build: Any, cap: float) -> None:
         for pattern in patterns
         for micros in (1, 2)
     ]
-    pools.run(2, many, cases)
+    pools.run(2, train_cases, cases)
 
 
 # -- unusual backwards -------------------------------------------------------------------------------------------------
@@ -128,8 +128,8 @@ def net(inputs: int = INPUTS, outputs: int = OUTPUTS) -> nn.Module:
     return chain(inputs, 7, 7, outputs, dtype=torch.float64)
 
 
-class Beside:
-    """A wrapped model on this rank's half and its twin on the whole batch, trained by the same functions."""
+class Pair:
+    """A wrapped model on this rank's slice and its twin on the whole batch, trained by the same functions."""
 
     def __init__(self, world: World, build: Any = net, **options: Any) -> None:
         torch.manual_seed(0)
@@ -142,7 +142,7 @@ class Beside:
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (self.module, self.twin)]
 
     def batch(self, step: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """This rank's slice and the whole."""
+        """Return this rank's slice and the whole batch."""
         x, y = global_batch(step, 4 * self.world.size)
         return (x.tensor_split(self.world.size)[self.world.rank], y.tensor_split(self.world.size)[self.world.rank]), (
             x,
@@ -162,9 +162,9 @@ def mean_loss(out: Tensor, y: Tensor) -> Tensor:
 
 
 def run_both(world: World, do: Any, build: Any = net, steps: int = 4) -> None:
-    """`do(model, x, y)` runs a whole step's forward and backward; its losses are means over the batch."""
+    """Train with ``do(model, x, y)``, which runs forward and backward of a step with mean losses."""
     for cap in (TINY, 25.0):
-        pair = Beside(world, build, bucket_cap_mb=cap)
+        pair = Pair(world, build, bucket_cap_mb=cap)
         for step in range(steps):
             mine, whole = pair.batch(step)
             do(pair.model, *mine)
@@ -191,13 +191,13 @@ def create_graph(model: nn.Module, x: Tensor, y: Tensor) -> None:
             parameter.grad = parameter.grad.detach()
 
 
-def grad_by_parameters_before(model: nn.Module, x: Tensor, y: Tensor) -> None:
+def grad_of_parameters_first(model: nn.Module, x: Tensor, y: Tensor) -> None:
     loss = mean_loss(model(x), y)
     torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     loss.backward()
 
 
-def grad_by_inputs_before(model: nn.Module, x: Tensor, y: Tensor) -> None:
+def grad_of_inputs_first(model: nn.Module, x: Tensor, y: Tensor) -> None:
     x = x.clone().requires_grad_()
     loss = mean_loss(model(x), y)
     torch.autograd.grad(loss, x, retain_graph=True)
@@ -234,8 +234,8 @@ STEPS = [
     plain,
     gradient_penalty,
     create_graph,
-    grad_by_parameters_before,
-    grad_by_inputs_before,
+    grad_of_parameters_first,
+    grad_of_inputs_first,
     some_inputs_only,
     two_forwards,
     backward_twice,
@@ -249,12 +249,12 @@ def test_unusual_backwards(pools: Pools, do: Any) -> None:
     pools.run(2, run_both, do)
 
 
-def step_after_a_part_past_the_wrapper(world: World, whole: bool) -> str:
+def step_after_bypassing_the_wrapper(world: World, whole: bool) -> str:
     torch.manual_seed(0)
     model = DistributedDataParallel(net(), unused_parameters="allow")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = global_batch(1, 6)
-    for _ in range(2):  # the first step still has a hook for every parameter
+    for _ in range(2):  # in the first step every parameter still has a hook
         mean_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -267,9 +267,9 @@ def step_after_a_part_past_the_wrapper(world: World, whole: bool) -> str:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_step_over_gradients_that_went_past_the_wrapper_is_refused(pools: Pools, whole: bool) -> None:
-    """A wrapper acts only in backwards of its own forwards, as its parameters may be another wrapper's, too."""
-    for message in pools.run(2, step_after_a_part_past_the_wrapper, whole):
+def test_step_over_gradients_bypassing_the_wrapper_is_refused(pools: Pools, whole: bool) -> None:
+    """A wrapper acts only in backwards of its own forwards, because other wrappers may share its parameters."""
+    for message in pools.run(2, step_after_bypassing_the_wrapper, whole):
         assert ("'0.weight'" if whole else "'4.weight'") in message
         assert "not averaged" in message
 
@@ -315,7 +315,7 @@ def outputs_one_after_the_other(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 @pytest.mark.parametrize("do", [both_outputs, one_output, outputs_one_after_the_other], ids=lambda do: do.__name__)
 def test_several_outputs(pools: Pools, do: Any) -> None:
-    """Other kinds of containers are in test_ddp_ledger.py."""
+    """Other kinds of containers are tested in test_ddp_ledger.py."""
     pools.run(2, run_both, do, Several)
 
 
@@ -327,7 +327,7 @@ def discriminator() -> nn.Module:
 
 
 def train_gan(world: World) -> None:
-    generator, judge = Beside(world), Beside(world, discriminator)
+    generator, judge = Pair(world), Pair(world, discriminator)
     for step in range(4):
         mine, whole = generator.batch(step)
         for which, (x, y) in (("model", mine), ("twin", whole)):
@@ -346,36 +346,36 @@ def train_gan(world: World) -> None:
 
 
 def test_gan_with_a_frozen_discriminator(pools: Pools) -> None:
-    """One that is not frozen is beside torch DDP in test_public_scripts_like_torch_ddp.py."""
+    """test_public_scripts_like_torch_ddp.py covers a discriminator that is not frozen."""
     pools.run(2, train_gan)
 
 
 def train_sum(world: World) -> None:
-    """One loss through both models, whose forwards and backwards ranks begin in different order."""
-    one, two = Beside(world), Beside(world)
+    """Train two models with a joint loss, with a different order of forwards and backwards on each rank."""
+    left, right = Pair(world), Pair(world)
     for step in range(4):
-        mine, whole = one.batch(step)
+        mine, whole = left.batch(step)
         for which, (x, y) in (("model", mine), ("twin", whole)):
-            a, b = getattr(one, which), getattr(two, which)
+            a, b = getattr(left, which), getattr(right, which)
             outputs = [a(x), b(x)] if world.rank else [b(x), a(x)][::-1]
             terms = [mean_loss(out, y) for out in outputs]
             if world.rank:
                 terms = terms[::-1]
             (terms[0] + terms[1]).backward()
-        one.step(f"one {step}")
-        two.step(f"two {step}")
+        left.step(f"left {step}")
+        right.step(f"right {step}")
 
 
-def test_one_loss_of_two_models_in_different_order_by_rank(pools: Pools) -> None:
+def test_joint_loss_of_two_models_in_a_different_order_on_each_rank(pools: Pools) -> None:
     pools.run(3, train_sum)
 
 
 # -- freezing ----------------------------------------------------------------------------------------------------------
 
 
-def freeze_on_the_way(world: World) -> None:
-    """A layer frozen after wrapping, and thawed again."""
-    pair = Beside(world)
+def freeze_and_thaw(world: World) -> None:
+    """Freeze layers after wrapping and thaw them again."""
+    pair = Pair(world)
     for step in range(9):
         for module in (pair.module, pair.twin):
             module[2].requires_grad_(not 2 <= step < 7)
@@ -387,14 +387,14 @@ def freeze_on_the_way(world: World) -> None:
 
 
 def test_parameters_frozen_and_thawed_between_steps(pools: Pools) -> None:
-    pools.run(2, freeze_on_the_way)
+    pools.run(2, freeze_and_thaw)
 
 
 # -- numbers of tokens ------------------------------------------------------------------------------------------------
 
 
-def tokens(world: World, counts: list[list[list[int]]]) -> None:
-    """Random numbers of tokens by step, rank and micro-batch, each with its own number as weight."""
+def train_on_tokens(world: World, counts: list[list[list[int]]]) -> None:
+    """Train on numbers of tokens that differ by step, rank and micro-batch, weighted by these numbers."""
     torch.manual_seed(0)
     module = net()
     twin = copy.deepcopy(module)
@@ -425,4 +425,4 @@ def tokens(world: World, counts: list[list[list[int]]]) -> None:
     )
 )
 def test_random_numbers_of_tokens(pools: Pools, counts: list[list[list[int]]]) -> None:
-    pools.run(2, tokens, counts)
+    pools.run(2, train_on_tokens, counts)

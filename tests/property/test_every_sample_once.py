@@ -1,4 +1,4 @@
-"""Promise: every sample exactly once per epoch, in the same global batches, for any size and any number of ranks."""
+"""Promise: each sample is used once per epoch, in the same global batches, for any dataset size and number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ fast = draws(30)
 
 
 def global_batches(size: int, batch_size: int, world_size: int, state: Any = None, **options: Any) -> list[list[int]]:
-    """What all ranks together see of one pass, batch by batch, checked to be even."""
+    """Return the global batches of one pass over all ranks; check that slices are even."""
     per_rank = []
     for rank in range(world_size):
         sampler = GlobalBatchSampler(size, batch_size, rank=rank, world_size=world_size, **options)
@@ -60,7 +60,7 @@ def test_ranks_together_see_the_order_of_one_process(n: int, b: int, world_size:
 
 @fast
 @given(sizes, batch_sizes, worlds)
-def test_drop_last_leaves_out_only_the_short_batch(n: int, b: int, world_size: int) -> None:
+def test_drop_last_drops_only_the_short_batch(n: int, b: int, world_size: int) -> None:
     if n >= b:
         whole = [batch for batch in global_batches(n, b, 1) if len(batch) == b]
         assert global_batches(n, b, world_size, drop_last=True) == whole
@@ -68,7 +68,7 @@ def test_drop_last_leaves_out_only_the_short_batch(n: int, b: int, world_size: i
 
 @fast
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), batch_sizes, worlds)
-def test_any_order_is_kept_as_given_with_its_repeats(order: list[int], b: int, world_size: int) -> None:
+def test_given_order_is_kept_including_repeats(order: list[int], b: int, world_size: int) -> None:
     batches = global_batches(10, b, world_size, order=order)
     assert [index for batch in batches for index in batch] == order
 
@@ -78,8 +78,8 @@ def test_any_order_is_kept_as_given_with_its_repeats(order: list[int], b: int, w
 def test_a_run_that_changes_its_number_of_ranks_sees_the_same_batches(
     n: int, b: int, legs: list[tuple[int, int]]
 ) -> None:
-    undisturbed = [global_batches(n, b, 1, state=at(n, b, epoch, 0)) for epoch in range(20)]
-    expected = [batch for epoch in undisturbed for batch in epoch]
+    epochs = [global_batches(n, b, 1, state=at(n, b, epoch, 0)) for epoch in range(20)]
+    expected = [batch for epoch in epochs for batch in epoch]
     state, seen = at(n, b, 0, 0), []
     for world_size, steps in legs:
         ranks = [GlobalBatchSampler(n, b, rank=rank, world_size=world_size) for rank in range(world_size)]
@@ -97,7 +97,7 @@ def test_a_run_that_changes_its_number_of_ranks_sees_the_same_batches(
 
 @fast
 @given(sizes, batch_sizes, worlds, st.integers(0, 3), st.booleans())
-def test_a_stream_reaches_each_rank_once_and_resumes_with_any_number_of_ranks(
+def test_stream_visits_each_sample_once_and_resumes_on_any_number_of_ranks(
     n: int, b: int, world_size: int, consumed: int, drop_last: bool
 ) -> None:
     whole = [list(range(i, min(i + b, n))) for i in range(0, n, b)]
@@ -135,7 +135,7 @@ class Indices:
 
 
 class Numbers(IterableDataset):  # type: ignore[type-arg]
-    """0, 1, 2, … as a stream."""
+    """The stream 0, 1, 2, …"""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,6 +1,6 @@
-"""Promise: whatever happens to a checkpoint's bytes, it loads right or not at all, runs nothing, takes little memory.
+"""Promise: a corrupted checkpoint loads correctly or not at all, executes no code, and needs little memory.
 
-A mutation changes one file. Half of them are forged: the checksums are made right again, as an attacker would.
+A mutation changes one file. Half of the mutations also forge the checksums, as an attacker would.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from paceline.tools import checkpoint_files
 COUNT = 5000 if LONG else 200
 MEMORY = 2**30
 FORBIDDEN = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "exec", "compile")
-armed: list[Path] = []  # the folder, while a checkpoint is read
+armed: list[Path] = []  # the allowed folder while a checkpoint is read
 violations: list[str] = []
 
 
@@ -57,7 +57,7 @@ def watch(event: str, arguments: Any) -> None:
 
 @contextmanager
 def watched(folder: Path) -> Iterator[None]:
-    """Note every forbidden event, and let memory beyond :data:`MEMORY` more than now be refused."""
+    """Record forbidden events, and limit memory to :data:`MEMORY` more than now."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, limits[1]))
@@ -70,7 +70,7 @@ def watched(folder: Path) -> Iterator[None]:
 
 
 class Job:
-    """A model, its optimizer and a loader, with checkpoints of steps 1 and 2, or to restore them into."""
+    """A model, an optimizer and a loader that write and restore checkpoints of steps 1 and 2."""
 
     def __init__(self, folder: Path) -> None:
         self.model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -91,17 +91,17 @@ class Job:
     def state(self) -> str:
         total = hashlib.sha256()
         for value in [*self.model.state_dict().values(), *self.optimizer.state_dict()["state"].values()]:
-            # Who signs a state may put a number in a tensor's place; the optimizer refuses that in its next step.
-            for each in value.values() if isinstance(value, dict) else [value]:
-                is_tensor = isinstance(each, torch.Tensor)
-                total.update(tensor_digest(each) if is_tensor else repr(each)[:1000].encode())
+            # A forged state may replace a tensor by a number; the optimizer rejects that in its next step.
+            for item in value.values() if isinstance(value, dict) else [value]:
+                is_tensor = isinstance(item, torch.Tensor)
+                total.update(tensor_digest(item) if is_tensor else repr(item)[:1000].encode())
         return f"{total.hexdigest()} {self.loader.state_dict()}"
 
 
 INSERTED = (b"[" * 5000, b"9" * 500, b'"a":1,"a":2,', b"\0" * 64, b"\\u")
 
 
-def by_bytes(draw: random.Random, raw: bytearray) -> None:
+def mutate_bytes(draw: random.Random, raw: bytearray) -> None:
     at, end = sorted((draw.randrange(len(raw) + 1), draw.randrange(len(raw) + 1)))
     change: list[Callable[[], Any]] = [
         lambda: raw.__setitem__(slice(at, at + 1), bytes([draw.randrange(256)])),
@@ -125,25 +125,25 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def by_values(draw: random.Random, raw: bytearray) -> None:
-    """Change one value, key or entry anywhere in a JSON document or in a header."""
+def mutate_values(draw: random.Random, raw: bytearray) -> None:
+    """Change a random value, key or entry in a JSON document or header."""
     begin = 8 if raw[8:9] == b"{" and raw[:1] != b"{" else 0
     end = begin + int.from_bytes(raw[:8], "little") if begin else len(raw)
     body = json.loads(bytes(raw[begin:end]))
     places: list[tuple[Any, Any]] = []
-    left: list[Any] = [body]
-    while left:
-        each = left.pop()
-        keys = each.keys() if isinstance(each, dict) else range(len(each))
-        places += [(each, key) for key in keys]
-        left += [each[key] for key in keys if isinstance(each[key], dict | list)]
+    todo: list[Any] = [body]
+    while todo:
+        node = todo.pop()
+        keys = node.keys() if isinstance(node, dict) else range(len(node))
+        places += [(node, key) for key in keys]
+        todo += [node[key] for key in keys if isinstance(node[key], dict | list)]
     container, key = draw.choice(places)
-    what = draw.randrange(4)
-    if what == 0 or not isinstance(container, dict):
+    kind = draw.randrange(4)
+    if kind == 0 or not isinstance(container, dict):
         container[key] = draw.choice(VALUES)
-    elif what == 1:
+    elif kind == 1:
         del container[key]
-    elif what == 2:
+    elif kind == 2:
         container[draw.choice(("", "..", "__metadata__", "x" * 300, "0.weight"))] = container.pop(key)
     else:
         other, other_key = draw.choice(places)
@@ -152,8 +152,8 @@ def by_values(draw: random.Random, raw: bytearray) -> None:
     raw[:] = (len(text).to_bytes(8, "little") + text + raw[end:]) if begin else text
 
 
-def resign(folder: Path, name: str) -> None:
-    """Make size and checksums of the file `name`, and the manifest's own, right again."""
+def update_checksums(folder: Path, name: str) -> None:
+    """Correct the size and checksums of the file `name` and the checksum of the manifest."""
     path = folder / "manifest.json"
     body = json.loads(path.read_text())
     del body["sha256"]
@@ -166,20 +166,20 @@ def resign(folder: Path, name: str) -> None:
 
 
 def mutate(draw: random.Random, folder: Path) -> tuple[str, bool]:
-    """Change one file of a checkpoint; return its name, and whether its checksums were forged."""
+    """Change one file of a checkpoint; return its name and whether its checksums were forged."""
     name = draw.choice(sorted(path.name for path in folder.iterdir()))
     raw = bytearray((folder / name).read_bytes())
     forged = draw.random() < 0.5
     try:
-        (by_values if draw.random() < 0.5 else by_bytes)(draw, raw)
-    except (ValueError, KeyError, RecursionError):  # a change that made the structure cyclic, or nothing to change
-        by_bytes(draw, raw)
+        (mutate_values if draw.random() < 0.5 else mutate_bytes)(draw, raw)
+    except (ValueError, KeyError, RecursionError):  # a cyclic structure, or no value to change
+        mutate_bytes(draw, raw)
     (folder / name).write_bytes(raw)
     if forged:
         try:
-            resign(folder, name)
+            update_checksums(folder, name)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            forged = False  # what it has become is beyond signing
+            forged = False  # too damaged to sign
     return name, forged
 
 
@@ -189,17 +189,17 @@ def audit_hook() -> None:
 
 
 @pytest.mark.slow
-def test_a_mutated_checkpoint_loads_right_or_not_at_all(tmp_path: Path) -> None:
+def test_mutated_checkpoint_loads_correctly_or_not_at_all(tmp_path: Path) -> None:
     job = Job(tmp_path / "run")
     job.train()
-    right = {}
-    for step in (1, 2):  # which loads every module, too, so that nothing is imported later
+    intact = {}
+    for step in (1, 2):  # also imports every module before the audit
         assert job.checkpointer.restore(step) == step
-        right[step] = job.state()
+        intact[step] = job.state()
     newest = tmp_path / "run" / "step-00000002"
     shutil.copytree(newest, tmp_path / "whole")
     list(checkpoint_files.inspect(tmp_path / "run", every_byte=True))
-    refused = other = 0
+    refused = different = 0
     for seed in range(COUNT):
         draw = random.Random(seed)
         name, forged = mutate(draw, newest)
@@ -214,12 +214,12 @@ def test_a_mutated_checkpoint_loads_right_or_not_at_all(tmp_path: Path) -> None:
         assert violations == [], (seed, name)
         assert len(message) < 2000, seed
         if not forged:
-            assert (step, loaded) == ((1, right[1]) if changed else (2, right[2])), (seed, name)
+            assert (step, loaded) == ((1, intact[1]) if changed else (2, intact[2])), (seed, name)
         refused += step < 2
-        other += step == 2 and loaded != right[2]
+        different += step == 2 and loaded != intact[2]
         shutil.rmtree(newest)
         shutil.copytree(tmp_path / "whole", newest)
     assert refused > COUNT / 2
     assert job.checkpointer.restore() == 2
-    assert job.state() == right[2]
+    assert job.state() == intact[2]
     job.checkpointer.close()

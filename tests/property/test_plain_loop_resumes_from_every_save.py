@@ -1,6 +1,6 @@
-"""A plain loop that saves after each optimizer step goes on from any of the saves, to the bits of a run without a stop.
+"""A plain loop that saves after each optimizer step can resume from any save with the bits of an uninterrupted run.
 
-Its epochs end in a short accumulation window, and its evaluation draws random numbers.
+Epochs end with a short accumulation window, and the evaluation draws random numbers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ EPOCHS, WINDOWS = 2, 2  # 46 samples in batches of 8 are 6 micro-batches: a wind
 
 def net(dropout: float) -> nn.Module:
     torch.manual_seed(0)
-    norm = [nn.BatchNorm1d(8)] if dropout else []  # its statistics are rank 0's, so depend on the number of ranks
+    norm = [nn.BatchNorm1d(8)] if dropout else []  # its statistics depend on the number of ranks
     return nn.Sequential(nn.Linear(4, 8), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).double()
 
 
-def noisy(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+def noisy_error(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
     x, y = batch
     return {"error": (module(x + 0.1 * torch.randn_like(x)) - y).square().sum()}, len(x)
 
@@ -43,7 +43,7 @@ def train(world: World, folder: str, dropout: float, resume_from: int | None = N
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * WINDOWS)
     loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
-    evaluation = Evaluation(DataLoader(TensorDataset(x[:9], y[:9]), batch_size=4), noisy, ("error",))
+    evaluation = Evaluation(DataLoader(TensorDataset(x[:9], y[:9]), batch_size=4), noisy_error, ("error",))
     torch.manual_seed(world.rank if resume_from is None else 99)
     metrics: dict[int, Any] = {}
     with paceline.Checkpointer(folder, keep=99) as checkpointer:
@@ -71,7 +71,7 @@ def train(world: World, folder: str, dropout: float, resume_from: int | None = N
     }
 
 
-def from_every_save(world: World, folder: str) -> None:
+def resume_from_every_save(world: World, folder: str) -> None:
     whole = train(world, folder, dropout=0.3)
     for step in range(1, EPOCHS * WINDOWS):
         resumed = train(world, folder, 0.3, step)
@@ -80,20 +80,20 @@ def from_every_save(world: World, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_from_every_save_to_the_same_bits(pools: Pools, tmp_path: Path) -> None:
-    pools.run(3, from_every_save, str(tmp_path))
+def test_resuming_from_any_save_gives_the_same_bits(pools: Pools, tmp_path: Path) -> None:
+    pools.run(3, resume_from_every_save, str(tmp_path))
 
 
-def from_every_save_of_others(world: World, folder: str) -> list[Any]:
+def resume_from_other_saves(world: World, folder: str) -> list[Any]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*random generators")  # those of another number of ranks
+        warnings.filterwarnings("ignore", message=".*random generators")  # not restored on another number of ranks
         return [train(world, folder, 0.0, step) for step in range(1, EPOCHS * WINDOWS)]
 
 
 @pytest.mark.slow
-def test_with_another_number_of_ranks_from_every_save(pools: Pools, tmp_path: Path) -> None:
+def test_resuming_from_any_save_works_with_another_number_of_ranks(pools: Pools, tmp_path: Path) -> None:
     [whole, _] = pools.run(2, train, str(tmp_path), 0.0)
-    first, *others = pools.run(3, from_every_save_of_others, str(tmp_path))
+    first, *others = pools.run(3, resume_from_other_saves, str(tmp_path))
     for index, resumed in enumerate(first):
         assert relative_difference(resumed["weights"], whole["weights"]) < 1e-9
         assert all(other[index]["bits"][:2] == resumed["bits"][:2] for other in others)

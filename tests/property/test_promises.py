@@ -1,6 +1,6 @@
-"""Promises of docs/promises.md: those that no other file holds, and that every test named there exists.
+"""Promises of docs/promises.md that no other file tests, and a check that all tests named there exist.
 
-Likewise for the faults of decision 59.
+The same check covers the faults in decision 59.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def names_of_tests() -> set[str]:
     return {node.name for path in files for node in ast.parse(path.read_text()).body if hasattr(node, "name")}
 
 
-def test_every_test_that_is_named_exists() -> None:
+def test_tests_named_in_promises_exist() -> None:
     rows = [line for line in (ROOT / "docs" / "promises.md").read_text().splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 26
     for row in rows:
@@ -36,7 +36,7 @@ def test_every_test_that_is_named_exists() -> None:
         assert names_of_tests().issuperset(named), f"{set(named) - names_of_tests()} in {row}"
 
 
-def test_every_test_and_chaos_case_that_is_named_for_a_fault_exists() -> None:
+def test_tests_and_chaos_cases_named_for_faults_exist() -> None:
     text = (ROOT / "docs" / "decisions" / "0059-faults-and-their-tests.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 39
@@ -58,7 +58,7 @@ def mine(world: World, step: int = 0) -> tuple[Tensor, Tensor]:
     return x.tensor_split(world.size)[world.rank], y.tensor_split(world.size)[world.rank]
 
 
-def scheduled(world: World) -> list[float]:
+def train_with_schedule(world: World) -> list[float]:
     model = DistributedDataParallel(linear())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -74,4 +74,4 @@ def scheduled(world: World) -> list[float]:
 
 def test_a_schedule_counts_optimizer_steps_on_any_number_of_ranks(pools: Pools) -> None:
     for size in (1, 3):
-        assert pools.run(size, scheduled) == [[1.0, 0.5, 0.5, 0.25, 0.25, 0.125]] * size
+        assert pools.run(size, train_with_schedule) == [[1.0, 0.5, 0.5, 0.25, 0.25, 0.125]] * size

@@ -1,7 +1,7 @@
-"""Promise: the kinds of scripts that people have end with torch DDP's weights, bit for bit, once the import is changed.
+"""Promise: typical scripts end with the same bits as with torch DDP after changing only the import.
 
-After ImageNet's, nanoGPT's and DCGAN's shape, each script runs twice in the same ranks, with torch's wrapper and with
-ours. What ranks evaluate is rank 0's on every rank, and rank 0 may evaluate alone, which torch's wrapper hangs in.
+Scripts modeled after ImageNet, nanoGPT and DCGAN run twice on the same ranks, with each wrapper. Every rank evaluates
+with the buffers of rank 0, and rank 0 may evaluate alone, which hangs with torch's wrapper.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def convolutional() -> nn.Module:
 
 
 def validate(model: nn.Module, images: Tensor, labels: Tensor) -> list[float]:
-    """Loss and accuracy over all of the images, on this rank by itself."""
+    """Return loss and accuracy over all images, computed locally."""
     model.eval()
     with torch.no_grad():
         scores = model(images)
@@ -65,7 +65,7 @@ def vision(wrapper: type[TorchDDP], world: World) -> tuple[list[nn.Module], list
             loss.backward()
             optimizer.step()
         scheduler.step()
-        # Through torch's wrapper that is a broadcast, for which a rank that is alone waits for ever.
+        # Torch's wrapper would broadcast buffers here, so a single rank would hang.
         evaluated = model if wrapper is DistributedDataParallel else model.module
         alone = validate(evaluated, *held_out) if world.rank == 0 else []
         together = validate(model, *held_out)
@@ -122,7 +122,7 @@ def gpt(wrapper: type[TorchDDP], world: World) -> tuple[list[nn.Module], list[fl
     evaluations = []
     for step in range(4):
         for micro in range(3):
-            model.require_backward_grad_sync = micro == 2  # nanoGPT's way, without a context
+            model.require_backward_grad_sync = micro == 2  # as in nanoGPT, without a context manager
             _, loss = model(*batch(100 * step + 10 * micro + world.rank))
             (loss / 3).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -157,7 +157,7 @@ def gan(wrapper: type[TorchDDP], world: World) -> tuple[list[nn.Module], list[fl
         F.binary_cross_entropy_with_logits(score, torch.zeros_like(score)).backward()
         optimizers[1].step()
         optimizers[0].zero_grad()
-        score = discriminator(fake)  # whose gradients are averaged, too, and thrown away
+        score = discriminator(fake)  # gradients of the discriminator are averaged and discarded
         F.binary_cross_entropy_with_logits(score, torch.ones_like(score)).backward()
         optimizers[0].step()
         generator.eval(), discriminator.eval()
@@ -170,13 +170,13 @@ def gan(wrapper: type[TorchDDP], world: World) -> tuple[list[nn.Module], list[fl
 # -- the same script with either wrapper -------------------------------------------------------------------------------
 
 
-def beside_torch(world: World, script: Script) -> list[float]:
+def compare_with_torch(world: World, script: Script) -> list[float]:
     theirs, evaluated_by_torch = script(TorchDDP, world)
     ours, evaluations = script(DistributedDataParallel, world)
     for mine, other in zip(ours, theirs, strict=True):
         for (name, parameter), twin in zip(mine.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(parameter, twin), f"{name} differs by {(parameter - twin).abs().max()}"
-        # torch's buffers are each rank's own between steps.
+        # Torch's buffers are local between steps.
         if world.rank == 0:
             for (name, buffer), twin in zip(mine.named_buffers(), other.buffers(), strict=True):
                 assert torch.equal(buffer, twin), name
@@ -190,14 +190,14 @@ def beside_torch(world: World, script: Script) -> list[float]:
 
 
 @pytest.mark.parametrize(("script", "size"), [(vision, 2), (gpt, 2), (gan, 4)])
-def test_weights_are_torchs_and_every_rank_evaluates_as_rank_0(pools: Pools, script: Script, size: int) -> None:
-    first, *others = pools.run(size, beside_torch, script)
-    assert len(set(first)) > 1  # it trains
+def test_weights_equal_torch_ddp_and_every_rank_evaluates_like_rank_0(pools: Pools, script: Script, size: int) -> None:
+    first, *others = pools.run(size, compare_with_torch, script)
+    assert len(set(first)) > 1  # the model changes
     assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize("script", [vision, gpt, gan])
-def test_weights_are_torchs_on_gloo(gloo: Pools, script: Script) -> None:
-    # Of more ranks Gloo sums each element in an order that depends on where in a bucket it lies.
-    first, other = gloo.run(2, beside_torch, script)
+def test_weights_equal_torch_ddp_on_gloo(gloo: Pools, script: Script) -> None:
+    # With more ranks, Gloo's summation order depends on the position in the bucket.
+    first, other = gloo.run(2, compare_with_torch, script)
     assert first == other

@@ -1,4 +1,4 @@
-"""Loops without a special case, in epochs whose last batch has fewer samples than ranks, beside one process."""
+"""Loops without special cases equal one process even if the last batch has fewer samples than ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Lookup(nn.Module):
 
 
 class Nan(nn.Module):
-    """Gives NaN as gradients for 0 rows, and as a buffer."""
+    """Produces NaN in gradients and in a buffer for an empty batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def batches_of(samples: TensorDataset, epoch: int, every: int) -> Iterator[tuple
 
 
 def train(world: World, name: str, every: int, mean: bool) -> None:
-    """Train with the loop of the README, and alone on whole batches."""
+    """Train with the loop of the README and in one process on whole batches."""
     torch.manual_seed(0)
     module, samples = MODELS[name]().double(), data()
     twin = copy.deepcopy(module)
@@ -139,9 +139,9 @@ def train(world: World, name: str, every: int, mean: bool) -> None:
 
 @pytest.mark.parametrize(("ranks", "mean"), [(2, True), (4, False), (4, True)])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_loop_of_the_readme_trains_like_one_process(pools: Pools, name: str, ranks: int, mean: bool) -> None:
+def test_readme_loop_trains_like_one_process(pools: Pools, name: str, ranks: int, mean: bool) -> None:
     pools.run(ranks, train, name, 1, mean)
-    if name != "synchronized batch norm":  # whose statistics differ between one batch and two micro-batches
+    if name != "synchronized batch norm":  # its statistics differ between one batch and two micro-batches
         pools.run(ranks, train, name, 2, mean)
 
 
@@ -165,7 +165,7 @@ def epoch_of(model: DistributedDataParallel, batches: Any) -> None:
 
 def kept_gradients(model: DistributedDataParallel) -> list[int]:
     for number, (x, y) in enumerate(DataLoader(data(), BATCH)):
-        if number == 1:  # the gradient of the first step, twice
+        if number == 1:  # double the gradient of the first step
             model.module.weight.grad *= 2
         with model.weight(len(y)):
             summed(model, x, y).backward()
@@ -187,7 +187,7 @@ def a_weight_that_is_not_the_number_of_samples(model: DistributedDataParallel) -
     for x, y in DataLoader(data(), BATCH):
         model.zero_grad()
         loss = summed(model, x, y)
-        with model.weight(1):  # 1 per rank with samples, which have one sample each
+        with model.weight(1):  # each rank with samples has one sample
             loss.backward()
     return [8, 9]
 
@@ -242,7 +242,7 @@ def a_scaled_loss(model: DistributedDataParallel) -> list[int]:
     return [8, 9]
 
 
-def no_rank_but_two_ever_has_samples(model: DistributedDataParallel) -> list[int]:
+def only_two_ranks_have_samples(model: DistributedDataParallel) -> list[int]:
     few = TensorDataset(*(part[:2] for part in data().tensors))
     for x, y in DataLoader(few, BATCH):
         with model.weight(len(y)):
@@ -270,11 +270,11 @@ def an_evaluation(model: DistributedDataParallel) -> list[int]:
 LOOPS = [
     kept_gradients, gradients_between_forward_and_backward, a_weight_that_is_not_the_number_of_samples,
     the_last_micro_batch_is_local, the_next_batch_is_fetched_ahead, another_loader_has_samples, a_stream,
-    a_compiled_model, a_scaled_loss, no_rank_but_two_ever_has_samples, an_evaluation,
+    a_compiled_model, a_scaled_loss, only_two_ranks_have_samples, an_evaluation,
 ]  # fmt: skip
 
 
-def loop_beside_twin(world: World, loop: Callable[[DistributedDataParallel], list[int]]) -> None:
+def compare_loop_with_twin(world: World, loop: Callable[[DistributedDataParallel], list[int]]) -> None:
     torch.manual_seed(0)
     module = nn.Linear(20, 5).double()
     twin = copy.deepcopy(module)
@@ -294,11 +294,11 @@ def loop_beside_twin(world: World, loop: Callable[[DistributedDataParallel], lis
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_gradients_equal_one_process_in_other_loops(pools: Pools, loop: Any) -> None:
-    pools.run(4, loop_beside_twin, loop)
+    pools.run(4, compare_loop_with_twin, loop)
 
 
 class Inverting(nn.Linear):
-    """Takes neither 0 rows nor constant ones."""
+    """Fails for an empty batch and for constant rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.reshape(x.size(0), -1)
@@ -306,10 +306,10 @@ class Inverting(nn.Linear):
         return super().forward(x)
 
 
-def failing_on_no_rows(world: World) -> str:
+def forward_empty_batches(world: World) -> str:
     model = DistributedDataParallel(Inverting(20, 5).double())
     message = ""
-    for x, _ in DataLoader(data(), BATCH):  # to its end on each rank, because the next model compares positions
+    for x, _ in DataLoader(data(), BATCH):  # to the end on each rank, because the next model compares positions
         try:
             model(x)
         except UsageError as error:
@@ -317,8 +317,8 @@ def failing_on_no_rows(world: World) -> str:
     return message
 
 
-def test_a_model_that_cannot_take_no_rows_is_told_why_and_what_to_do(pools: Pools) -> None:
-    first, second, *others = pools.run(4, failing_on_no_rows)
+def test_model_that_fails_on_empty_batches_gets_an_error_with_a_remedy(pools: Pools) -> None:
+    first, second, *others = pools.run(4, forward_empty_batches)
     assert first == second == ""
     for rank, message in enumerate(others, start=2):
         assert message.startswith(f"rank {rank} has no samples in this batch, ")
@@ -326,7 +326,7 @@ def test_a_model_that_cannot_take_no_rows_is_told_why_and_what_to_do(pools: Pool
         assert "call model.sync_gradients() instead of forward and backward if loader.slice_is_empty" in message
 
 
-# -- models that cannot take 0 rows ----------------------------------------------------------------------------------
+# -- models that fail on empty batches -------------------------------------------------------------------------------
 
 
 def transformer(family: str) -> nn.Module:
@@ -364,7 +364,7 @@ def mean_loss(model: Any, ids: Tensor, family: str, returns_loss: bool) -> tuple
 
 
 def train_on_stand_ins(world: World, family: str, returns_loss: bool) -> None:
-    size = SAMPLES - 1  # so that the last batch has one sample
+    size = SAMPLES - 1  # leaves one sample for the last batch
     torch.manual_seed(0)
     module = (Packed() if family == "packed" else transformer(family)).double()
     twin, ids = copy.deepcopy(module), torch.randint(1, 12, (SAMPLES, 5))
@@ -378,7 +378,7 @@ def train_on_stand_ins(world: World, family: str, returns_loss: bool) -> None:
         assert count == len(batch[0])
         mean_loss(twin, expected, family, returns_loss)[0].backward()
         for mine, other in zip(module.parameters(), twin.parameters(), strict=True):
-            # These models compute parts in float32.
+            # These models compute partly in float32.
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
         with torch.no_grad():
             assert mean_loss(model, batch[0], family, returns_loss)[1] == count
@@ -387,13 +387,13 @@ def train_on_stand_ins(world: World, family: str, returns_loss: bool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("returns_loss", [True, False])
 @pytest.mark.parametrize("family", [*KINDS, "packed"])
-def test_models_that_raise_on_no_rows_train_like_one_process(
+def test_models_that_fail_on_empty_batches_train_like_one_process(
     pools: Pools, family: str, returns_loss: bool, ranks: int
 ) -> None:
     pools.run(ranks, train_on_stand_ins, family, returns_loss)
 
 
-def trained(world: World) -> list[Any]:
+def train_with_trainer(world: World) -> list[Any]:
     torch.manual_seed(0)
     module = SyncBatchNorm.convert_sync_batchnorm(normalized(nn.BatchNorm1d).double())
     model = DistributedDataParallel(module)
@@ -408,8 +408,8 @@ def trained(world: World) -> list[Any]:
     return [*(value.tolist() for value in module.state_dict().values()), result.weight]
 
 
-def test_the_trainer_takes_a_rank_without_samples_along_also_in_sync_batch_norm(pools: Pools) -> None:
-    [expected] = pools.run(1, trained)
-    for mine in pools.run(4, trained):
+def test_trainer_handles_ranks_without_samples_with_sync_batch_norm(pools: Pools) -> None:
+    [expected] = pools.run(1, train_with_trainer)
+    for mine in pools.run(4, train_with_trainer):
         for ours, alone in zip(mine, expected, strict=True):
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(alone), rtol=1e-6, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Promise: weights are the same bits on every rank after any number of steps."""
+"""Promise: weights have the same bits on every rank after any number of steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = 1e-4
 
 
 class Branches(nn.Module):
-    """Two branches whose order in the graph, and so in backward, is the caller's."""
+    """Layers that run in the order given by the caller, which determines the order in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Branches(nn.Module):
 
 
 def digests(world: World, case: Case, steps: int) -> tuple[list[str], list[list[str]], list[list[str]]]:
-    """Weights after every step on data of this rank's own, and the first and the last layout."""
-    torch.manual_seed(world.rank)  # the first weights differ, too; rank 0's are broadcast
+    """Train on local data; return digests of the weights after every step, and the first and last layout."""
+    torch.manual_seed(world.rank)  # initial weights differ; rank 0's are broadcast
     model = DistributedDataParallel(case.build().float(), unused_parameters="allow", **case.options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     first, seen = model.bucket_layout(), []
@@ -65,11 +65,11 @@ def digests(world: World, case: Case, steps: int) -> tuple[list[str], list[list[
         options=st.fixed_dictionaries({"bucket_cap_mb": st.sampled_from([TINY, 25.0])}),
     ),
 )
-def test_after_every_step(pools: Pools, size: int, case: Case) -> None:
+def test_replicas_are_identical_after_every_step(pools: Pools, size: int, case: Case) -> None:
     seen, first, last = zip(*pools.run(size, digests, case, 4), strict=True)
     assert len(set(map(tuple, seen))) == 1
-    assert all(one == last[0] for one in last)
-    assert all(one == first[0] for one in first)
+    assert all(layout == last[0] for layout in last)
+    assert all(layout == first[0] for layout in first)
 
 
 def test_the_number_of_buckets_follows_their_capacity(pools: Pools) -> None:
@@ -82,7 +82,7 @@ def test_the_number_of_buckets_follows_their_capacity(pools: Pools) -> None:
         assert sorted(chain(*first)) == sorted(chain(*last)) == names
 
 
-def in_own_order(world: World, restored: list[list[str]] | None) -> dict[str, Any]:
+def train_in_rank_dependent_order(world: World, restored: list[list[str]] | None) -> dict[str, Any]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Branches(), bucket_cap_mb=TINY, unused_parameters="allow")
     if restored is not None:
@@ -102,20 +102,20 @@ def in_own_order(world: World, restored: list[list[str]] | None) -> dict[str, An
     return {"layouts": layouts, "seen": seen}
 
 
-def test_ranks_that_observe_different_orders_take_rank_0s_and_keep_it(pools: Pools) -> None:
-    results = pools.run(3, in_own_order, None)
+def test_rank_0_decides_the_bucket_order_for_all_ranks(pools: Pools) -> None:
+    results = pools.run(3, train_in_rank_dependent_order, None)
     assert all(result == results[0] for result in results)
     first, rebuilt, *later = results[0]["layouts"]
     assert first != rebuilt
     assert all(layout == rebuilt for layout in later)
-    # Rank 0's first forward ran layers 2, 0, 3, 1 and the head, so their gradients arrive the other way round.
+    # Rank 0's first forward ran layers 2, 0, 3, 1 and the head, so their gradients arrive in reverse order.
     arrived = [name.rpartition(".")[0] for names in rebuilt for name in names]
     assert list(dict.fromkeys(arrived)) == ["head", "layers.1", "layers.3", "layers.0", "layers.2"]
 
 
-def test_a_restored_layout_stays_and_gives_the_same_weights(pools: Pools) -> None:
-    saved = pools.run(3, in_own_order, None)[0]
+def test_restored_layout_stays_and_gives_the_same_weights(pools: Pools) -> None:
+    saved = pools.run(3, train_in_rank_dependent_order, None)[0]
     layout = saved["layouts"][-1]
-    results = pools.run(3, in_own_order, layout)
+    results = pools.run(3, train_in_rank_dependent_order, layout)
     assert all(result["layouts"] == [layout] * 5 for result in results)
     assert len({tuple(result["seen"]) for result in results}) == 1

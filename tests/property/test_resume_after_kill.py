@@ -1,6 +1,6 @@
-"""SIGKILL of the launcher in mid-epoch: nobody is left, and the same command with ``--resume`` ends with the very bits.
+"""After SIGKILL of the launcher no process remains, and the command with ``--resume`` ends with the same bits.
 
-The runs are the real command on real data. The kill comes behind a checkpoint and in mid-epoch.
+The tests run the real command on real data and kill it in the middle of an epoch, after a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ EVERY = 20  # steps between checkpoints
 
 @dataclass(frozen=True)
 class Job:
-    """A run, and where it is killed."""
+    """A run and its kills."""
 
     ranks: int
     batch_size: int
     epochs: int
     kills: tuple[tuple[int, int], ...]
-    """For each kill the rank that is in the middle of a step then, and the step."""
+    """For each kill, the rank that is stopped in a step, and the step."""
 
     @property
     def steps(self) -> int:
@@ -51,17 +51,17 @@ def report_of(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "j").read_text()))
 
 
-def finished(folder: Path, arguments: list[str]) -> dict[str, Any]:
-    """Run the command to its end; its report."""
+def run_to_the_end(folder: Path, arguments: list[str]) -> dict[str, Any]:
+    """Run the command until it exits and return its report."""
     folder.mkdir()
-    # More threads would wait for each other on a machine that is busy.
+    # More threads would wait for each other on a busy machine.
     done = paceline(folder, *arguments, fork="all", OMP_NUM_THREADS="1")
     assert (done.returncode, [line for line in done.stderr.splitlines() if not line.startswith("note:")]) == (0, [])
     return report_of(folder)
 
 
-def hold(rank: int, step: int) -> None:
-    """Have `rank` of the command, of which this is the process, stop in the `step`-th forward."""
+def stop_rank_at(rank: int, step: int) -> None:
+    """Make `rank` of the command stop with SIGSTOP in its `step`-th forward; runs in the command's process."""
     forwards = count(1)
 
     def strike(moment: str) -> None:
@@ -71,11 +71,11 @@ def hold(rank: int, step: int) -> None:
     wrapper.strike = strike
 
 
-def killed(folder: Path, arguments: list[str], rank: int, step: int) -> None:
-    """Kill the launcher while `rank` is held at the `step`-th forward of this start, so in the middle of the run."""
+def run_and_kill(folder: Path, arguments: list[str], rank: int, step: int) -> None:
+    """Kill the launcher while `rank` is stopped in the `step`-th forward of this start."""
     folder.mkdir()
-    with Running(folder, *arguments, fork="all", first=partial(hold, rank, step), OMP_NUM_THREADS="1") as job:
-        job.wait_until(lambda: "T" in map(state_of, job.family()), "no rank has come to the step")
+    with Running(folder, *arguments, fork="all", first=partial(stop_rank_at, rank, step), OMP_NUM_THREADS="1") as job:
+        job.wait_until(lambda: "T" in map(state_of, job.family()), "no rank has reached the step")
         family = job.family()
         job.process.kill()
         gone_after(family[1:], 5)
@@ -83,19 +83,19 @@ def killed(folder: Path, arguments: list[str], rank: int, step: int) -> None:
         assert job.leftovers == []
 
 
-def test_the_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
     job = JOB
-    undisturbed = finished(tmp_path / "undisturbed", job.arguments())
-    assert (undisturbed["steps"], undisturbed["resumed_from_step"]) == (job.steps, None)
-    points = tmp_path / "points"
-    arguments = job.arguments("--checkpoint-dir", str(points), "--checkpoint-every", str(EVERY))
+    whole = run_to_the_end(tmp_path / "uninterrupted", job.arguments())
+    assert (whole["steps"], whole["resumed_from_step"]) == (job.steps, None)
+    checkpoints = tmp_path / "checkpoints"
+    arguments = job.arguments("--checkpoint-dir", str(checkpoints), "--checkpoint-every", str(EVERY))
     step = 0
     for kill, (rank, at) in enumerate(job.kills):
-        killed(tmp_path / f"killed-{kill}", arguments + ["--resume"] * bool(kill), rank, at - step)
+        run_and_kill(tmp_path / f"killed-{kill}", arguments + ["--resume"] * bool(kill), rank, at - step)
         step = (at - 1) // EVERY * EVERY
-    resumed = finished(tmp_path / "resumed", [*arguments, "--resume"])
+    resumed = run_to_the_end(tmp_path / "resumed", [*arguments, "--resume"])
     assert resumed["resumed_from_step"] == step
     assert resumed["steps"] == job.steps
-    assert resumed["replica_sha256"] == undisturbed["replica_sha256"] == [undisturbed["replica_sha256"][0]] * job.ranks
-    assert (resumed["accuracy"], resumed["test_loss"]) == (undisturbed["accuracy"], undisturbed["test_loss"])
-    assert all(name.startswith("step-") for name in os.listdir(points)), "the killed save's draft is still there"
+    assert resumed["replica_sha256"] == whole["replica_sha256"] == [whole["replica_sha256"][0]] * job.ranks
+    assert (resumed["accuracy"], resumed["test_loss"]) == (whole["accuracy"], whole["test_loss"])
+    assert all(name.startswith("step-") for name in os.listdir(checkpoints)), "the draft of the killed save remains"

@@ -1,4 +1,4 @@
-"""A run with every callback that is cut at any moment and resumed ends with the bits of the undisturbed one."""
+"""A run with all callbacks, interrupted at any moment and resumed, ends with the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stream(IterableDataset[Any]):
 
 @dataclass(frozen=True)
 class Case:
-    """A run of 4 micro-batches an epoch, with something at every moment."""
+    """A run with 4 micro-batches per epoch and optional events."""
 
     by_steps: bool = False
     stream: bool = False
@@ -51,19 +51,19 @@ class Case:
     sharded: bool = False
     patience: int = 2
     stop: tuple[int, int, str] | None = None
-    """A rank, a step and a moment at which that rank asks to stop."""
+    """Rank, step and moment of a request to stop."""
     cut: tuple[int, str] | None = None
-    """A step and a moment at which the run is cut."""
+    """Step and moment of the interruption."""
     overflow: int | None = None
-    """A step in which a loss overflows, with fp16."""
+    """Step with an overflowing loss under fp16."""
 
 
-class Cut(BaseException):
-    """Ends a run in the middle."""
+class Interruption(BaseException):
+    """Interrupts a run."""
 
 
-class User:
-    """A callback with a state of its own, which asks to stop, and is where the run is cut."""
+class UserCallback:
+    """A stateful callback that requests a stop or interrupts the run."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.rank = case, rank
@@ -74,7 +74,7 @@ class User:
         if self.case.stop is not None and self.case.stop == (self.rank, run.step, moment):
             run.stop()
         if self.case.cut == (run.step, moment):
-            raise Cut
+            raise Interruption
 
     def on_step(self, run: Any) -> None:
         self._at("on_step", run)
@@ -83,8 +83,8 @@ class User:
         self._at("on_evaluation", run)
 
     def on_save(self, run: Any) -> None:
-        if self.case.cut == (run.step, "on_save"):  # what it counted here would not be in that save
-            raise Cut
+        if self.case.cut == (run.step, "on_save"):  # counting here would not be part of that save
+            raise Interruption
 
     def state_dict(self) -> dict[str, Any]:
         return {"total": self.total}
@@ -93,8 +93,8 @@ class User:
         self.total = saved["total"]
 
 
-class Own:
-    """A state of each rank's own, registered with the Checkpointer."""
+class PerRankState:
+    """State that differs between ranks, registered with the Checkpointer."""
 
     def __init__(self, rank: int) -> None:
         self.numbers = [rank]
@@ -107,17 +107,17 @@ class Own:
 
 
 def train(world: World, case: Case, folder: str, resume: bool) -> dict[str, Any]:
-    """Return digests of all that decides bits, and facts about the run."""
+    """Return digests of everything that determines the bits, and facts about the run."""
     set_seed(7 + world.rank)
     module = net(RUN)
     model = DistributedDataParallel(module)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    data, own = Points(RUN.samples, RUN.dtype), Own(world.rank)
+    data, per_rank_state = Points(RUN.samples, RUN.dtype), PerRankState(world.rank)
     overflowed: list[int] = []
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
         x, y, indices = batch
-        own.numbers = [*own.numbers, *indices.tolist()][-9:]
+        per_rank_state.numbers = [*per_rank_state.numbers, *indices.tolist()][-9:]
         value = squared(model(x + 0.1 * torch.randn_like(x)), y) / 64
         if case.overflow == trainer.result.steps and not overflowed:
             overflowed.append(1)
@@ -129,7 +129,7 @@ def train(world: World, case: Case, folder: str, resume: bool) -> dict[str, Any]
 
     loader = DataLoader(GlobalBatchStream(Stream(), 8)) if case.stream else DataLoader(data, 8, shuffle=True, seed=2)
     callbacks = [
-        User(case, world.rank),
+        UserCallback(case, world.rank),
         EarlyStopping("loss", patience=case.patience),
         ExponentialMovingAverage(model, 0.7),
     ]
@@ -154,46 +154,46 @@ def train(world: World, case: Case, folder: str, resume: bool) -> dict[str, Any]
         optimizer = ShardedOptimizer(optimizer.param_groups, type(optimizer), model.process_group)
     scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0) if case.plateau else None
     objects = config.objects(optimizer)
-    objects["checkpointer"].register("own", own, per_rank=True)
+    objects["checkpointer"].register("own", per_rank_state, per_rank=True)
     with scalers_made() as scalers:
         trainer = Trainer(model, optimizer, loss, loader, config, evaluation, scheduler, callbacks=callbacks, **objects)
     try:
         trainer.fit()
-    except Cut:
+    except Interruption:
         return {}
     finally:
         objects["checkpointer"].close()
     result = trainer.result
-    states = [each.state_dict() for each in callbacks if hasattr(each, "state_dict")]
+    states = [callback.state_dict() for callback in callbacks if hasattr(callback, "state_dict")]
     return {
         "weights": digest(module.state_dict()),
         "optimizer": digest(trainer.optimizer.state_dict() if not case.sharded else 0),
         "schedule": digest(scheduler.state_dict() if scheduler else 0),
         "callbacks": [digest(state) for state in states],
-        "own": own.numbers,
+        "own": per_rank_state.numbers,
         "generators": digest(rng_state()),
         "scaler": [scaler.state_dict() for scaler in scalers],
         "result": [result.steps, result.metrics, result.best_step],
-        "log": logged(Path(folder) / "metrics.jsonl"),
+        "log": metrics_without_speeds(Path(folder) / "metrics.jsonl"),
     }
 
 
-def logged(file: Path) -> list[dict[str, Any]]:
+def metrics_without_speeds(file: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return [{name: value for name, value in line.items() if name not in SPEEDS} for line in lines]
 
 
-def check(pools: Pools, size: int, case: Case) -> None:
+def compare_with_uninterrupted_run(pools: Pools, size: int, case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         whole = pools.run(size, train, replace(case, cut=None), f"{folder}/whole", False)
         assert whole[0]["result"] == whole[-1]["result"]
         cut = pools.run(size, train, case, f"{folder}/cut", False)
-        if cut[0]:  # the moment did not come
+        if cut[0]:  # the run ended before the interruption
             assert cut == whole
             return
         again = pools.run(size, train, replace(case, cut=None), f"{folder}/cut", True)
-    for one, other in zip(whole, again, strict=True):
-        assert other == one
+    for expected, resumed in zip(whole, again, strict=True):
+        assert resumed == expected
 
 
 MOMENTS = ("on_step", "on_evaluation", "on_save")
@@ -212,8 +212,8 @@ CASES = st.builds(
 )
 
 
-def fitting(case: Case, precision: str, stream: bool) -> Case:
-    """Return a case that is allowed: a stream goes by steps, and a user's scheduler is of an optimizer that steps."""
+def valid_case(case: Case, precision: str, stream: bool) -> Case:
+    """Return a valid case: streams count steps, and a user's scheduler excludes a sharded optimizer."""
     case = replace(case, precision=precision, stream=stream, by_steps=case.by_steps or stream)
     return replace(case, sharded=False) if case.plateau else case
 
@@ -222,13 +222,13 @@ def fitting(case: Case, precision: str, stream: bool) -> Case:
 @pytest.mark.parametrize("size", [1, 2])
 @draws(12, shrinks=False)
 @given(case=CASES, precision=st.sampled_from(("fp32", "bf16", "fp16")), stream=st.booleans())
-def test_cut_anywhere_and_resumed_it_ends_with_the_same_bits(
+def test_run_interrupted_anywhere_resumes_to_the_same_bits(
     pools: Pools, size: int, case: Case, precision: str, stream: bool
 ) -> None:
-    check(pools, size, fitting(case, precision, stream))
+    compare_with_uninterrupted_run(pools, size, valid_case(case, precision, stream))
 
 
 @pytest.mark.slow
-def test_resumed_after_a_step_that_the_scaler_skipped(pools: Pools) -> None:
+def test_resume_after_a_step_skipped_by_the_scaler(pools: Pools) -> None:
     case = Case(by_steps=True, evaluate_every=2, keep_best=True, precision="fp16", overflow=2, patience=9)
-    check(pools, 2, replace(case, cut=(6, "on_step")))
+    compare_with_uninterrupted_run(pools, 2, replace(case, cut=(6, "on_step")))

@@ -1,4 +1,4 @@
-"""Promise: slices by speed or cost have the samples and the mean of one process, and all ranks cut alike."""
+"""Promise: slices by speed or cost have the samples and the mean of one process, and all ranks split equally."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from twins import Pools
 
 
 class Samples(torch.utils.data.Dataset[Any]):
-    """Sequences of uneven length with the number of each."""
+    """Sequences of uneven length with their indices."""
 
     def __init__(self, count: int = 46) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -62,7 +62,7 @@ def train_batch(model: DistributedDataParallel, batch: Any, reduction: str = "su
 def train(
     world: World, window: int, reduction: str, options: dict[str, Any], samples: int = 46, stream: bool = False
 ) -> tuple[Any, list[Any]]:
-    """Train for two epochs in batches of 8, of which the last is short; returns weights and samples."""
+    """Train for two epochs in batches of 8 with a short last one; return weights and samples."""
     model, optimizer = make_model()
     if stream:
         loader = DataLoader(GlobalBatchStream(Stream(Samples()), 8, **options), collate_fn=list, num_workers=1)
@@ -98,14 +98,14 @@ def test_training_equals_one_process_with_each_sample_once(
         torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
     for batch, *slices in zip(whole, *(taken for _, taken in results), strict=True):
         assert Counter(batch) == Counter(index for part in slices for index in part)
-        assert all(slices), "every rank has a sample"
+        assert all(slices), "a rank has no sample"
     counts = [sum(map(len, taken)) for _, taken in results]
     assert len(set(counts)) > 1
-    if "padded" not in options:  # there dear samples go to one rank, which has few of them
+    if "padded" not in options:  # with padding, one rank gets the few expensive samples
         assert counts[0] > counts[-1] * 1.5, counts
 
 
-def test_a_stream_is_cut_by_speed_too(pools: Pools) -> None:
+def test_stream_is_split_by_speed(pools: Pools) -> None:
     expected, whole = pools.run(1, train, 1, "sum", {}, 46, True)[0]
     results = pools.run(2, train, 1, "sum", {"speed": [2, 1]}, 46, True)
     assert [len(batch) for batch in results[0][1]] == [5, 5, 5, 5, 5, 4] * 2
@@ -115,7 +115,7 @@ def test_a_stream_is_cut_by_speed_too(pools: Pools) -> None:
         assert batch == [index for part in slices for index in part]
 
 
-def test_the_fastest_ranks_take_a_last_batch_that_is_too_short_for_all(pools: Pools) -> None:
+def test_fastest_ranks_take_a_last_batch_too_short_for_all(pools: Pools) -> None:
     expected, _ = pools.run(1, train, 1, "sum", {}, 11)[0]
     results = pools.run(4, train, 1, "sum", {"speed": [1, 3, 2, 1]}, 11)
     assert [[len(batch) for batch in taken] for _, taken in results] == [[1, 1] * 2, [4, 1] * 2, [2, 1] * 2, [1, 0] * 2]
@@ -126,7 +126,7 @@ def test_the_fastest_ranks_take_a_last_batch_that_is_too_short_for_all(pools: Po
 # -- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def cut_differently(world: World, options: list[dict[str, Any]]) -> str:
+def train_with_different_splits(world: World, options: list[dict[str, Any]]) -> str:
     model, _ = make_model()
     try:
         for batch in DataLoader(Samples(), 8, collate_fn=list, **options[world.rank]):
@@ -137,44 +137,44 @@ def cut_differently(world: World, options: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ([{"speed": [1, 2]}, {"speed": [1, 3]}], "speed="),
         ([{}, {"speed": [1, 1]}], "speed="),
         ([{"cost": [1 + (index + rank) % 3 for index in range(46)]} for rank in range(2)], "order"),
     ],
 )
-def test_ranks_that_cut_differently_are_told_before_a_step_is_taken(
-    pools: Pools, options: list[dict[str, Any]], told: str
+def test_ranks_that_split_differently_are_refused_before_a_step(
+    pools: Pools, options: list[dict[str, Any]], expected: str
 ) -> None:
-    assert all(told in message for message in pools.run(2, cut_differently, options))
+    assert all(expected in message for message in pools.run(2, train_with_different_splits, options))
 
 
-def unweighted(world: World, options: dict[str, Any]) -> list[str]:
-    """The warnings of training without weights."""
+def train_without_weights(world: World, options: dict[str, Any]) -> list[str]:
+    """Return the warnings of training without weights."""
     model, optimizer = make_model()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in DataLoader(Samples(), 8, collate_fn=list, **options):
             loss_of(model, batch, "mean").backward()
             optimizer.step()
-    # From Python 3.12 on, starting a worker warns that this process has threads.
+    # Since Python 3.12, forking a worker in a process with threads gives a warning.
     return [str(warning.message) for warning in caught if not issubclass(warning.category, DeprecationWarning)]
 
 
 @pytest.mark.parametrize("options", [{"speed": [2, 1]}, {"cost": length_of, "num_workers": 1}])
-def test_a_step_without_weights_is_told_once(pools: Pools, options: dict[str, Any]) -> None:
-    first, second = pools.run(2, unweighted, options)
+def test_missing_weights_are_reported_once(pools: Pools, options: dict[str, Any]) -> None:
+    first, second = pools.run(2, train_without_weights, options)
     assert len(first) == 1
     assert "model.weight(len(batch))" in first[0]
     assert second == []
-    assert pools.run(1, unweighted, {"cost": length_of}) == [[]], "one process has the mean of the whole batch"
+    assert pools.run(1, train_without_weights, {"cost": length_of}) == [[]], "a single process needs no weights"
 
 
 # -- with the Trainer ------------------------------------------------------------------------------------------------
 
 
-def with_trainer(world: World, speed: Any) -> tuple[Any, Tensor]:
+def train_with_trainer(world: World, speed: Any) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     module = DistributedDataParallel(nn.Linear(4, 1).double())
     data = torch.utils.data.TensorDataset(
@@ -194,8 +194,8 @@ def summed(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     return model(batch[0]).square().sum(), len(batch[0])
 
 
-def test_the_trainer_and_predictions_take_slices_by_speed(pools: Pools) -> None:
-    expected, rows = pools.run(1, with_trainer, None)[0]
-    for parameters, its_rows in pools.run(2, with_trainer, [1, 3]):
+def test_trainer_and_predict_support_slices_by_speed(pools: Pools) -> None:
+    expected, rows = pools.run(1, train_with_trainer, None)[0]
+    for parameters, rank_rows in pools.run(2, train_with_trainer, [1, 3]):
         torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-13)
-        torch.testing.assert_close(its_rows, rows, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(rank_rows, rows, rtol=1e-11, atol=1e-13)

@@ -1,4 +1,4 @@
-"""Global batches split by cost: the same batches and the same mean as one process, and less waiting."""
+"""Global batches split by cost: the same batches as in one process, and less waiting."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ splits = pytest.mark.parametrize(("split", "cost_of"), SPLITS.values(), ids=SPLI
 @splits
 @given(costs_of_a_batch, st.integers(1, 6), st.integers(0, 3), st.none() | speeds)
 @example([0, 1.9e-73], 1, 1, None)
-# A load over the limit, by such a cost, was -inf samples.
+# With such a tiny cost, an excess load was converted to -inf samples.
 @example([1.0, 1.0, 1.0, 5e-324], 4, 2, (1.0, 28.0, 55.0, 14.0))
-def test_every_sample_is_in_one_share_and_none_is_empty_while_there_are_enough(
+def test_every_sample_is_in_one_share_and_no_share_is_needlessly_empty(
     split: Any, cost_of: Any, costs: list[float], ranks: int, seed: int, by: tuple[float, ...] | None
 ) -> None:
     ranks = ranks if by is None else len(by)
-    before = [7.0 * ((seed * rank) % 5) for rank in range(ranks)] if seed else None
-    shares, loads = split(costs, ranks, before, by)
+    earlier_loads = [7.0 * ((seed * rank) % 5) for rank in range(ranks)] if seed else None
+    shares, loads = split(costs, ranks, earlier_loads, by)
     assert sorted(place for share in shares for place in share) == list(range(len(costs)))
     assert all(share == sorted(share) for share in shares)
     assert all(shares) or len(costs) < ranks
-    begun = before or [0.0] * ranks
+    begun = earlier_loads or [0.0] * ranks
     expected = [load + cost_of(costs, share) for load, share in zip(begun, shares, strict=True)]
     assert loads == pytest.approx(expected)
 
 
 def best_load(costs: list[float], ranks: int, cost_of: Any) -> float:
-    """The largest load of the best of all splits."""
+    """Return the largest load of the optimal split."""
     return min(
-        max(cost_of(costs, [place for place, its in enumerate(owners) if its == rank]) for rank in range(ranks))
+        max(cost_of(costs, [place for place, owner in enumerate(owners) if owner == rank]) for rank in range(ranks))
         for owners in product(range(ranks), repeat=len(costs))
     )
 
@@ -66,7 +66,7 @@ def test_the_largest_load_keeps_grahams_bound(costs: list[float], ranks: int) ->
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
-def test_global_batches_stay_what_they_are(
+def test_global_batches_do_not_change(
     size: int, batch: int, ranks: int, window: int, drop_last: bool, padded: bool
 ) -> None:
     if drop_last and size < batch:
@@ -82,11 +82,11 @@ def test_global_batches_stay_what_they_are(
     ]
     for whole, *slices in zip(plain, *samplers, strict=True):
         assert sorted(whole) == sorted(index for part in slices for index in part)
-        assert all([index for index in whole if index in part] == part for part in slices), "the order of the batch"
+        assert all([index for index in whole if index in part] == part for part in slices), "samples were reordered"
 
 
 @pytest.mark.parametrize(("consumed", "padded"), [(1, False), (2, True), (5, False)])
-def test_a_pass_that_goes_on_within_a_window_splits_as_the_whole_pass_does(consumed: int, padded: bool) -> None:
+def test_resuming_within_a_window_splits_like_the_whole_pass(consumed: int, padded: bool) -> None:
     def sampler() -> GlobalBatchSampler:
         costs = torch.arange(40) % 7
         return GlobalBatchSampler(40, 6, cost=costs, padded=padded, accumulate=3, rank=1, world_size=3)
@@ -103,7 +103,7 @@ def mrpc_lengths() -> list[int]:
 
 
 def waiting(samplers: list[GlobalBatchSampler], lengths: list[int], window: int) -> float:
-    """Return what ranks wait for the one with most to do, in all steps of an epoch: in words."""
+    """Return how much all ranks wait for the slowest one in an epoch, measured in words."""
     total, loads = 0, [0] * len(samplers)
     slices = list(zip(*samplers, strict=True))
     for number, parts in enumerate(slices, 1):
@@ -115,7 +115,7 @@ def waiting(samplers: list[GlobalBatchSampler], lengths: list[int], window: int)
 
 
 @pytest.mark.parametrize(("ranks", "batch", "window"), [(2, 16, 1), (4, 8, 4)])
-def test_most_of_the_waiting_for_uneven_sentences_goes(ranks: int, batch: int, window: int) -> None:
+def test_splitting_by_cost_removes_most_waiting_on_real_sentences(ranks: int, batch: int, window: int) -> None:
     lengths = mrpc_lengths()
     even, balanced = (
         waiting(
@@ -128,7 +128,7 @@ def test_most_of_the_waiting_for_uneven_sentences_goes(ranks: int, batch: int, w
         )
         for options in ({}, {"cost": lengths, "accumulate": window})
     )
-    assert balanced <= 0.3 * even, f"{1 - balanced / even:.0%} is gone"
+    assert balanced <= 0.3 * even, f"removed only {1 - balanced / even:.0%}"
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_most_of_the_waiting_for_uneven_sentences_goes(ranks: int, batch: int, w
         (lambda sample: [1, 2], "cost has shape (3, 2) for 3 samples"),
     ],
 )
-def test_costs_that_are_none_are_refused(cost: Any, message: str) -> None:
+def test_invalid_costs_are_refused(cost: Any, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         DataLoader(["a", "b", "c"], 2, cost=cost)
     assert message in str(caught.value)
 
 
-def test_costs_need_a_data_set_to_be_taken_from_and_a_window_needs_costs() -> None:
+def test_costs_need_a_dataset_and_windows_need_costs() -> None:
     with pytest.raises(UsageError, match="got a number of samples"):
         GlobalBatchSampler(3, 2, cost=len)
     with pytest.raises(UsageError, match="give cost, or leave accumulate out"):

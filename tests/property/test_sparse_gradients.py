@@ -1,4 +1,4 @@
-"""Promise: sparse embedding gradients work, and equal those of one process."""
+"""Promise: sparse embedding gradients equal one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, WIDTH = 12, 4
 
 
 class Words(nn.Module):
-    """An embedding and a bag of another, both sparse, and a dense head."""
+    """A sparse embedding, a sparse embedding bag, and a dense head."""
 
     def __init__(self, sparse: bool = True) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Words(nn.Module):
 
 
 class Tied(nn.Module):
-    """A sparse embedding that also writes, so that its gradient is dense; on `sparse_alone` it only reads."""
+    """A sparse embedding whose gradient is dense if `also_writes` reuses its weight for the output."""
 
     def __init__(self, sparse: bool = True) -> None:
         super().__init__()
@@ -74,8 +74,8 @@ def optimizers(*modules: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
 
 
-def beside_one_process(world: World, build: Any, micros: int, use: Any, weighted: bool, set_to_none: bool) -> None:
-    """`use(rank, step)` is the forward's second argument; a rank without samples calls sync_gradients()."""
+def compare_with_twin(world: World, build: Any, micros: int, use: Any, weighted: bool, set_to_none: bool) -> None:
+    """Pass ``use(rank, step)`` to forward; a rank without samples calls sync_gradients()."""
     torch.manual_seed(0)
     module = build()
     twin = copy.deepcopy(module)
@@ -129,14 +129,14 @@ def in_odd_steps(rank: int, step: int) -> bool:
 @pytest.mark.parametrize("use", [always, only_on_rank_0, in_odd_steps], ids=lambda use: use.__name__)
 def test_equals_one_process(pools: Pools, build: Any, use: Any) -> None:
     for micros, weighted, set_to_none in [(3, False, True), (1, True, False), (2, True, True)]:
-        pools.run(2, beside_one_process, build, micros, use, weighted, set_to_none)
+        pools.run(2, compare_with_twin, build, micros, use, weighted, set_to_none)
 
 
-def test_over_gloo_too() -> None:
-    run_ranks(2, beside_one_process, Words, 2, only_on_rank_0, True, True, backend="gloo")
+def test_sparse_gradients_equal_one_process_over_gloo() -> None:
+    run_ranks(2, compare_with_twin, Words, 2, only_on_rank_0, True, True, backend="gloo")
 
 
-def test_an_embedding_takes_no_room_in_buckets(pools: Pools) -> None:
+def test_sparse_embeddings_take_no_bucket_space(pools: Pools) -> None:
     for size in pools.run(2, bytes_in_buckets):
         assert size == 8 * (2 * WIDTH + 2)
 
@@ -163,11 +163,11 @@ def sparse_alone(world: World) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_model_may_have_sparse_gradients_alone(pools: Pools, size: int) -> None:
+def test_model_may_have_only_sparse_gradients(pools: Pools, size: int) -> None:
     assert pools.run(size, sparse_alone) == ([[1.0, 1, 0, 0]] if size == 1 else [[0.5] * 4] * 2)
 
 
-def bad_row(world: World) -> str:
+def train_with_nan_row(world: World) -> str:
     model = DistributedDataParallel(Words(), check_finite=True)
     loss = model(words(0, world.rank)).sum()
     with pytest.raises(NonFiniteGradient) as caught:
@@ -175,17 +175,17 @@ def bad_row(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_row_that_is_not_finite_is_named(pools: Pools) -> None:
-    for message in pools.run(2, bad_row):
+def test_nonfinite_sparse_row_is_named(pools: Pools) -> None:
+    for message in pools.run(2, train_with_nan_row):
         assert "rank 1" in message
         assert "'word.weight'" in message
 
 
-def half_precision(world: World) -> float:
+def large_half_gradient(world: World) -> float:
     model = DistributedDataParallel(nn.Embedding(2, 1, sparse=True).half())
     (model(torch.tensor([0])) * 40000.0).sum().backward()
     return float(model.module.weight.grad.to_dense()[0])
 
 
-def test_large_halves_do_not_overflow(pools: Pools) -> None:
-    assert pools.run(2, half_precision) == [40000.0, 40000.0]
+def test_large_half_precision_gradients_do_not_overflow(pools: Pools) -> None:
+    assert pools.run(2, large_half_gradient) == [40000.0, 40000.0]

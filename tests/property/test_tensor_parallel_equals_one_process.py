@@ -1,4 +1,4 @@
-"""Promise: over one dimension of a mesh, beside tensor parallelism over the other, training equals one process."""
+"""Promise: data parallelism over one mesh dimension and tensor parallelism over the other equal one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BATCHES = (7, 4, 5, 6, 8)
 
 
 class Block(nn.Module):
-    """A norm, a feed-forward part, a branch that is left out at times, and a head."""
+    """A norm, a feed-forward part, an optional branch, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,10 +56,10 @@ def by_columns_and_rows(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def by_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank normalizes a part of the sequence, so the gradient of the norm is a sum that is still to be made."""
+    """Each rank normalizes a part of the sequence, so the gradient of the norm is a partial sum."""
     by_columns_and_rows(module, mesh)
     shards = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
-    norm = module.get_submodule("norm")  # what it takes for this rank's part of the sequence is a part of it
+    norm = module.get_submodule("norm")  # its input is this rank's part of the sequence
     norm.register_forward_pre_hook(lambda _, given: (given[0].chunk(mesh.size(), 1)[mesh.get_local_rank()],))
     parallelize_module(module, mesh, {"norm": SequenceParallel(), "up": PrepareModuleInput(**shards)})
 
@@ -74,7 +74,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def same(ours: nn.Module, twin: nn.Module, where: str) -> None:
+def assert_same(ours: nn.Module, twin: nn.Module, where: str) -> None:
     for (name, mine), other in zip(ours.named_parameters(), twin.parameters(), strict=True):
         assert (mine.grad is None) == (other.grad is None), f"{where} {name}"
         if mine.grad is not None and other.grad is not None:
@@ -94,10 +94,10 @@ def train(
     if data.get_local_rank() == 1:
         with torch.no_grad():
             for parameter in module.parameters():
-                parameter.fill_(0.5)  # to be replaced by rank 0's shards
+                parameter.fill_(0.5)  # replaced by rank 0's shards
     plan(module, mesh["tensor"])
     model = DistributedDataParallel(module, device_mesh=data, bucket_cap_mb=1e-4, unused_parameters="allow", **options)
-    optimizers = [make_optimizer("sgd", one) for one in (module, twin)]
+    optimizers = [make_optimizer("sgd", net) for net in (module, twin)]
     for step, count in enumerate(BATCHES):
         x, y = batch_of(step, count)
         pieces = [
@@ -115,11 +115,11 @@ def train(
         ]
         (torch.stack(losses).sum() / count).backward()
         where = f"rank {world.rank}, step {step}:"
-        same(module, twin, where)
+        assert_same(module, twin, where)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        same(module, twin, where)
+        assert_same(module, twin, where)
 
 
 @pytest.mark.parametrize("plan", [by_columns_and_rows, by_sequence])
@@ -143,11 +143,11 @@ def train_checked(world: World) -> None:
         summed_loss(model(x, True), y).backward()
 
 
-def test_checks_look_at_shards(pools: Pools) -> None:
+def test_checks_cover_shards(pools: Pools) -> None:
     pools.run(4, train_checked)
 
 
-def verify(world: World) -> None:
+def wrap_differing_shards(world: World) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     weight = distribute_tensor(torch.zeros(4, 4), mesh["tensor"], [Shard(0)])
     module = nn.Module()
@@ -161,11 +161,11 @@ def verify(world: World) -> None:
         DistributedDataParallel(module, device_mesh=mesh["data"], init_sync="verify")
 
 
-def test_a_shard_that_differs_is_named(pools: Pools) -> None:
-    pools.run(4, verify)
+def test_differing_shard_is_named(pools: Pools) -> None:
+    pools.run(4, wrap_differing_shards)
 
 
-def refused(world: World) -> None:
+def compress_shards(world: World) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     module = Block()
     by_columns_and_rows(module, mesh["tensor"])
@@ -175,4 +175,4 @@ def refused(world: World) -> None:
 
 
 def test_shards_are_not_compressed(pools: Pools) -> None:
-    pools.run(4, refused)
+    pools.run(4, compress_shards)

@@ -1,4 +1,4 @@
-"""Promise: inside ``join`` ranks may run out of data at any time, SyncBatchNorm included: it equals one process."""
+"""Promise: training equals one process if ranks run out of data inside ``join``, also with SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RTOL = 1e-8
 
 
 class ConvNet(nn.Module):
-    """Two normalized convolutions, the second one without affine parameters."""
+    """Two normalized convolutions, the second without affine parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def loss_of(out: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Uneven:
-    """How many batches each rank has, and how they are trained on."""
+    """Number of batches per rank and settings of the training."""
 
     counts: tuple[int, ...]
     build: Callable[[], nn.Module] = ConvNet
@@ -90,24 +90,24 @@ class Uneven:
     by_initial: bool = True
     how: str = "plain"
     local: str = "both"
-    """What no_sync surrounds: "both" forward and backward, or "backward"."""
+    """Part of the step under no_sync: "both" forward and backward, or "backward"."""
     zero_at: str = "end"
-    """Where gradients are cleared: at a step's "end", or at the next one's "start", so that a last average stays."""
+    """When gradients are cleared: at the "end" of a step or the "start" of the next, which keeps the last average."""
     broadcast: bool = True
     entry: str = "model.join"
     epochs: int = 1
     sums: str = "all-reduce"
-    """What averages buckets; see :func:`wrapped`."""
+    """How buckets are averaged; see :func:`wrapped`."""
 
 
 COMPRESSORS: dict[str, Callable[[nn.Module], Any]] = {
-    "PowerSGD": lambda model: compression.PowerSGD(model, 100),  # of full rank, and so without loss
+    "PowerSGD": lambda model: compression.PowerSGD(model, 100),  # full rank, therefore lossless
     "top-k": lambda model: compression.TopK(model, 1.0),
 }
 
 
 def wrapped(module: nn.Module, sums: str, **options: Any) -> DistributedDataParallel:
-    """`module`, whose buckets are averaged by the backend or by a communication hook."""
+    """Wrap `module` with buckets averaged by the backend or a communication hook."""
     model = DistributedDataParallel(module, bucket_cap_mb=1e-4, **options)
     if sums == "hook":
         model.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -127,31 +127,31 @@ def one_batch(model: DistributedDataParallel, case: Uneven, x: Tensor, sync: boo
             loss.backward()
 
 
-def beside_twin(world: World, case: Uneven) -> None:
+def compare_with_twin(world: World, case: Uneven) -> None:
     torch.manual_seed(0)
     twin = case.build()
     module = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin))
     model = wrapped(module, case.sums, broadcast_buffers=case.broadcast)
-    theirs = make_optimizer(case.optimizer, twin)
+    twin_optimizer = make_optimizer(case.optimizer, twin)
     zero = case.entry == "Join with ZeRO"
-    mine: Any = sharded(model) if zero else make_optimizer(case.optimizer, model)
+    optimizer: Any = sharded(model) if zero else make_optimizer(case.optimizer, model)
     for epoch in range(case.epochs):
-        steps = alone(twin, theirs, case, epoch)
+        steps = reference_steps(twin, twin_optimizer, case, epoch)
         expected = next(steps, None)
-        with entered(model, mine, case):
+        with join_context(model, optimizer, case):
             for at in range(case.counts[world.rank]):
                 sync = (at + 1) % case.window == 0
                 if case.zero_at == "start" and at % case.window == 0:
-                    mine.zero_grad()
+                    optimizer.zero_grad()
                 one_batch(model, case, batch(world.rank, at + 100 * epoch), sync)
                 if sync:
                     assert expected is not None
                     same_gradients(module, expected, RTOL, f"rank {world.rank}, batch {at}:")
-                    mine.step()
+                    optimizer.step()
                     if case.zero_at == "end":
-                        mine.zero_grad()
+                        optimizer.zero_grad()
                     expected = next(steps, None)
-        for _ in steps:  # those this rank had no data for
+        for _ in steps:  # steps without data on this rank
             pass
         model.zero_grad()
         same_weights(module, twin, RTOL, f"rank {world.rank}")
@@ -159,18 +159,18 @@ def beside_twin(world: World, case: Uneven) -> None:
             same_tensor(ours.double(), others.double(), RTOL, f"rank {world.rank} {name}")
         assert not model._join_config.enable
         assert model._authoritative_rank == max(r for r, n in enumerate(case.counts) if n == max(case.counts))
-    # And the ranks are in step afterwards.
+    # The ranks are still in step.
     model(batch(world.rank, 5000)).sum().backward()
 
 
 def sharded(model: nn.Module) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # importing it tells of torch.jit's deprecation
+        warnings.simplefilter("ignore")  # the import warns about torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
 
 
-def entered(model: DistributedDataParallel, optimizer: Any, case: Uneven) -> Any:
+def join_context(model: DistributedDataParallel, optimizer: Any, case: Uneven) -> Any:
     by_initial = {"divide_by_initial_world_size": case.by_initial}
     if case.entry == "model.join":
         return model.join(**by_initial, optimizers=[optimizer])
@@ -179,8 +179,8 @@ def entered(model: DistributedDataParallel, optimizer: Any, case: Uneven) -> Any
     return Join([model, optimizer], **by_initial)
 
 
-def alone(twin: nn.Module, optimizer: torch.optim.Optimizer, case: Uneven, epoch: int) -> Iterator[nn.Module]:
-    """One process: in each round, the batches of all ranks that still have one, normalized together."""
+def reference_steps(twin: nn.Module, optimizer: torch.optim.Optimizer, case: Uneven, epoch: int) -> Iterator[nn.Module]:
+    """Train in one process: each round uses the batches of all ranks that still have data, normalized together."""
     twin.zero_grad()
     samples = 0
     for at in range(max(case.counts)):
@@ -189,7 +189,7 @@ def alone(twin: nn.Module, optimizer: torch.optim.Optimizer, case: Uneven, epoch
         loss_of(twin(torch.cat(parts), case.how)).backward()
         if (at + 1) % case.window:
             continue
-        # A rank that left in the middle of a window counts in this step: it brings what it had accumulated.
+        # A rank that ran out within a window counts in this step, with its accumulated gradients.
         began = at + 1 - case.window
         with_data = sum(count > began for count in case.counts)
         ranks = len(case.counts) if case.by_initial else with_data
@@ -204,7 +204,7 @@ def alone(twin: nn.Module, optimizer: torch.optim.Optimizer, case: Uneven, epoch
 
 CASES: dict[str, Uneven] = {
     "one batch more": Uneven((3, 4)),
-    "nobody has any": Uneven((0, 0)),
+    "no data at all": Uneven((0, 0)),
     "even": Uneven((3, 3)),
     "four ranks": Uneven((1, 3, 0, 4)),
     "weighted": Uneven((1, 4, 2), weighted=True),
@@ -224,28 +224,28 @@ CASES: dict[str, Uneven] = {
 @pytest.mark.parametrize("name", CASES)
 def test_uneven_inputs_equal_one_process(pools: Pools, name: str) -> None:
     case = CASES[name]
-    pools.run(len(case.counts), beside_twin, case)
+    pools.run(len(case.counts), compare_with_twin, case)
 
 
 def test_uneven_inputs_equal_one_process_on_gloo() -> None:
-    run_ranks(2, beside_twin, CASES["leaving in the middle of a window"], backend="gloo")
+    run_ranks(2, compare_with_twin, CASES["leaving in the middle of a window"], backend="gloo")
 
 
-# A rank without data does not know in which order the others' buckets fill and their layers run, and layers and hooks
-# have collectives that have to come in one order.
+# Layers and hooks need their collectives in one order, but a rank without data does not know the order of the others'
+# buckets and layers.
 @pytest.mark.parametrize(("sums", "window"), [("ring", 1), ("hook", 2), ("PowerSGD", 1)])
-def test_layers_and_hooks_keep_one_order(pools: Pools, sums: str, window: int) -> None:
-    weighted = sums != "hook"  # ranks that are not counted are left out of its mean
-    pools.run(3, beside_twin, Uneven((2, 0, 5), sums=sums, window=window, weighted=weighted, by_initial=weighted))
+def test_collectives_of_layers_and_hooks_keep_one_order(pools: Pools, sums: str, window: int) -> None:
+    weighted = sums != "hook"  # a mean over all ranks includes ranks without data
+    pools.run(3, compare_with_twin, Uneven((2, 0, 5), sums=sums, window=window, weighted=weighted, by_initial=weighted))
 
 
-def normalized_apart(world: World, counts: tuple[int, ...], groups: list[list[int]], sums: str) -> None:
-    """Statistics over a part of the ranks, one alone included, while gradients are averaged over all."""
+def train_with_subgroup_norms(world: World, counts: tuple[int, ...], groups: list[list[int]], sums: str) -> None:
+    """Compute statistics over subgroups, including a single rank, while gradients are averaged over all ranks."""
     torch.manual_seed(0)
     twin = ConvNet()
     made = [dist.new_group(ranks) for ranks in groups]
-    own = next(group for group, ranks in zip(made, groups, strict=True) if world.rank in ranks)
-    module = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin), own)
+    subgroup = next(group for group, ranks in zip(made, groups, strict=True) if world.rank in ranks)
+    module = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin), subgroup)
     model = wrapped(module, sums, broadcast_buffers=False)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, twin)]
     with model.join():
@@ -263,12 +263,12 @@ def normalized_apart(world: World, counts: tuple[int, ...], groups: list[list[in
 
 
 @pytest.mark.parametrize(("sums", "counts"), [("hook", (3, 1, 2)), ("all-reduce", (1, 3, 0))])
-def test_layers_over_a_part_of_the_ranks_are_shadowed(pools: Pools, counts: tuple[int, ...], sums: str) -> None:
-    pools.run(3, normalized_apart, counts, [[0], [1, 2]], sums)
+def test_norm_layers_over_a_subgroup_are_shadowed(pools: Pools, counts: tuple[int, ...], sums: str) -> None:
+    pools.run(3, train_with_subgroup_norms, counts, [[0], [1, 2]], sums)
 
 
-def normalized_with_strangers(world: World) -> str:
-    """The other half of the world hears nothing of a rank here that runs out."""
+def join_with_norms_outside_the_wrapper(world: World) -> str:
+    """The other half of the world is not notified if a rank of this half runs out."""
     halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     module = SyncBatchNorm.convert_sync_batchnorm(ConvNet())
     model = DistributedDataParallel(module, process_group=halves[world.rank // 2])
@@ -277,13 +277,13 @@ def normalized_with_strangers(world: World) -> str:
     return str(caught.value)
 
 
-def test_layers_over_more_ranks_than_the_wrapper_are_refused_at_the_start(pools: Pools) -> None:
-    messages = pools.run(4, normalized_with_strangers)
+def test_norm_layers_over_more_ranks_than_the_wrapper_are_refused(pools: Pools) -> None:
+    messages = pools.run(4, join_with_norms_outside_the_wrapper)
     assert "SyncBatchNorm 'norm' communicates with ranks [2, 3]" in messages[0]
     assert "SyncBatchNorm 'norm' communicates with ranks [0, 1]" in messages[3]
 
 
-def two_models(world: World) -> None:
+def train_two_models(world: World) -> None:
     torch.manual_seed(0)
     twins = [ConvNet(), ConvNet()]
     models = [
@@ -309,8 +309,8 @@ def two_models(world: World) -> None:
         same_weights(model.module, twin, RTOL, f"rank {world.rank}")
 
 
-def test_two_models_in_one_join_may_each_average_in_their_own_way(pools: Pools) -> None:
-    pools.run(2, two_models)
+def test_two_models_in_one_join_may_average_differently(pools: Pools) -> None:
+    pools.run(2, train_two_models)
 
 
 @pytest.mark.slow
@@ -326,7 +326,7 @@ def test_any_counts_equal_one_process(
     pools: Pools, counts: tuple[int, ...], window: int, weighted: bool, by_initial: bool, local: str
 ) -> None:
     case = Uneven(counts, window=window, weighted=weighted, by_initial=by_initial, local=local)
-    pools.run(3, beside_twin, case)
+    pools.run(3, compare_with_twin, case)
 
 
 # -- other steps than forward, backward, step --------------------------------------------------------------------------
@@ -339,8 +339,8 @@ def two_outputs_two_backwards(model: Any, x: Tensor) -> None:
     second.backward()
 
 
-def look_first(model: Any, x: Tensor) -> None:
-    """Statistics are updated by a forward without gradients."""
+def forward_without_gradients_first(model: Any, x: Tensor) -> None:
+    """Update statistics in a forward without gradients first."""
     with torch.no_grad():
         model(x * 2)
     loss_of(model(x)).backward()
@@ -360,7 +360,7 @@ def gradient_penalty(model: Any, x: Tensor) -> None:
         (loss_of(out) + (slope**2).sum()).backward()
 
 
-def forward_in_vain(model: Any, x: Tensor) -> None:
+def unused_forward(model: Any, x: Tensor) -> None:
     loss_of(model(x)).backward()
     model(x + 1)
 
@@ -374,15 +374,15 @@ def accumulated_by_hand(model: Any, x: Tensor) -> None:
 
 STEPS = [
     two_outputs_two_backwards,
-    look_first,
+    forward_without_gradients_first,
     in_eval_mode,
     gradient_penalty,
-    forward_in_vain,
+    unused_forward,
     accumulated_by_hand,
 ]
 
 
-def odd_steps(world: World, counts: tuple[int, ...], step: Callable[[Any, Tensor], None]) -> None:
+def run_unusual_steps(world: World, counts: tuple[int, ...], step: Callable[[Any, Tensor], None]) -> None:
     torch.manual_seed(0)
     twin = ConvNet()
     module = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin))
@@ -406,15 +406,15 @@ def odd_steps(world: World, counts: tuple[int, ...], step: Callable[[Any, Tensor
 
 
 @pytest.mark.parametrize(("step", "counts"), [(step, (2, 0) if at % 2 else (1, 3)) for at, step in enumerate(STEPS)])
-def test_steps_of_other_shapes_are_shadowed(pools: Pools, counts: tuple[int, ...], step: Any) -> None:
-    pools.run(len(counts), odd_steps, counts, step)
+def test_unusual_steps_are_shadowed(pools: Pools, counts: tuple[int, ...], step: Any) -> None:
+    pools.run(len(counts), run_unusual_steps, counts, step)
 
 
-# -- statistics of one rank --------------------------------------------------------------------------------------------
+# -- unsynchronized statistics -----------------------------------------------------------------------------------------
 
 
-def unsynchronized_norm(world: World) -> str:
-    """BatchNorm's buffers are broadcast from the lowest rank that has data."""
+def train_with_local_norms(world: World) -> str:
+    """Check that BatchNorm's buffers are broadcast from the lowest rank with data."""
     torch.manual_seed(0)
     model = DistributedDataParallel(ConvNet())
     with model.join():
@@ -439,40 +439,40 @@ def unsynchronized_norm(world: World) -> str:
 
 
 def test_buffers_end_equal_on_every_rank(pools: Pools) -> None:
-    assert len(set(pools.run(3, unsynchronized_norm))) == 1
+    assert len(set(pools.run(3, train_with_local_norms))) == 1
 
 
-# -- what is said, raised and left behind ------------------------------------------------------------------------------
+# -- warnings and errors -----------------------------------------------------------------------------------------------
 
 
-def stale(world: World, cured: bool) -> tuple[list[str], list[Any]]:
+def train_past_the_end(world: World, passes_optimizer: bool) -> tuple[list[str], list[Any]]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Plain())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with model.join(optimizers=[optimizer] if cured else []):
+        with model.join(optimizers=[optimizer] if passes_optimizer else []):
             for at in range(2 + 3 * world.rank):
                 loss_of(model(batch(world.rank, at))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    for at in range(2):  # after one more, the comparison of parameters would find the drift
+    for at in range(2):  # one more step, and the comparison of parameters would detect the drift
         loss_of(model(batch(world.rank, at))).backward()
         optimizer.step()
         optimizer.zero_grad()
     return [str(warning.message) for warning in caught], [p.tolist() for p in model.parameters()]
 
 
-def test_stale_optimizer_state_is_said_or_brought_up_to_date(pools: Pools) -> None:
-    """torch says nothing: the models are equal after join, and drift apart in the very next step."""
-    for [said], _ in pools.run(2, stale, False):
-        assert "data ran out on rank 0 after 2 of 5 optimizer steps" in said
-    (warned, first), (_, second) = pools.run(2, stale, True)
+def test_stale_optimizer_state_is_reported_or_updated(pools: Pools) -> None:
+    """Torch gives no warning: models are equal after join but diverge in the next step."""
+    for [message], _ in pools.run(2, train_past_the_end, False):
+        assert "data ran out on rank 0 after 2 of 5 optimizer steps" in message
+    (warned, first), (_, second) = pools.run(2, train_past_the_end, True)
     assert not warned
     assert first == second
 
 
-def raising(world: World) -> None:
+def raise_in_join(world: World) -> None:
     model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(ConvNet()))
     with pytest.raises(KeyError, match="on purpose"), model.join():  # noqa: PT012
         loss_of(model(batch(world.rank, 0))).backward()
@@ -482,14 +482,14 @@ def raising(world: World) -> None:
     loss_of(model(batch(world.rank, 1))).backward()
 
 
-def test_an_exception_passes_and_leaves_nothing_behind(pools: Pools) -> None:
-    pools.run(2, raising)
+def test_exception_inside_join_propagates_and_leaves_no_state(pools: Pools) -> None:
+    pools.run(2, raise_in_join)
 
 
 def backward_that_raises(world: World) -> str:
-    """Rank 0 has no data; rank 1's second backward raises, and the script goes on far enough to tell the others."""
+    """Fail in rank 1's second backward, without data on rank 0; rank 1 informs the others by using the model again."""
 
-    def stumble(_: Tensor) -> None:
+    def fail(_: Tensor) -> None:
         raise KeyError("on purpose")
 
     torch.manual_seed(0)
@@ -499,10 +499,10 @@ def backward_that_raises(world: World) -> str:
             for at in range(2 if world.rank else 0):
                 loss = loss_of(model(batch(world.rank, at)))
                 if (world.rank, at) == (1, 1):
-                    model.module.net[1].weight.register_hook(stumble)
+                    model.module.net[1].weight.register_hook(fail)
                     with pytest.raises(KeyError):
                         loss.backward()
-                    with model.weight(0):  # uses the model again, so pays what the others wait for
+                    with model.weight(0):  # joins the collectives that the others wait for
                         raise KeyError("seen")
                 loss.backward()
                 model.zero_grad()
@@ -511,14 +511,14 @@ def backward_that_raises(world: World) -> str:
     return ""
 
 
-def test_a_backward_that_raises_is_told_to_all(pools: Pools) -> None:
+def test_failed_backward_inside_join_is_reported_on_all_ranks(pools: Pools) -> None:
     first, second, third = pools.run(3, backward_that_raises)
     assert second == "KeyError: 'seen'"
     assert first.startswith("DesyncError: rank 0: backward was ended by an exception on rank 1")
     assert third.startswith("DesyncError: rank 2: backward was ended by an exception on rank 1")
 
 
-def torchs_norm(world: World) -> str:
+def join_with_torch_norm(world: World) -> str:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(Plain(), nn.SyncBatchNorm(2)))
     with pytest.raises(UsageError) as caught, model.join():  # noqa: PT012
@@ -527,6 +527,6 @@ def torchs_norm(world: World) -> str:
     return str(caught.value)
 
 
-def test_torchs_own_sync_batch_norm_is_named(pools: Pools) -> None:
-    for message in pools.run(2, torchs_norm):
+def test_torch_sync_batch_norm_is_refused_by_name(pools: Pools) -> None:
+    for message in pools.run(2, join_with_torch_norm):
         assert "torch's SyncBatchNorm '1'; use paceline.SyncBatchNorm" in message

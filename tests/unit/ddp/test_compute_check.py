@@ -1,4 +1,4 @@
-"""The compute check: a slice is computed twice, and a difference is told apart: a device, a model, or the loop."""
+"""The compute check: a slice is computed twice, and a difference is attributed to a device, the model, or the loop."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from paceline.errors import UsageError, WrongComputation
 from ranks import Pools, run_ranks
 from sliced import Steps
 
-# -- no false alarm, and no other bits ------------------------------------------------------------------------------
+# -- no false alarms, no changed bits -------------------------------------------------------------------------------
 
 
-def trained(world: World, kind: str, options: dict[str, Any], steps: int) -> tuple[bytes, int, int]:
+def train(world: World, kind: str, options: dict[str, Any], steps: int) -> tuple[bytes, int, int]:
     training = Steps(kind, options)
     return training.run(steps), training.repeats, training.samples
 
@@ -35,35 +35,35 @@ def trained(world: World, kind: str, options: dict[str, Any], steps: int) -> tup
     ],
     ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else str(value),
 )
-def test_a_check_raises_no_false_alarm_and_changes_no_bit(
+def test_check_raises_no_false_alarm_and_changes_no_bits(
     pools: Pools, size: int, kind: str, options: dict[str, Any]
 ) -> None:
-    steps = 5  # an epoch and a step
-    plain = pools.run(size, trained, kind, options, steps)
-    checked = pools.run(size, trained, kind, options | {"every": 1}, steps)
+    steps = 5  # one epoch and one step
+    plain = pools.run(size, train, kind, options, steps)
+    checked = pools.run(size, train, kind, options | {"every": 1}, steps)
     assert [weights for weights, _, _ in checked] == [weights for weights, _, _ in plain]
-    # Every slice counts once, in a loop that leaves repeats out.
+    # Every slice counts once in a loop that skips repeats.
     assert [samples for _, _, samples in checked] == [samples for _, _, samples in plain]
     assert all(repeats for _, repeats, _ in checked)
     assert not any(repeats for _, repeats, _ in plain)
 
 
 @pytest.mark.slow
-def test_over_gloo_a_check_changes_no_bit_and_names_a_flip() -> None:
-    plain, checked = (run_ranks(4, trained, "cnn", {"every": n}, 5, backend="gloo") for n in (None, 1))
+def test_check_over_gloo_changes_no_bits_and_names_a_flip() -> None:
+    plain, checked = (run_ranks(4, train, "cnn", {"every": n}, 5, backend="gloo") for n in (None, 1))
     assert [weights for weights, _, _ in checked] == [weights for weights, _, _ in plain]
-    for _, ranks in run_ranks(2, with_flip, 1, "gradient", 3, 22, 5, backend="gloo"):
+    for _, ranks in run_ranks(2, flip_bit, 1, "gradient", 3, 22, 5, backend="gloo"):
         assert ranks == (1,)
 
 
-def test_steps_between_two_checks_repeat_nothing(pools: Pools) -> None:
-    every_step, seldom = (sum(row[1] for row in pools.run(2, trained, "mlp", {"every": n}, 9)) for n in (1, 4))
-    test = 2 * 3  # in the first step each of two ranks repeats a slice three times
-    assert every_step == test + 8
-    assert seldom == test + 2  # in steps 5 and 9
+def test_no_repeats_between_checks(pools: Pools) -> None:
+    every_step, rarely = (sum(row[1] for row in pools.run(2, train, "mlp", {"every": n}, 9)) for n in (1, 4))
+    first = 2 * 3  # in the first step each of the two ranks repeats a slice three times
+    assert every_step == first + 8
+    assert rarely == first + 2  # in steps 5 and 9
 
 
-def forgotten(world: World) -> bool:
+def wrapper_is_freed(world: World) -> bool:
     training = Steps("cnn", {"every": 1})
     training.run(2)
     reference = weakref.ref(training.model)
@@ -75,14 +75,14 @@ def forgotten(world: World) -> bool:
 
 
 def test_a_check_does_not_keep_the_wrapper_alive(pools: Pools) -> None:
-    assert pools.run(2, forgotten) == [True] * 2
+    assert pools.run(2, wrapper_is_freed) == [True] * 2
 
 
-# -- wrong devices --------------------------------------------------------------------------------------------------
+# -- faulty devices -------------------------------------------------------------------------------------------------
 
 
 class Flip:
-    """Flips a bit of a tensor on one rank, once in step `number`, or each time from then on."""
+    """Flips a bit of a tensor on one rank, once in step `number` or in every step from then on."""
 
     def __init__(self, training: Steps, place: str, number: int, bit: int, draw: int) -> None:
         self.training, self.place, self.number, self.bit, self.draw = training, place, number, bit, draw
@@ -110,7 +110,7 @@ class Flip:
         draw = self.erratic.randrange(2**20) if self.place == "erratic" else self.draw
         changed = tensor.detach().clone()
         changed.view(-1).view(torch.int32)[draw % tensor.numel()] ^= 1 << self.bit
-        # Added, so that autograd goes on through the original; a NaN stays one.
+        # Add the difference, so that autograd continues through the original; NaN remains NaN.
         return tensor + (changed - tensor.detach()) if tensor.requires_grad else changed
 
     def flip_weight(self, weight: nn.Parameter) -> None:
@@ -118,42 +118,41 @@ class Flip:
             weight.data.view(-1).view(torch.int32)[self.draw % weight.numel()] ^= 1 << self.bit
 
 
-def with_flip(world: World, rank: int, place: str, number: int, bit: int, draw: int) -> tuple[str, tuple[int, ...]]:
+def flip_bit(world: World, rank: int, place: str, number: int, bit: int, draw: int) -> tuple[str, tuple[int, ...]]:
     training = Steps("all count", {"every": 1})
     if world.rank == rank:
         Flip(training, place, number, bit, draw)
     with pytest.raises(WrongComputation) as raised:
         training.run(number)
-    before = training.number
     training.optimizer.zero_grad()
-    assert training.model._replica.ledger.status.optimizer_steps == before - 1  # the step was not taken
+    assert training.model._replica.ledger.status.optimizer_steps == training.number - 1  # the step was not taken
     assert (raised.value.blamed is None) == (world.rank in raised.value.ranks)
-    # A wrong rank does not save, unless all have the same weights.
-    is_alike = raised.value.ranks == (0, 1) and place == "lasting"
-    assert raised.value.may_save == (raised.value.blamed is not None or is_alike)
+    # A faulty rank does not save, unless all ranks have the same weights.
+    same_weights = raised.value.ranks == (0, 1) and place == "lasting"
+    assert raised.value.may_save == (raised.value.blamed is not None or same_weights)
     return str(raised.value), raised.value.ranks
 
 
-def drawn_flips() -> list[tuple[int, int, str, int, int, int]]:
-    """Number of ranks, the bad rank, place, step, bit and place in the tensor."""
+def draw_flips() -> list[tuple[int, int, str, int, int, int]]:
+    """Draw the number of ranks, faulty rank, kind of tensor, step, bit and position in the tensor."""
     draws = random.Random(29)
     places = ["weight", "activation", "gradient", "gradient", "lasting", "erratic"]
     flips = []
     for place in places:
         lasts = place in ("weight", "lasting")
-        size = 4 if lasts else draws.choice([2, 4])  # two ranks cannot tell which of them is always wrong
+        size = 4 if lasts else draws.choice([2, 4])  # with two ranks the faulty one cannot be identified
         step = draws.randint(2, 9)
-        # One of the two ranks whose turn it is: a bit that makes NaN of all weights could not be found later.
+        # One of the two ranks checked in this step: a flip that turns all weights into NaN cannot be detected later.
         rank = (step - 1 + draws.randrange(2)) % size
         flips.append((size, rank, place, step, draws.randint(18, 30), draws.randrange(10_000)))
     return flips
 
 
-@pytest.mark.parametrize(("size", "rank", "place", "step", "bit", "draw"), drawn_flips())
+@pytest.mark.parametrize(("size", "rank", "place", "step", "bit", "draw"), draw_flips())
 def test_a_flipped_bit_is_named_with_rank_and_step(
     pools: Pools, size: int, rank: int, place: str, step: int, bit: int, draw: int
 ) -> None:
-    [(message, ranks)] = set(pools.run(size, with_flip, rank, place, step, bit, draw))
+    [(message, ranks)] = set(pools.run(size, flip_bit, rank, place, step, bit, draw))
     assert ranks == (rank,)
     assert f"rank {rank} (cpu, " in message
     assert f", host {socket.gethostname()})" in message
@@ -162,14 +161,14 @@ def test_a_flipped_bit_is_named_with_rank_and_step(
     assert ("ranks hold different bits in '" if place == "weight" else "so the device erred") in message
 
 
-def test_of_two_ranks_with_a_lasting_difference_both_are_named(pools: Pools) -> None:
-    [(message, ranks)] = set(pools.run(2, with_flip, 1, "lasting", 3, 22, 5))
+def test_lasting_difference_between_two_ranks_names_both(pools: Pools) -> None:
+    [(message, ranks)] = set(pools.run(2, flip_bit, 1, "lasting", 3, 22, 5))
     assert ranks == (0, 1)
     assert "no majority shows which are right" in message
 
 
-def test_of_two_ranks_with_other_weights_none_saves_for_the_next_start(pools: Pools) -> None:
-    [(message, ranks)] = set(pools.run(2, with_flip, 1, "weight", 3, 22, 5))
+def test_different_weights_on_two_ranks_prevent_both_from_saving(pools: Pools) -> None:
+    [(message, ranks)] = set(pools.run(2, flip_bit, 1, "weight", 3, 22, 5))
     assert ranks == (0, 1)
     assert "rank 0 (" in message
     assert "ranks hold different bits in '" in message
@@ -203,18 +202,18 @@ def test_each_verdict_has_a_remedy(fault: Fault, changed: list[str]) -> None:
     assert "the step was not taken; start again from the last checkpoint, " in describe(fault, changed)
 
 
-# -- models that do not repeat themselves ---------------------------------------------------------------------------
+# -- nondeterministic models ----------------------------------------------------------------------------------------
 
 
-def refused(world: World, kind: str, options: dict[str, Any]) -> str:
+def error_of(world: World, kind: str, options: dict[str, Any]) -> str:
     with pytest.raises(UsageError) as error:
         Steps(kind, options).run(9)
     return str(error.value)
 
 
 @pytest.mark.parametrize(("size", "kind"), [(1, "private"), (2, "kernel")])
-def test_a_model_that_does_not_repeat_itself_is_refused_in_the_first_step(pools: Pools, size: int, kind: str) -> None:
-    [message] = set(pools.run(size, refused, kind, {"every": 100, "count": 2}))
+def test_nondeterministic_model_is_refused_in_the_first_step(pools: Pools, size: int, kind: str) -> None:
+    [message] = set(pools.run(size, error_of, kind, {"every": 100, "count": 2}))
     assert message.startswith("in step 1, computing a slice again gave different gradients on the same rank")
     assert "torch.use_deterministic_algorithms(True)" in message
     assert "\n" not in message
@@ -223,8 +222,8 @@ def test_a_model_that_does_not_repeat_itself_is_refused_in_the_first_step(pools:
 # -- interruptions and mistakes -------------------------------------------------------------------------------------
 
 
-def with_exception(world: World, kind: str, every: int | None, fails_at: int | None) -> tuple[bytes, int]:
-    """Leave one of three steps on rank 1 alone in its so-maniest forward, and begin it again."""
+def fail_once(world: World, kind: str, every: int | None, fails_at: int | None) -> tuple[bytes, int]:
+    """Train three steps; rank 1 alone raises in forward number `fails_at` and restarts that step."""
     training = Steps(kind, {"every": every})
     forwards = 0
 
@@ -243,14 +242,14 @@ def with_exception(world: World, kind: str, every: int | None, fails_at: int | N
     return weights, forwards
 
 
-def test_a_rank_that_leaves_a_check_by_an_exception_keeps_no_rank_waiting(pools: Pools) -> None:
-    whole = {weights for weights, _ in pools.run(2, with_exception, "mlp", 1, None)}
-    for fails_at in (1, 3, 4, 5, 8):  # repeats, the rank's own slices, and a later step's
-        assert {weights for weights, _ in pools.run(2, with_exception, "mlp", 1, fails_at)} == whole, fails_at
+def test_exception_during_a_check_does_not_block_other_ranks(pools: Pools) -> None:
+    expected = {weights for weights, _ in pools.run(2, fail_once, "mlp", 1, None)}
+    for fails_at in (1, 3, 4, 5, 8):  # in repeats, in the rank's own slices, and in a later step
+        assert {weights for weights, _ in pools.run(2, fail_once, "mlp", 1, fails_at)} == expected, fails_at
 
 
 @pytest.mark.parametrize("kind", ["spectral", "cnn"])
-def test_a_rank_that_leaves_a_step_by_an_exception_has_the_buffers_from_before(pools: Pools, kind: str) -> None:
-    whole = {weights for weights, _ in pools.run(2, with_exception, kind, None, None)}
+def test_exception_in_a_step_restores_buffers(pools: Pools, kind: str) -> None:
+    expected = {weights for weights, _ in pools.run(2, fail_once, kind, None, None)}
     for every, fails_at in ((None, 4), (1, 5)):  # 4 and 5: in a rank's last slice of a step
-        assert {weights for weights, _ in pools.run(2, with_exception, kind, every, fails_at)} == whole, fails_at
+        assert {weights for weights, _ in pools.run(2, fail_once, kind, every, fails_at)} == expected, fails_at

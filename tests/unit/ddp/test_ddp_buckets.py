@@ -39,7 +39,7 @@ def test_assign(
         ([0, 2, 1],       3, [0, 2, 1]),
         ([1],             4, [1, 3, 2, 0]),
         ([],              3, [2, 1, 0]),
-        ([1, 0, 1],       2, [0, 1]),      # arrived twice: counts where it came last
+        ([1, 0, 1],       2, [0, 1]),      # arrived twice: the last arrival counts
         ([2, 2, 0, 2, 1], 3, [0, 2, 1]),
     ],
 )  # fmt: skip
@@ -47,7 +47,7 @@ def test_arrival_order(observed: list[int], count: int, expected: list[int]) -> 
     assert arrival_order(observed, count) == expected
 
 
-def test_views_cover_the_bucket_without_gaps_in_its_order() -> None:
+def test_views_fill_the_bucket_in_order_without_gaps() -> None:
     parameters = [torch.zeros(2, 3), torch.zeros(()), torch.zeros(4)]
     bucket = Bucket.allocate([2, 0, 1], parameters)
     bucket.flat.copy_(torch.arange(11.0))
@@ -68,9 +68,7 @@ def test_views_cover_the_bucket_without_gaps_in_its_order() -> None:
         (torch.zeros(2, 0), False),
     ],
 )
-def test_a_view_has_the_parameters_strides_where_those_cover_memory(
-    parameter: torch.Tensor, keeps_strides: bool
-) -> None:
+def test_view_keeps_the_strides_of_a_dense_parameter(parameter: torch.Tensor, keeps_strides: bool) -> None:
     (view,) = Bucket.allocate([0], [parameter]).views
     assert view.shape == parameter.shape
     assert (view.stride() == parameter.stride()) or not keeps_strides
@@ -78,7 +76,7 @@ def test_a_view_has_the_parameters_strides_where_those_cover_memory(
     assert torch.equal(view, torch.arange(float(view.numel())).view(view.shape))
 
 
-def test_a_second_bucket_does_not_share_memory() -> None:
+def test_buckets_do_not_share_memory() -> None:
     parameters = [torch.zeros(3), torch.zeros(3)]
     first, second = Bucket.allocate([0], parameters), Bucket.allocate([1], parameters)
     first.views[0].fill_(1)
@@ -98,7 +96,7 @@ def test_a_second_bucket_does_not_share_memory() -> None:
         ([7],         [2],        True,      (7,),        (9,),         2),
     ],
 )  # fmt: skip
-def test_buckets_are_reduced_in_order_and_each_waits_for_the_one_before(
+def test_each_bucket_waits_for_the_previous_one(
     backward: list[float], reduce: list[float], when_full: bool, begin: tuple[float, ...], end: tuple[float, ...],
     exposed: float,
 ) -> None:  # fmt: skip

@@ -1,7 +1,7 @@
-"""Buffers are equal on every rank between steps, so that an evaluation is the same everywhere, also on one rank alone.
+"""Buffers are equal on all ranks between steps, so an evaluation gives the same result on every rank.
 
-Broadcast before each training forward, BatchNorm's running statistics were each rank's own when it was evaluated: rank
-1 of an ImageNet script reported a test loss of 4.6577 where rank 0 had 4.6599.
+Buffers used to be broadcast before each training forward only, so evaluations used local BatchNorm statistics: rank 1
+of an ImageNet script reported a test loss of 4.6577 and rank 0 reported 4.6599.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from twins import Pools
 
 
 class Model(nn.Module):
-    """BatchNorm, whose buffers are of two dtypes, and buffers of other kinds."""
+    """BatchNorm, whose buffers have two dtypes, and unusual kinds of buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,22 +47,22 @@ def batch(world: World, step: int) -> Tensor:
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + world.rank))
 
 
-def expect_same_everywhere(module: nn.Module, where: str) -> None:
+def assert_equal_on_all_ranks(module: nn.Module, where: str) -> None:
     for name, buffer in module.named_buffers():
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, buffer)
-        assert all(torch.equal(one, everyone[0]) for one in everyone), f"{where}: {name} {everyone}"
+        assert all(torch.equal(other, everyone[0]) for other in everyone), f"{where}: {name} {everyone}"
 
 
 class TorchDDP(nn.parallel.DistributedDataParallel):
-    """torch's, also in torch 2.11, where the second of two forwards before a backward made that backward fail."""
+    """Torch DDP with a workaround for torch 2.11, which fails in a backward after two forwards."""
 
     def _sync_buffers(self) -> None:
         with keep_versions(tuple(self.module.buffers())):
             super()._sync_buffers()
 
 
-def beside_torch(world: World, forwards: int, accumulated: int) -> None:
+def compare_with_torch(world: World, forwards: int, accumulated: int) -> None:
     ours, theirs = DistributedDataParallel(Model()), TorchDDP(Model())
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (ours, theirs)]
     for step in range(4):
@@ -72,8 +72,8 @@ def beside_torch(world: World, forwards: int, accumulated: int) -> None:
                 with model.no_sync() if part < accumulated - 1 else nullcontext():
                     sum(model(batch(world, step + 7 * n)).square().mean() for n in range(forwards)).backward()
             optimizer.step()
-        expect_same_everywhere(ours, f"step {step}")
-        if world.rank == 0:  # evaluated alone, without any collective
+        assert_equal_on_all_ranks(ours, f"step {step}")
+        if world.rank == 0:  # evaluates alone, without any collective
             ours.eval(), ours(batch(world, 0)), ours.train()
             for (name, mine), other in zip(ours.named_buffers(), theirs.buffers(), strict=True):
                 assert torch.equal(mine, other), f"step {step}: {name}"
@@ -82,12 +82,12 @@ def beside_torch(world: World, forwards: int, accumulated: int) -> None:
 
 
 @pytest.mark.parametrize(("forwards", "accumulated"), [(2, 1), (1, 3)])
-def test_buffers_are_rank_0s_after_each_step(pools: Pools, forwards: int, accumulated: int) -> None:
-    pools.run(2, beside_torch, forwards, accumulated)
+def test_buffers_equal_rank_0_after_each_step(pools: Pools, forwards: int, accumulated: int) -> None:
+    pools.run(2, compare_with_torch, forwards, accumulated)
 
 
-def uneven(world: World, forwards: int) -> None:
-    """Rank 1 has no data in some steps, and fewer micro-batches in others."""
+def train_unevenly(world: World, forwards: int) -> None:
+    """Train with no data on rank 1 in some steps and fewer micro-batches in others."""
     model = DistributedDataParallel(Model())
     for step in range(6):
         model.zero_grad()
@@ -98,15 +98,15 @@ def uneven(world: World, forwards: int) -> None:
                     sum(model(batch(world, step)).square().mean() for _ in range(forwards)).backward()
         else:
             model.sync_gradients()
-        expect_same_everywhere(model, f"step {step}")
+        assert_equal_on_all_ranks(model, f"step {step}")
 
 
 @pytest.mark.parametrize("forwards", [1, 3])
-def test_a_rank_without_data_or_with_fewer_micro_batches_takes_part(pools: Pools, forwards: int) -> None:
-    pools.run(2, uneven, forwards)
+def test_buffers_stay_equal_when_a_rank_has_less_data(pools: Pools, forwards: int) -> None:
+    pools.run(2, train_unevenly, forwards)
 
 
-def aborted(world: World) -> list[str]:
+def fail_once(world: World) -> list[str]:
     model, fails, log = DistributedDataParallel(Model()), [False], []
 
     def fail(*_: object) -> None:
@@ -122,24 +122,24 @@ def aborted(world: World) -> list[str]:
             log.append("fine")
         except Exception as error:
             log.append(type(error).__name__)
-    expect_same_everywhere(model, "at the end")
+    assert_equal_on_all_ranks(model, "at the end")
     return log
 
 
-def test_a_backward_that_fails_on_one_rank_leaves_buffers_equal(pools: Pools) -> None:
-    first, second = pools.run(2, aborted)
+def test_buffers_stay_equal_after_a_failed_backward_on_one_rank(pools: Pools) -> None:
+    first, second = pools.run(2, fail_once)
     assert first == ["fine", "DesyncError", "fine", "fine"]
     assert second == ["fine", "ValueError", "fine", "fine"]
 
 
 class Codebook(nn.Module):
-    """Buffers that the first batch makes, as in a vector quantizer."""
+    """Creates a buffer from the first batch, like a vector quantizer."""
 
     def __init__(self, persistent: bool, rows: list[Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(4, 2)
-        self.register_buffer("other", torch.zeros(1))  # or torch DDP synchronizes none of them
+        self.register_buffer("other", torch.zeros(1))  # without it torch DDP synchronizes no buffers
         self.register_buffer("code", None, persistent=persistent)
         self.rows = rows
 
@@ -150,25 +150,25 @@ class Codebook(nn.Module):
         return self.layer(x + self.code.sum())
 
 
-def filled_later(world: World, wrapper: type[Any]) -> list[Any]:
-    """The buffer is that of rank 0 from the second step on."""
+def train_codebook(world: World, wrapper: type[Any]) -> list[Any]:
+    """Return the buffer after each step."""
     model = wrapper(Codebook(True, [3] * world.size))
-    shown: list[Any] = []
+    codes: list[Any] = []
     for step in range(3):
         model(batch(world, step)).sum().backward()
         model.zero_grad()
-        shown.append(model.module.code.tolist())
-    return shown
+        codes.append(model.module.code.tolist())
+    return codes
 
 
-def test_a_buffer_that_the_first_batch_fills_is_rank_0s(pools: Pools) -> None:
-    """Each rank kept a codebook of its own, and the replicas became different models."""
-    first, second = pools.run(2, filled_later, DistributedDataParallel)
+def test_buffer_created_by_the_first_batch_is_broadcast_from_rank_0(pools: Pools) -> None:
+    """Each rank kept its own codebook, so the replicas diverged."""
+    first, second = pools.run(2, train_codebook, DistributedDataParallel)
     assert first == second
-    assert pools.run(2, filled_later, TorchDDP)[1][1:] == first[1:]
+    assert pools.run(2, train_codebook, TorchDDP)[1][1:] == first[1:]
 
 
-def of_other_shapes(world: World, persistent: bool, rows: list[Any]) -> str:
+def train_unequal_codebooks(world: World, persistent: bool, rows: list[Any]) -> str:
     model = DistributedDataParallel(Codebook(persistent, rows))
     try:
         for step in range(2):
@@ -179,11 +179,11 @@ def of_other_shapes(world: World, persistent: bool, rows: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("rows", [[0, 1], [[1], [2]]])
-def test_buffers_of_another_shape_are_told_unless_they_are_caches(pools: Pools, rows: list[Any]) -> None:
-    """The bytes alone do not tell where they are padded, as those of one number and of two."""
-    assert pools.run(2, of_other_shapes, False, rows) == ["", ""]
-    told = [" ".join(message.split()) for message in pools.run(2, of_other_shapes, True, rows)]
-    assert all("its new buffers are other [1], code [" in message and "persistent=False" in message for message in told)
+def test_buffers_of_different_shapes_are_refused_unless_nonpersistent(pools: Pools, rows: list[Any]) -> None:
+    """Comparing bytes alone misses a difference hidden by padding, such as one number against two."""
+    assert pools.run(2, train_unequal_codebooks, False, rows) == ["", ""]
+    messages = [" ".join(message.split()) for message in pools.run(2, train_unequal_codebooks, True, rows)]
+    assert all("its new buffers are other [1], code [" in text and "persistent=False" in text for text in messages)
 
 
 def norms_without_statistics(world: World) -> bool:

@@ -1,4 +1,4 @@
-"""The channel's collectives, each against the sum or the rows that one process would compute."""
+"""The channel's collectives, compared with the sums and rows computed in one process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paceline.ddp.channel import TEST_HOST_CHANNEL, open_channel, open_host_grou
 from paceline.errors import CommunicationError
 from ranks import Pools
 
-LENGTH = 24  # a multiple of every number of ranks here
+LENGTH = 24  # a multiple of every number of ranks used here
 
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Set variables in a rank that other tests use afterwards."""
+    """Set environment variables temporarily, because other tests reuse the rank."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
@@ -33,7 +33,7 @@ def values(rank: int) -> torch.Tensor:
     return torch.arange(LENGTH, dtype=torch.float32) * (rank + 1) + 10 * rank
 
 
-def collectives(world: World) -> tuple[list[float], list[float], list[list[int]], str]:
+def run_all(world: World) -> tuple[list[float], list[float], list[list[int]], str]:
     channel = open_channel(dist.group.WORLD, torch.device("cpu"))
     flat = channel.allocate(LENGTH, torch.float32)
     flat.copy_(values(world.rank))
@@ -50,18 +50,18 @@ def collectives(world: World) -> tuple[list[float], list[float], list[list[int]]
 
 
 @pytest.mark.parametrize(("ranks", "backend"), [(4, "pools"), (2, "gloo")])
-def test_shards_and_rows_are_those_of_one_process(request: pytest.FixtureRequest, ranks: int, backend: str) -> None:
+def test_shards_and_rows_equal_one_process(request: pytest.FixtureRequest, ranks: int, backend: str) -> None:
     total = sum((values(rank) for rank in range(ranks)), torch.zeros(LENGTH)).tolist()
     length = LENGTH // ranks
-    for rank, (shard, gathered, rows, objects) in enumerate(request.getfixturevalue(backend).run(ranks, collectives)):
+    for rank, (shard, gathered, rows, objects) in enumerate(request.getfixturevalue(backend).run(ranks, run_all)):
         assert shard == total[rank * length : (rank + 1) * length]
         assert gathered == total
         assert rows == [[other, 2**53 + other] for other in range(ranks)]
         assert objects == str(["x" * other for other in range(ranks)])
 
 
-def host_channel(world: World, hosts: int) -> tuple[str, list[list[int]], list[list[float]], list[str]]:
-    """What the channel beside gradients on a device makes of rows, and of sums that are under way together."""
+def run_host_channel(world: World, hosts: int) -> tuple[str, list[list[int]], list[list[float]], list[str]]:
+    """Return the kind of host channel, gathered rows, concurrent sums and warnings."""
     with warnings.catch_warnings(record=True) as caught, environment(**{TEST_HOST_CHANNEL: "1", SPLIT: str(hosts)}):
         warnings.simplefilter("always")
         channel = open_channel(dist.group.WORLD, torch.device("cpu"))
@@ -71,28 +71,28 @@ def host_channel(world: World, hosts: int) -> tuple[str, list[list[int]], list[l
     for work in [channel.host.all_reduce(vector) for vector in sums]:
         channel.wait(work, "sum")
     assert channel.all_gather_object("x" * world.rank) == ["x" * rank for rank in range(world.size)]
-    made = type(channel.host).__name__
+    kind = type(channel.host).__name__
     channel.close()
-    return made, table.tolist(), [vector.tolist() for vector in sums], [str(one.message) for one in caught]
+    return kind, table.tolist(), [vector.tolist() for vector in sums], [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize(
     ("backend", "ranks", "hosts", "kind"),
     [("pools", 2, 1, "HostChannel"), ("pools", 4, 2, "Channel"), ("gloo", 3, 2, "Channel")],
 )
-def test_host_data_beside_gradients_on_a_device_has_a_channel_of_its_own(
+def test_host_data_of_device_models_uses_a_separate_channel(
     request: pytest.FixtureRequest, backend: str, ranks: int, hosts: int, kind: str
 ) -> None:
-    """Through shared memory on one host, shared memory and Gloo on several, and Gloo alone where these differ."""
+    """Shared memory on one host, shared memory and Gloo on several hosts, and Gloo alone for uneven hosts."""
     total = sum((values(rank).double() for rank in range(ranks)), torch.zeros(LENGTH, dtype=torch.float64))
-    for made, rows, sums, warned in request.getfixturevalue(backend).run(ranks, host_channel, hosts):
-        assert made == kind
+    for channel_kind, rows, sums, warned in request.getfixturevalue(backend).run(ranks, run_host_channel, hosts):
+        assert channel_kind == kind
         assert rows == [[other, 2**53 + other] for other in range(ranks)]
         assert sums == [(total * turn).tolist() for turn in range(5)]
-        assert not [text for text in warned if "uses Gloo" in text and backend == "gloo"]  # it is no news
+        assert not [text for text in warned if "uses Gloo" in text and backend == "gloo"]  # already known
 
 
-def many_collectives(world: World) -> None:
+def launch_many_collectives(world: World) -> None:
     with warnings.catch_warnings(), environment(**{SPLIT: "2"}):
         warnings.simplefilter("ignore")
         group = dist.new_group(backend="paceline")
@@ -103,30 +103,30 @@ def many_collectives(world: World) -> None:
     assert last == 2
 
 
-def test_gloo_s_threads_let_go_of_tensors_while_collectives_are_launched(pools: Pools) -> None:
-    """They need the interpreter's lock, which a collective that ``super()`` launched held: both waited for good."""
-    pools.run(2, many_collectives)
+def test_gloo_threads_release_tensors_while_collectives_are_launched(pools: Pools) -> None:
+    """They need the GIL, which a collective launched through ``super()`` held: both deadlocked."""
+    pools.run(2, launch_many_collectives)
 
 
-def beside_a_gpu(world: World) -> tuple[str, list[float], list[float], int]:
-    """What the channel of a model on a GPU does with tensors that are not there."""
+def run_gpu_channel(world: World) -> tuple[str, list[float], list[float], int]:
+    """Run the collectives of a GPU model's channel on CPU tensors."""
     channel = open_channel(dist.group.WORLD, torch.device("cuda"))
     vector = channel.allocate(LENGTH, torch.float32)
     vector.copy_(values(world.rank))
-    channel.wait(channel.all_reduce(vector), "sum of what is on the CPU")
+    channel.wait(channel.all_reduce(vector), "sum of CPU tensors")
     buffers = [values(world.rank), torch.tensor([world.rank])]
     channel.broadcast(buffers, 1)
     channel.free(vector)
     channel.progress()
-    made = type(channel).__name__
+    kind = type(channel).__name__
     channel.close()
-    return made, vector.tolist(), buffers[0].tolist(), int(buffers[1])
+    return kind, vector.tolist(), buffers[0].tolist(), int(buffers[1])
 
 
-def test_what_a_model_on_a_gpu_has_on_the_cpu_goes_through_the_host_channel(pools: Pools, gloo: Pools) -> None:
+def test_cpu_tensors_of_a_gpu_model_use_the_host_channel(pools: Pools, gloo: Pools) -> None:
     total = (values(0) + values(1)).tolist()
     for ranks in (pools, gloo):
-        assert ranks.run(2, beside_a_gpu) == [("DeviceChannel", total, values(1).tolist(), 1)] * 2
+        assert ranks.run(2, run_gpu_channel) == [("DeviceChannel", total, values(1).tolist(), 1)] * 2
 
 
 def read_alone(world: World) -> None:
@@ -138,17 +138,17 @@ def read_alone(world: World) -> None:
         channel.wait(launched, "sum")
         dist.send(torch.ones(1), 1)
     else:
-        dist.recv(torch.ones(1), 0)  # comes only after rank 0 has read
+        dist.recv(torch.ones(1), 0)  # arrives only after rank 0 has read
         channel.wait(launched, "sum")
     assert vector.tolist() == (values(0).double() + values(1).double()).tolist()
 
 
-def test_a_control_block_is_read_though_the_others_have_only_launched_theirs(pools: Pools) -> None:
-    """Between backward and the optimizer a rank may wait in a collective of the user's, and then helps nobody."""
+def test_control_block_can_be_read_before_other_ranks_read_theirs(pools: Pools) -> None:
+    """Between backward and the optimizer step a rank may wait in a user's collective without making progress."""
     pools.run(2, read_alone)
 
 
-def unreachable(world: World) -> str:
+def open_unreachable_group(world: World) -> str:
     group = dist.group.WORLD
     variables = {TEST_HOST_CHANNEL: "1", "GLOO_SOCKET_IFNAME": "nowhere0", SPLIT: "2"}
     with environment(**variables), pytest.raises(CommunicationError) as caught:
@@ -156,9 +156,9 @@ def unreachable(world: World) -> str:
     return str(caught.value)
 
 
-def test_hosts_that_cannot_reach_each_other_beside_nccl_are_said_at_once_and_by_name(pools: Pools) -> None:
-    """A world that was initialized with NCCL alone has made no connection between CPUs; the wrapper is the first to."""
-    for message in pools.run(2, unreachable):
+def test_unreachable_hosts_beside_nccl_are_reported_immediately(pools: Pools) -> None:
+    """A world initialized with only NCCL has no connections between CPUs; the wrapper opens the first one."""
+    for message in pools.run(2, open_unreachable_group):
         assert "ranks exchange control blocks between their CPUs" in message
         assert "initialized with NCCL alone" in message
         assert "GLOO_SOCKET_IFNAME" in message

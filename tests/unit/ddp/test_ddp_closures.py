@@ -1,4 +1,4 @@
-"""``optimizer.step(closure)``, whose backward may be the one that synchronizes what no_sync() has accumulated."""
+"""``optimizer.step(closure)``: the closure's backward may synchronize gradients accumulated under no_sync()."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ranks import Ranks
 
 
 class Sam(torch.optim.Optimizer):
-    """Takes a step with the gradient at weights that were moved along the gradient from before the step."""
+    """Sharpness-aware minimization: uses the gradient at weights moved along the previous gradient."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(list(parameters), {})
@@ -50,7 +50,7 @@ def net() -> nn.Module:
 
 
 def batches(world: World) -> Iterator[tuple[Tensor, Tensor]]:
-    """A whole batch, and this rank's part of it."""
+    """Yield global batches and this rank's part of each."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
         whole = torch.randn(4 * world.size, 3, generator=generator, dtype=torch.float64)
@@ -90,7 +90,7 @@ def last_micro_batch_in_the_closure(world: World, weighted: bool, by_keyword: bo
 
 @pytest.mark.parametrize(("weighted", "by_keyword"), [(False, True), (True, False)])
 def test_the_last_micro_batch_may_run_inside_the_closure(ranks: Ranks, weighted: bool, by_keyword: bool) -> None:
-    """As Lightning's loop does it; the step was refused before the closure had run."""
+    """Lightning's loop does this; the step used to be refused before the closure ran."""
     ranks.run(last_micro_batch_in_the_closure, weighted, by_keyword)
 
 
@@ -102,7 +102,7 @@ def sharpness_aware(world: World) -> int:
     model, twin = DistributedDataParallel(net()), net()
     ours, theirs = Sam(model.parameters()), Sam(twin.parameters())
     for whole, x in batches(world):
-        with model.no_sync():  # of the whole batch, so that ranks move their weights alike
+        with model.no_sync():  # on the whole batch, so that all ranks move their weights equally
             backward(model, whole)
         ours.step(partial(backward, model, x))
         backward(twin, whole)
@@ -136,6 +136,6 @@ def local_gradients_after_the_closure(world: World, make: Callable[..., torch.op
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, IgnoresItsClosure])
-def test_a_closure_that_synchronizes_nothing_is_refused(ranks: Ranks, make: Any) -> None:
+def test_closure_without_a_synchronized_backward_is_refused(ranks: Ranks, make: Any) -> None:
     for message in ranks.run(local_gradients_after_the_closure, make):
         assert "optimizer.step(closure) found gradients" in message

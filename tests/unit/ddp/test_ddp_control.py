@@ -16,7 +16,7 @@ NOTHING: tuple[list[int], list[int], list[int]] = ([], [], [])
 
 
 def exchange(*ranks: tuple[list[int], list[int], list[int], Status]) -> list[ControlBlock]:
-    """Blocks as they are after the sum over ranks; each rank gives absent, non-finite, late, status."""
+    """Return blocks after the sum over ranks; each rank passes absent, non-finite, late and status."""
     blocks = [ControlBlock(NAMES, rank, len(ranks)) for rank in range(len(ranks))]
     total = torch.stack([block.fill(*mine).clone() for block, mine in zip(blocks, ranks, strict=True)]).sum(0)
     for block in blocks:
@@ -25,16 +25,16 @@ def exchange(*ranks: tuple[list[int], list[int], list[int], Status]) -> list[Con
 
 
 def statuses(*status: Status) -> list[ControlBlock]:
-    return exchange(*[(*NOTHING, one) for one in status])
+    return exchange(*[(*NOTHING, rank_status) for rank_status in status])
 
 
 def messages(blocks: list[ControlBlock], kind: type[Exception] = DesyncError) -> list[str]:
-    found = []
+    result = []
     for block in blocks:
         with pytest.raises(kind) as caught:
             block.check(block.statuses())
-        found.append(str(caught.value))
-    return found
+        result.append(str(caught.value))
+    return result
 
 
 def test_a_parameter_is_absent_only_if_no_rank_has_a_gradient() -> None:
@@ -42,7 +42,7 @@ def test_a_parameter_is_absent_only_if_no_rank_has_a_gradient() -> None:
     assert [block.absent_everywhere() for block in blocks] == [[2]] * 3
 
 
-def test_late_is_what_any_rank_reports() -> None:
+def test_gradient_late_on_any_rank_counts_as_late() -> None:
     blocks = exchange(([], [], [1], Status()), ([], [], [1, 2], Status()))
     assert [block.second_pass() for block in blocks] == [([], [1, 2])] * 2
 
@@ -51,8 +51,8 @@ def test_late_is_what_any_rank_reports() -> None:
     ("absent", "sparse", "late", "expected"),
     [
         (([], []), ([1], [1]), ([], []), ([1], [])),
-        (([], [1]), ([1], []), ([], []), ([1], [])),  # one rank has none, which counts as zero
-        (([], []), ([1], []), ([], []), ([], [1])),  # the other's is dense
+        (([], [1]), ([1], []), ([], []), ([1], [])),  # one rank has no gradient, which counts as zero
+        (([], []), ([1], []), ([], []), ([], [1])),  # the other rank's gradient is dense
         (([], []), ([1], [1]), ([2], []), ([1], [2])),
         (([1], [1]), ([], []), ([], []), ([], [])),
     ],
@@ -67,7 +67,7 @@ def test_an_average_is_sparse_if_all_gradients_are(absent: Any, sparse: Any, lat
         assert block.second_pass() == expected
 
 
-def test_every_rank_reads_what_each_reported() -> None:
+def test_every_rank_reads_all_reports() -> None:
     given = [Status(3, 2, 2.5, WEIGHTED, 0, False), Status(4, 5, 0.0, 0, 0, True), Status()]
     for block in statuses(*given):
         assert block.statuses() == given
@@ -78,38 +78,38 @@ def test_large_counts_survive_the_sum() -> None:
     assert statuses(Status(forwards=count), Status())[1].statuses()[0].forwards == count
 
 
-def test_a_block_is_filled_anew_each_time() -> None:
+def test_filling_a_block_overwrites_its_previous_contents() -> None:
     block = ControlBlock(NAMES, 1, 2)
     block.fill([0], [1], [2], Status(forwards=9, aborted=True))
     clean = ControlBlock(NAMES, 1, 2)
     assert torch.equal(block.fill([], [], [], Status()), clean.fill([], [], [], Status()))
 
 
-def test_ranks_that_agree_raise_nothing() -> None:
+def test_equal_ranks_pass_the_check() -> None:
     status = Status(forwards=5, optimizer_steps=4, weighting=WEIGHTED)
     for block in statuses(status, Status(**{**vars(status), "weight": 7.0})):
         block.check(block.statuses())
 
 
 @pytest.mark.parametrize(
-    ("field", "values", "said"),
+    ("field", "values", "expected"),
     [
         ("forwards",        [2, 1, 1], "rank 0 has 2, ranks 1, 2 have 1 steps with a forward pass in training mode"),
         ("optimizer_steps", [3, 3, 4], "ranks 0, 1 have 3, rank 2 has 4 optimizer steps"),
     ],
 )  # fmt: skip
-def test_a_difference_names_ranks_and_values_on_every_rank(field: str, values: list[int], said: str) -> None:
+def test_a_difference_names_ranks_and_values_on_every_rank(field: str, values: list[int], expected: str) -> None:
     for message in messages(statuses(*[Status(**{field: value}) for value in values])):
-        assert message.startswith(f"ranks differ: {said}; ")
+        assert message.startswith(f"ranks differ: {expected}; ")
 
 
-def test_ranks_that_do_not_weigh_are_named() -> None:
+def test_unweighted_ranks_are_named() -> None:
     weighed, not_weighed = Status(weighting=WEIGHTED), Status(weighting=UNWEIGHTED)
     for message in messages(statuses(weighed, not_weighed, Status())):
         assert re.search(r"rank 1 averaged gradients computed outside model\.weight\(\)", message)
 
 
-def test_an_aborted_rank_is_named_by_the_others_and_silent_itself() -> None:
+def test_aborted_rank_is_named_only_by_the_other_ranks() -> None:
     first, second, third = statuses(Status(), Status(aborted=True), Status())
     second.check(second.statuses())
     assert messages([first, third]) == [
@@ -119,7 +119,7 @@ def test_an_aborted_rank_is_named_by_the_others_and_silent_itself() -> None:
     ]
 
 
-def test_where_all_ranks_aborted_none_complains() -> None:
+def test_no_error_if_all_ranks_aborted() -> None:
     for block in statuses(Status(aborted=True, forwards=1), Status(aborted=True, forwards=2)):
         block.check(block.statuses())
 
@@ -146,13 +146,13 @@ def test_scale(weights: list[float], weighting: list[int], expected: float) -> N
     assert compute_scale(pairs) == pytest.approx(expected, rel=1e-15)
 
 
-TOLD = Origin(*(2**52 + number for number in range(len(Origin._fields))))
+ORIGIN = Origin(*(2**52 + number for number in range(len(Origin._fields))))
 
 
-def test_every_field_of_status_travels() -> None:
-    """A new field has to survive float64, and its default says what kind it is."""
+def test_every_status_field_is_transmitted() -> None:
+    """A new field must survive the conversion to float64; its default determines its type."""
     for name, default in vars(Status()).items():
-        value: Any = (not default) if isinstance(default, bool) else default + 3 if name != "data" else TOLD
+        value: Any = (not default) if isinstance(default, bool) else default + 3 if name != "data" else ORIGIN
         if name in ("non_finite", "idle"):
             continue  # counted by the block itself
         (block, _) = statuses(Status(**{name: value}), Status())
@@ -162,11 +162,11 @@ def test_every_field_of_status_travels() -> None:
 
 @pytest.mark.parametrize("section", range(4), ids=["absent", "non-finite", "late", "sparse"])
 def test_a_step_is_usual_only_if_no_rank_reports_a_parameter(section: int) -> None:
-    """The shortcuts of a usual step are left as soon as one rank has one thing to tell, and taken again after it."""
+    """Shortcuts for usual steps are disabled once any rank has something to report, and used again afterwards."""
     blocks = [ControlBlock(NAMES, rank, 2) for rank in range(2)]
 
     def is_usual(*marked: int) -> bool:
-        """Whether a step is in which rank 1 reports the parameters `marked`."""
+        """Return whether a step counts as usual if rank 1 reports the parameters `marked`."""
         mine: list[list[int]] = [[], [], [], []]
         mine[section] = list(marked)
         absent, unclean, late, sparse = mine
@@ -180,20 +180,20 @@ def test_a_step_is_usual_only_if_no_rank_reports_a_parameter(section: int) -> No
     assert [is_usual(), is_usual(2), is_usual()] == [True, False, True]
 
 
-def test_equal_reports_of_a_usual_step_are_read_as_they_were_given() -> None:
-    given = Status(3, 2, 1, 7, 2.5, WEIGHTED, data=TOLD)
+def test_equal_reports_of_a_usual_step_are_read_unchanged() -> None:
+    given = Status(3, 2, 1, 7, 2.5, WEIGHTED, data=ORIGIN)
     for block in statuses(given, given, given):
         assert block.statuses() == [given] * 3
         block.check(block.statuses())
 
 
-def test_a_rank_that_mixes_modes_is_named_where_all_reports_are_equal() -> None:
+def test_mixed_weighting_is_reported_even_if_all_ranks_agree() -> None:
     both = Status(weighting=WEIGHTED | UNWEIGHTED)
     for message in messages(statuses(both, both)):
         assert re.search(r"ranks 0, 1 averaged gradients computed outside model\.weight\(\)", message)
 
 
-def test_a_block_without_the_order_is_filled_and_read_as_before() -> None:
+def test_block_works_the_same_without_the_arrival_order() -> None:
     block = ControlBlock(NAMES, 0, 1)
     block.fill([], [], [], Status(forwards=1), (), [2, 0, 1])
     assert block.order() == [2, 0, 1]

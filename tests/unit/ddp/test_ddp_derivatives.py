@@ -1,8 +1,8 @@
-"""Losses made of derivatives are averaged, also where their backward reaches no output of the wrapper.
+"""Losses of derivatives are averaged even if their backward reaches no output of the wrapper.
 
-``autograd.grad(model(x).sum(), x, create_graph=True)`` runs through the output, but the backward of a loss on the
-result need not: WGAN-GP's penalty, R1, physical residuals, forces. Such gradients stayed local, and where they were
-added to an average that was there already, the optimizer's guard could not see it.
+``autograd.grad(model(x).sum(), x, create_graph=True)`` goes through the output, but the backward of a loss on its
+result may not: the WGAN-GP penalty, R1, physical residuals, forces. These gradients used to stay local, and the
+optimizer's guard missed them if they were added to an existing average.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Models = tuple[nn.Module, nn.Module]
 
 
 def build(activation: type[nn.Module]) -> nn.ModuleList:
-    """Two nets with a common body. Derivatives of a ReLU net have no biases in them."""
+    """Build two nets with a shared body. Derivatives of a ReLU net do not depend on its biases."""
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(6, 8), activation(), nn.Linear(8, 4), activation())
     return nn.ModuleList(nn.Sequential(body, nn.Linear(4, 1)) for _ in range(2)).double()
 
 
 def slope(model: nn.Module, x: Tensor) -> Tensor:
-    """A penalty on the model's derivatives; its output is gone when this returns."""
+    """Return a penalty on the model's derivatives; the output is freed on return."""
     x = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     return (gradient.square().sum(1) - 1).square().mean()
@@ -71,17 +71,17 @@ def accumulated(models: Models, x: Tensor) -> None:
     slope(model, x + 1).backward()
 
 
-def two_with_a_common_body(models: Models, x: Tensor) -> None:
+def two_models_with_a_shared_body(models: Models, x: Tensor) -> None:
     (slope(models[0], x) + slope(models[1], x + 1)).backward()
 
 
-def one_of_two_with_a_common_body(models: Models, x: Tensor) -> None:
+def one_of_two_with_a_shared_body(models: Models, x: Tensor) -> None:
     slope(models[0], x).backward()
     slope(models[1], x).backward()
 
 
 def penalty_on_gradients(models: Models, x: Tensor) -> None:
-    """On those of the whole batch, which are averaged by a collective that autograd knows."""
+    """Penalize the gradients of the whole batch, averaged by a differentiable collective."""
     model = models[0]
     loss = model(x).square().mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
@@ -99,16 +99,16 @@ LOSSES = [
     penalty_taken_before_a_plain_loss,
     residual_beside_data,
     accumulated,
-    two_with_a_common_body,
-    one_of_two_with_a_common_body,
+    two_models_with_a_shared_body,
+    one_of_two_with_a_shared_body,
 ]
 
 
-def beside_one_process(world: World, loss: Callable[[Models, Tensor], None]) -> None:
-    bare = build(nn.ReLU if loss in (penalty_alone, one_of_two_with_a_common_body) else nn.Tanh)
+def compare_with_twin(world: World, loss: Callable[[Models, Tensor], None]) -> None:
+    bare = build(nn.ReLU if loss in (penalty_alone, one_of_two_with_a_shared_body) else nn.Tanh)
     twin = copy.deepcopy(bare)
-    models = tuple(DistributedDataParallel(one, unused_parameters="allow") for one in bare)
-    optimizers = [torch.optim.SGD(one.parameters(), 0.05, momentum=0.9) for one in (bare, twin)]
+    models = tuple(DistributedDataParallel(module, unused_parameters="allow") for module in bare)
+    optimizers = [torch.optim.SGD(module.parameters(), 0.05, momentum=0.9) for module in (bare, twin)]
     for step in range(4):
         batch = torch.randn(4 * world.size, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         for optimizer in optimizers:
@@ -123,10 +123,10 @@ def beside_one_process(world: World, loss: Callable[[Models, Tensor], None]) -> 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_losses_of_derivatives_equal_one_process(pools: Pools, loss: Callable[[Models, Tensor], None]) -> None:
-    pools.run(2, beside_one_process, loss)
+    pools.run(2, compare_with_twin, loss)
 
 
-def rewrapped(world: World) -> None:
+def wrap_again(world: World) -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     old = DistributedDataParallel(model)
     old(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
@@ -138,30 +138,30 @@ def rewrapped(world: World) -> None:
     same_gradients(model, twin)
 
 
-def test_a_wrapper_averages_derivatives_while_an_older_one_lives(pools: Pools) -> None:
-    # All parameters are common to both, and neither one's output tells whose backward it is.
-    pools.run(2, rewrapped)
+def test_derivatives_are_averaged_while_an_older_wrapper_is_alive(pools: Pools) -> None:
+    # The wrappers share all parameters, and no output shows which wrapper's backward runs.
+    pools.run(2, wrap_again)
 
 
-def said_of_graphs(world: World) -> list[list[str]]:
-    """Warnings of three backwards that make a graph; the first is local, where ``p.grad`` has one."""
+def create_graph_warnings(world: World) -> list[list[str]]:
+    """Return the warnings of three backwards with ``create_graph=True``; only the first, local one keeps a graph."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(6, 1).double())
-    said = []
+    warned = []
     for step in range(3):
         with warnings.catch_warnings(record=True) as caught, model.no_sync() if step == 0 else nullcontext():
             warnings.simplefilter("always")
             model(torch.ones(2, 6, dtype=torch.float64) * (world.rank + 1)).square().sum().backward(create_graph=True)
-        said.append([f"{Path(each.filename).name}: {each.message}" for each in caught if "p.grad" in str(each.message)])
+        warned.append([f"{Path(w.filename).name}: {w.message}" for w in caught if "p.grad" in str(w.message)])
         assert all(parameter.grad.requires_grad == (step == 0) for parameter in model.parameters())
         model.zero_grad()
-    return said
+    return warned
 
 
-def test_a_graph_of_averages_is_not_promised_in_silence(pools: Pools) -> None:
-    # As in torch DDP, p.grad is a constant; a penalty on it ended in torch's «does not require grad».
-    first, second = pools.run(2, said_of_graphs)
-    assert [len(said) for said in first] == [0, 1, 0]
+def test_create_graph_warns_that_averages_are_not_differentiable(pools: Pools) -> None:
+    # As in torch DDP, p.grad is a constant; a penalty on it failed with torch's "does not require grad".
+    first, second = pools.run(2, create_graph_warnings)
+    assert [len(warned) for warned in first] == [0, 1, 0]
     assert first[1][0].startswith("test_ddp_derivatives.py: after backward(create_graph=True) p.grad is the average")
     assert "torch.autograd.grad(loss, parameters, create_graph=True)" in first[1][0]
     assert second == [[], [], []]

@@ -1,4 +1,4 @@
-"""An ordinary step has no collective but those of its buckets, and a surprise on one rank is known to all of them."""
+"""An ordinary step runs only the collectives of its buckets; all ranks still learn of a surprise on one rank."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SIZE = 3
 # -- the digest alone ----------------------------------------------------------------------------------------------
 
 
-def summed(positions: list[tuple[int, ...] | None], dtype: torch.dtype, factor: float) -> list[bool]:
-    """What each rank reads from tails with these positions, summed and multiplied."""
+def read_digests(positions: list[tuple[int, ...] | None], dtype: torch.dtype, factor: float) -> list[bool]:
+    """Return whether each rank reads agreement from the tails of these positions, summed and scaled."""
     size = len(positions)
     digests = [StatusDigest(rank, size) for rank in range(size)]
-    tails = [torch.full((width(size),), 7.0, dtype=dtype) for _ in range(size)]  # of the step before
+    tails = [torch.full((width(size),), 7.0, dtype=dtype) for _ in range(size)]  # from the previous step
     for digest, tail, position in zip(digests, tails, positions, strict=True):
         digest.write(tail, position, 0.0)
     total = torch.stack(tails).sum(0) * factor
@@ -40,22 +40,22 @@ def summed(positions: list[tuple[int, ...] | None], dtype: torch.dtype, factor: 
 
 @pytest.mark.parametrize("factor", [1.0, 1 / 3, 1 / 7000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_ranks_agree_where_their_positions_are_equal(dtype: torch.dtype, factor: float) -> None:
+def test_digests_agree_only_for_equal_positions(dtype: torch.dtype, factor: float) -> None:
     same = (3, 2, 0, 17, -1, 2**52 - 1)
-    assert summed([same] * SIZE, dtype, factor) == [True] * SIZE
+    assert read_digests([same] * SIZE, dtype, factor) == [True] * SIZE
     for place in range(len(same)):
         other = tuple(number + (at == place) for at, number in enumerate(same))
         for odd in range(SIZE):
             positions = [other if rank == odd else same for rank in range(SIZE)]
-            assert summed(positions, dtype, factor) == [False] * SIZE
+            assert read_digests(positions, dtype, factor) == [False] * SIZE
             silent = [None if rank == odd else same for rank in range(SIZE)]
-            assert summed(silent, dtype, factor) == [False] * SIZE
-    assert summed([None] * SIZE, dtype, factor) == [False] * SIZE
+            assert read_digests(silent, dtype, factor) == [False] * SIZE
+    assert read_digests([None] * SIZE, dtype, factor) == [False] * SIZE
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weights", [[1.0, 2.0, 3.0], [0.1, 1e300, 5e-324]])
-def test_weights_are_read_to_the_bit(dtype: torch.dtype, weights: list[float]) -> None:
+def test_weights_are_read_exactly(dtype: torch.dtype, weights: list[float]) -> None:
     digests = [StatusDigest(rank, SIZE) for rank in range(SIZE)]
     tails = [torch.full((width(SIZE),), 7.0, dtype=dtype) for _ in range(SIZE)]
     for digest, tail, weight in zip(digests, tails, weights, strict=True):
@@ -65,15 +65,15 @@ def test_weights_are_read_to_the_bit(dtype: torch.dtype, weights: list[float]) -
 
 
 @pytest.mark.parametrize("factor", [0.0, float("nan"), float("inf")])
-def test_what_cannot_be_read_is_no_agreement(factor: float) -> None:
-    assert summed([(1, 2)] * SIZE, torch.float32, factor) == [False] * SIZE
+def test_unreadable_digest_counts_as_disagreement(factor: float) -> None:
+    assert read_digests([(1, 2)] * SIZE, torch.float32, factor) == [False] * SIZE
 
 
 # -- steps of several ranks ----------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """A part that may be left out, and one that may run in reentrant checkpoints, which makes its gradient late."""
+    """An optional part, and a part that may run in reentrant checkpoints, which delays its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,14 +94,14 @@ def data(rank: int, step: int) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.double)
 
 
-ALIKE = ("weight", "absent everywhere")
-"""Events on all ranks, about which they need not exchange anything."""
+ON_ALL_RANKS = ("weight", "absent everywhere")
+"""Events that happen on all ranks, which need no exchange."""
 
 
 def surprising_steps(
     world: World, surprise: str, cap: float, reduce_dtype: torch.dtype | None = None
 ) -> list[tuple[bool, bool]]:
-    """For each step, whether gradients are those of one process, and whether control blocks were exchanged."""
+    """Return for each step whether gradients equal one process and whether control blocks were exchanged."""
     torch.manual_seed(0)
     twin, net = Net(), Net()
     net.load_state_dict(twin.state_dict())
@@ -115,67 +115,67 @@ def surprising_steps(
         return fill(*arguments, **options)
 
     plan = []
-    # All of them first: a backward that the wrapper does not see, between two steps, asks for a comparison of replicas.
+    # Run the twin first: an unwrapped backward between two steps would trigger a comparison of replicas.
     for step in range(2 * USUAL_STEPS + 8):
         happens = surprise if step in (4, 5 + USUAL_STEPS) else ""
-        on = [happens if rank == world.size - 1 or happens in ALIKE else "" for rank in range(world.size)]
+        on = [happens if rank == world.size - 1 or happens in ON_ALL_RANKS else "" for rank in range(world.size)]
         weights = [1.0 + rank if happens == "weight" else 1.0 for rank in range(world.size)]
         losses = [twin(data(rank, step), on[rank]).square() for rank in range(world.size)]
         whole = torch.stack([loss.sum() if happens == "weight" else loss.mean() for loss in losses])
         (whole.sum() / sum(weights)).backward()
         plan.append((happens, on, weights, [parameter.grad for parameter in twin.parameters()]))
         twin.zero_grad()
-    found: list[tuple[bool, bool]] = []
+    results: list[tuple[bool, bool]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ControlBlock, "fill", counted)
-        for step, (happens, on, weights, wanted) in enumerate(plan):
+        for step, (happens, on, weights, expected_gradients) in enumerate(plan):
             exchanged.clear()
             with model.weight(weights[world.rank]) if happens == "weight" else nullcontext():
                 out = model(data(world.rank, step), on[world.rank])
                 (out.square().sum() if happens == "weight" else out.square().mean()).backward()
             same = all(
                 torch.allclose(ours.grad, theirs, rtol=rtol, atol=atol)
-                for ours, theirs in zip(net.parameters(), wanted, strict=True)
+                for ours, theirs in zip(net.parameters(), expected_gradients, strict=True)
                 if ours.grad is not None and theirs is not None
             )
-            found.append((same, bool(exchanged)))
+            results.append((same, bool(exchanged)))
             model.zero_grad()
-    return found
+    return results
 
 
 def expected(surprise: str) -> list[tuple[bool, bool]]:
-    """An exchange in the first step, after steps 1, 3, 7, … to compare replicas, and for a while after a surprise."""
+    """Expect exchanges in the first step, after steps 1, 3, 7, … to compare replicas, and after each surprise."""
     surprises = [4, 5 + USUAL_STEPS] if surprise else []
     exchanges = {0, 1, 3, 7, 15, 31, *(step + more for step in surprises for more in range(USUAL_STEPS + 1))}
     return [(True, step in exchanges) for step in range(2 * USUAL_STEPS + 8)]
 
 
 ROWS = [("pools", 3, 25.0, surprise) for surprise in ("", "absent", "late")]
-ROWS += [("gloo", 2, 3e-4, surprise) for surprise in ("late", *ALIKE)]
+ROWS += [("gloo", 2, 3e-4, surprise) for surprise in ("late", *ON_ALL_RANKS)]
 
 
 @pytest.mark.parametrize(("backend", "size", "cap", "surprise"), ROWS)
-def test_control_blocks_are_exchanged_where_a_rank_has_something_to_report(
+def test_control_blocks_are_exchanged_only_if_a_rank_has_something_to_report(
     request: pytest.FixtureRequest, backend: str, size: int, cap: float, surprise: str
 ) -> None:
-    for rank, found in enumerate(request.getfixturevalue(backend).run(size, surprising_steps, surprise, cap)):
+    for rank, results in enumerate(request.getfixturevalue(backend).run(size, surprising_steps, surprise, cap)):
         if surprise == "late" and cap == 25.0:
-            # Nothing comes late into the last bucket, which is filled when backward has ended. But checkpoints ran
-            # backwards of their own in steps 4 and 21 on the last rank, which asks for a comparison in the second step
-            # after each. All ranks compare in the step after that.
-            assert found == [(True, step in {0, 1, 3, 6, 7, 15, 23, 24}) for step in range(2 * USUAL_STEPS + 8)]
+            # No gradient is late for the last bucket, which fills at the end of backward. But checkpoints ran nested
+            # backwards on the last rank in steps 4 and 21, which request a comparison two steps later. All ranks
+            # compare in the step after that.
+            assert results == [(True, step in {0, 1, 3, 6, 7, 15, 23, 24}) for step in range(2 * USUAL_STEPS + 8)]
         else:
-            assert found == expected("" if surprise in ALIKE else surprise), f"rank {rank}"
+            assert results == expected("" if surprise in ON_ALL_RANKS else surprise), f"rank {rank}"
 
 
-def test_weights_of_float16_buckets_need_no_exchange_either(pools: Pools) -> None:
-    """These are scaled with the weights after the sum, which the digest tells like all others."""
-    for rank, found in enumerate(pools.run(3, surprising_steps, "weight", 25.0, torch.float16)):
-        assert found == expected(""), f"rank {rank}"
+def test_weights_with_float16_buckets_need_no_exchange(pools: Pools) -> None:
+    """Float16 buckets are scaled by the weights after the sum; the digest carries the weights as usual."""
+    for rank, results in enumerate(pools.run(3, surprising_steps, "weight", 25.0, torch.float16)):
+        assert results == expected(""), f"rank {rank}"
 
 
-def mixed_paths(world: World, who: list[int], cap: float) -> tuple[list[bytes], int]:
-    """Gradients of steps in which the ranks `who` record every other time."""
+def train_with_recording(world: World, recording: list[int], cap: float) -> tuple[list[bytes], int]:
+    """Return gradients of steps with the ranks `who` recording every other step."""
     torch.manual_seed(0)
     net = Net()
     model = DistributedDataParallel(net, bucket_cap_mb=cap)
@@ -185,7 +185,7 @@ def mixed_paths(world: World, who: list[int], cap: float) -> tuple[list[bytes], 
         fill = ControlBlock.fill
         patch.setattr(ControlBlock, "fill", lambda *a, **o: (fills.append(1), fill(*a, **o))[1])
         for step in range(8):
-            recorder.on = world.rank in who and step % 2 == 1
+            recorder.on = world.rank in recording and step % 2 == 1
             try:
                 model(data(world.rank, step), "").square().mean().backward()
             finally:
@@ -197,44 +197,44 @@ def mixed_paths(world: World, who: list[int], cap: float) -> tuple[list[bytes], 
 
 
 @pytest.mark.parametrize("cap", [25.0, 3e-4])
-def test_ranks_that_record_and_ranks_that_do_not_get_the_same_bits(pools: Pools, cap: float) -> None:
-    results = [pools.run(3, mixed_paths, who, cap) for who in ([], [1, 2], [0, 1, 2])]
+def test_recording_on_some_ranks_does_not_change_the_bits(pools: Pools, cap: float) -> None:
+    results = [pools.run(3, train_with_recording, recording, cap) for recording in ([], [1, 2], [0, 1, 2])]
     (gradients, fills), *_ = results[0]
     assert fills == 4  # in the first step, and to compare replicas after steps 1, 3 and 7
-    for each in results:
-        assert each == [(gradients, 4)] * 3
+    for result in results:
+        assert result == [(gradients, 4)] * 3
 
 
-def steps_alone(world: World, cap: float) -> list[str]:
-    """What each backward says when the last rank has taken an optimizer step more, in the fourth step."""
+def train_with_an_extra_step(world: World, cap: float) -> list[str]:
+    """Return the error of each backward when the last rank takes an extra optimizer step after the third."""
     torch.manual_seed(0)
     net = Net()
     model = DistributedDataParallel(net, bucket_cap_mb=cap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    said = []
+    errors = []
     for step in range(5):
         try:
             model(data(world.rank, step), "").square().mean().backward()
-            said.append("")
+            errors.append("")
         except DesyncError as error:
-            said.append(str(error))
+            errors.append(str(error))
         optimizer.step()
         if step == 2 and world.rank == world.size - 1:
             optimizer.step()
         optimizer.zero_grad()
-    return said
+    return errors
 
 
 @pytest.mark.parametrize(("size", "cap"), [(2, 25.0), (4, 3e-4)])
-def test_a_rank_that_is_ahead_is_named_in_the_same_step(pools: Pools, size: int, cap: float) -> None:
-    for said in pools.run(size, steps_alone, cap):
-        assert said[:3] == [""] * 3
-        assert said[3].startswith("ranks differ: rank")
-        assert f"rank {size - 1} has 4 optimizer steps" in said[3]
+def test_rank_ahead_of_the_others_is_named_in_the_same_step(pools: Pools, size: int, cap: float) -> None:
+    for errors in pools.run(size, train_with_an_extra_step, cap):
+        assert errors[:3] == [""] * 3
+        assert errors[3].startswith("ranks differ: rank")
+        assert f"rank {size - 1} has 4 optimizer steps" in errors[3]
 
 
-def passed_through(world: World) -> list[int]:
-    """Sums launched in each step, where the module is frozen in every other one."""
+def train_partly_frozen(world: World) -> list[int]:
+    """Return the number of sums launched in each step, with the module frozen in every other step."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(), bucket_cap_mb=3e-4, init_sync=False)
     launched, sums = [], []
@@ -254,7 +254,7 @@ def passed_through(world: World) -> list[int]:
     return launched
 
 
-def test_a_backward_that_only_passes_through_launches_nothing(pools: Pools) -> None:
-    # As where a discriminator judges for the generator's sake.
-    for launched in pools.run(2, passed_through):
+def test_backward_through_a_frozen_module_launches_no_collectives(pools: Pools) -> None:
+    # Like a discriminator in the generator's step.
+    for launched in pools.run(2, train_partly_frozen):
         assert launched == [0, 4] * 3

@@ -1,4 +1,4 @@
-"""Weights that each rank would change by its own samples are refused by name, and equal changes are not."""
+"""Weights that depend on each rank's own samples are refused by name; equal changes are allowed."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Non
 
 
 def outcome(world: World, step: Step, build: Callable[[], nn.Module]) -> str:
-    """The first error of up to 8 steps; without one the replicas must be equal."""
+    """Return the first error of 8 steps; without an error the replicas must be equal."""
     module = build()
     model = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
     for number in range(8):
         try:
             step(model, optimizer, samples(world.rank, number))
@@ -54,7 +54,7 @@ def outcome(world: World, step: Step, build: Callable[[], nn.Module]) -> str:
     return ""
 
 
-# -- a backward past the wrapper after the synchronized one ------------------------------------------------------------
+# -- a backward bypassing the wrapper after the synchronized one -------------------------------------------------------
 
 
 def whole_module(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -73,17 +73,17 @@ def head_alone(model: DistributedDataParallel, optimizer: torch.optim.Optimizer,
 
 def equal_penalty(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     model(x).square().mean().backward()
-    sum(each.square().sum() for each in model.parameters()).backward()  # type: ignore[union-attr]
+    sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def local_perturbation(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """SAM with each rank's own ascent step; weights differ while the synchronized backward runs."""
+    """SAM with a local ascent step; weights differ while the synchronized backward runs."""
     with model.no_sync():
         model(x).square().mean().backward()
-    ascents = [0.01 * each.grad for each in model.parameters() if each.grad is not None]
+    ascents = [0.01 * p.grad for p in model.parameters() if p.grad is not None]
     with torch.no_grad():
         for parameter, ascent in zip(model.parameters(), ascents, strict=True):
             parameter.add_(ascent)
@@ -98,14 +98,14 @@ def local_perturbation(model: DistributedDataParallel, optimizer: torch.optim.Op
 
 
 @pytest.mark.parametrize(("step", "name"), [(whole_module, "parameter '0.bias'"), (head_alone, "parameter '2.weight'")])
-def test_a_backward_past_the_wrapper_after_the_synchronized_one_is_refused(pools: Pools, step: Step, name: str) -> None:
+def test_second_backward_bypassing_the_wrapper_is_refused(pools: Pools, step: Step, name: str) -> None:
     for message in pools.run(2, outcome, step, build):
         assert message.startswith(f"ReplicaMismatch: after optimizer step 1, {name}")
         assert "a backward pass that bypasses the wrapper" in message
 
 
 def head_alone_once(world: World) -> tuple[int, str]:
-    """Call a head alone after the synchronized backward of step 8, between the comparisons of steps 7 and 15."""
+    """Call only the head after the synchronized backward of step 8, between the comparisons of steps 7 and 15."""
     module = build()
     model = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -117,7 +117,7 @@ def head_alone_once(world: World) -> tuple[int, str]:
     return 15, ""
 
 
-def test_a_single_backward_past_the_wrapper_is_refused_two_steps_later(pools: Pools) -> None:
+def test_single_bypassing_backward_is_refused_two_steps_later(pools: Pools) -> None:
     for number, message in pools.run(2, head_alone_once):
         assert number == 10
         assert "parameter '2.weight'" in message
@@ -126,18 +126,18 @@ def test_a_single_backward_past_the_wrapper_is_refused_two_steps_later(pools: Po
 def perturbation_beside_another_graph(
     model: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: Tensor
 ) -> None:
-    """Rank 0 alone differentiates past the wrapper, such as for a saliency map, so it asks for a comparison alone."""
+    """Only rank 0 bypasses the wrapper, for example for a saliency map, so only rank 0 requests a comparison."""
     if dist.get_rank() == 0:
         torch.autograd.grad(model.module(x).sum(), list(model.parameters()))
     local_perturbation(model, optimizer, x)
 
 
 @pytest.mark.parametrize("step", [update, equal_penalty, local_perturbation, perturbation_beside_another_graph])
-def test_equal_changes_of_averages_and_passing_changes_of_weights_are_allowed(pools: Pools, step: Step) -> None:
+def test_equal_gradient_changes_and_temporary_weight_changes_are_allowed(pools: Pools, step: Step) -> None:
     assert pools.run(2, outcome, step, build) == ["", ""]
 
 
-def differ_from_the_start(world: World) -> None:
+def train_different_replicas(world: World) -> None:
     module = build()
     next(module.parameters()).data += world.rank
     model = DistributedDataParallel(module, init_sync=False)
@@ -146,18 +146,18 @@ def differ_from_the_start(world: World) -> None:
         update(model, optimizer, samples(world.rank, number))
 
 
-def test_who_makes_the_replicas_equal_by_himself_may_have_them_differ(pools: Pools) -> None:
-    pools.run(2, differ_from_the_start)
+def test_replicas_may_differ_with_init_sync_false(pools: Pools) -> None:
+    pools.run(2, train_different_replicas)
 
 
-def slices(world: World, passes_wrapper: str) -> str:
+def train_virtual_ranks(world: World, bypasses: str) -> str:
     module = build()
     model = DistributedDataParallel(module, virtual_ranks=4)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     try:
         for x in accumulate(model, DataLoader(torch.cat([samples(0, step) for step in range(8)]), 8)):
             model(x).square().mean().backward()
-            if passes_wrapper == "always" or (passes_wrapper == "at last" and model.do_sync):
+            if bypasses == "always" or (bypasses == "at last" and model.do_sync):
                 module(x).mean().backward()
             if model.do_sync:
                 optimizer.step()
@@ -167,16 +167,16 @@ def slices(world: World, passes_wrapper: str) -> str:
     return ""
 
 
-def test_virtual_ranks_refuse_a_backward_past_the_wrapper(pools: Pools) -> None:
-    """After the slices but the last of each rank it counted less, so the result depended on the number of ranks."""
-    assert pools.run(2, slices, "never") == ["", ""]
-    assert all("parameter '0.bias'" in message for message in pools.run(2, slices, "at last"))
+def test_virtual_ranks_refuse_a_backward_bypassing_the_wrapper(pools: Pools) -> None:
+    """Its share depended on whether it followed a rank's last slice, so results depended on the number of ranks."""
+    assert pools.run(2, train_virtual_ranks, "never") == ["", ""]
+    assert all("parameter '0.bias'" in message for message in pools.run(2, train_virtual_ranks, "at last"))
     for size in 1, 2:
-        for message in pools.run(size, slices, "always"):
+        for message in pools.run(size, train_virtual_ranks, "always"):
             assert "the gradient of '0.weight' was changed after a slice's backward" in message
 
 
-# -- updates by hand in hooks ------------------------------------------------------------------------------------------
+# -- manual updates in hooks -------------------------------------------------------------------------------------------
 
 
 def update_in_hooks(world: World, drops: bool) -> str:
@@ -209,7 +209,7 @@ def test_an_update_in_a_post_accumulate_hook_is_refused(pools: Pools, drops: boo
 
 
 class Codebook(nn.Module):
-    """Moves frozen weights toward the samples, as an EMA codebook does."""
+    """Moves frozen weights toward the samples, like an EMA codebook."""
 
     def __init__(self, *, through_data: bool, ignored: bool = False) -> None:
         super().__init__()
@@ -226,11 +226,11 @@ class Codebook(nn.Module):
 
 
 @pytest.mark.parametrize("through_data", [False, True])
-def test_a_frozen_codebook_that_forwards_change_is_refused_and_may_be_ignored(pools: Pools, through_data: bool) -> None:
+def test_frozen_codebook_updated_in_forward_is_refused_unless_ignored(pools: Pools, through_data: bool) -> None:
     for message in pools.run(2, outcome, update, partial(Codebook, through_data=through_data)):
         assert "parameter 'codes' has different bits" in message or "parameter 'codes' (and 2 more)" in message
         assert "module._ddp_params_and_buffers_to_ignore" in message
-    with pytest.raises(RankFailed, match="codes"):  # replicas differ, as was asked for
+    with pytest.raises(RankFailed, match="codes"):  # replicas differ, as requested
         pools.run(2, outcome, update, partial(Codebook, through_data=through_data, ignored=True))
 
 
@@ -240,7 +240,7 @@ LOOKUPS = [nn.Embedding, nn.EmbeddingBag]
 def wrap_lookup(world: World, kind: Any, options: dict[str, Any]) -> None:
     module: Any = nn.ModuleDict({"words": kind(30, 4, max_norm=1.0), "head": nn.Linear(4, 1)})
     if world.size == 1 and not options:
-        DistributedDataParallel(module)  # which one rank may have
+        DistributedDataParallel(module)  # allowed on a single rank
         return
     with pytest.raises(UsageError, match=rf"{kind.__name__} 'words' has max_norm=1.*torch.renorm"):
         DistributedDataParallel(module, **options)
@@ -249,13 +249,13 @@ def wrap_lookup(world: World, kind: Any, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", LOOKUPS)
-def test_an_embedding_with_max_norm_is_refused_unless_it_is_ignored(pools: Pools, kind: Any) -> None:
+def test_embedding_with_max_norm_is_refused_unless_ignored(pools: Pools, kind: Any) -> None:
     pools.run(2, wrap_lookup, kind, {})
     pools.run(1, wrap_lookup, kind, {})
     pools.run(1, wrap_lookup, kind, {"virtual_ranks": 2})
 
 
-def test_rescaling_after_the_step_as_advised_gives_the_weights_of_one_rank_with_max_norm() -> None:
+def test_advised_rescaling_after_the_step_equals_max_norm() -> None:
     torch.manual_seed(0)
     advised, limited = nn.Embedding(5, 3), nn.Embedding(5, 3, max_norm=1.0)
     advised.weight.data = torch.renorm(advised.weight.data, 2, 0, 1)
@@ -266,7 +266,7 @@ def test_rescaling_after_the_step_as_advised_gives_the_weights_of_one_rank_with_
             layer.weight.data.add_(layer.weight.grad)  # type: ignore[arg-type]
             layer.weight.grad = None
         advised.weight.data.copy_(torch.renorm(advised.weight.data, 2, 0, 1))
-    limited(torch.arange(5))  # which rescales the rows
+    limited(torch.arange(5))  # rescales the rows
     torch.testing.assert_close(advised.weight, limited.weight)
 
 
@@ -278,7 +278,7 @@ def warnings_of(world: World, kind: Any) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("kind", LOOKUPS)
-def test_frequencies_of_one_rank_alone_are_warned_of(pools: Pools, kind: Any) -> None:
+def test_scale_grad_by_freq_warns_on_several_ranks(pools: Pools, kind: Any) -> None:
     assert pools.run(1, warnings_of, kind) == [[]]
     [[(message, place)], nothing] = pools.run(2, warnings_of, kind)
     assert "scale_grad_by_freq=True" in message
@@ -287,7 +287,7 @@ def test_frequencies_of_one_rank_alone_are_warned_of(pools: Pools, kind: Any) ->
 
 
 class FunctionalNorm(nn.Module):
-    """Rescales the rows that it reads, without a layer that shows it."""
+    """Rescales the rows it reads, without using a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,17 +313,17 @@ def train_functional(world: World) -> str:
     return ""
 
 
-def test_the_compute_check_does_not_blame_memory_first_for_a_forward_that_writes_to_weights(pools: Pools) -> None:
+def test_compute_check_suspects_the_forward_before_faulty_memory(pools: Pools) -> None:
     for message in pools.run(2, train_functional):
         assert "'rows'" in message
         assert message.index("forward") < message.index("faulty memory")
 
 
-# -- parameters that no wrapper averages -------------------------------------------------------------------------------
+# -- parameters averaged by no wrapper ---------------------------------------------------------------------------------
 
 
 def train_outside(world: World, how: str) -> str:
-    """Steps with a parameter outside of the module; `how` it is trained."""
+    """Train with a parameter outside the module, in the way `how`."""
     module: Any = build()
     outside = nn.Parameter(torch.ones(2).double())
     if how == "ignored":
@@ -331,8 +331,8 @@ def train_outside(world: World, how: str) -> str:
     model = DistributedDataParallel(module)
     if how == "on the wrapper":
         model.outside = outside
-    own = [each for each in module.parameters() if each is not outside]
-    groups = [[*own], [outside]] if how in ("own optimizer", "other backward") else [[*own, outside]]
+    inside = [p for p in module.parameters() if p is not outside]
+    groups = [[*inside], [outside]] if how in ("own optimizer", "other backward") else [[*inside, outside]]
     optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
     for number in range(4):
         x = samples(world.rank, number)
@@ -360,7 +360,7 @@ REFUSED = ["same optimizer", "own optimizer", "on the wrapper", "accumulated"]
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_a_gradient_of_the_models_backward_that_no_wrapper_averages_is_refused(pools: Pools, how: str) -> None:
+def test_gradient_averaged_by_no_wrapper_is_refused(pools: Pools, how: str) -> None:
     place = "parameter 0 of group 0" if how == "own optimizer" else "parameter 4 of group 0"
     for message in pools.run(2, train_outside, how):
         assert f"found a gradient of {place} of SGD, of shape (2,), which is not averaged by any" in message
@@ -369,5 +369,5 @@ def test_a_gradient_of_the_models_backward_that_no_wrapper_averages_is_refused(p
 
 
 @pytest.mark.parametrize("how", ["ignored", "averaged by hand", "other backward"])
-def test_parameters_of_each_ranks_own_and_averages_by_hand_are_allowed(pools: Pools, how: str) -> None:
+def test_rank_local_parameters_and_manual_averages_are_allowed(pools: Pools, how: str) -> None:
     assert pools.run(2, train_outside, how) == ["", ""]

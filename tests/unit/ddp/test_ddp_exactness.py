@@ -1,4 +1,4 @@
-"""What once gave silently wrong gradients: each is exact now, or refused."""
+"""Regression tests: cases that once gave silently wrong gradients are exact now or refused."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def sample(world: World, count: int = 4) -> Tensor:
     return torch.randn(count, 3, generator=torch.Generator().manual_seed(world.rank), dtype=torch.float64)
 
 
-def everything(world: World) -> Tensor:
+def all_samples(world: World) -> Tensor:
     return torch.cat([sample(World(rank, *[world.size, 0, 1, 0], world.device)) for rank in range(world.size)])
 
 
 def expect_mean(model: nn.Module, world: World) -> None:
     twin = net()
-    twin(everything(world)).sum(1).mean().backward()
+    twin(all_samples(world)).sum(1).mean().backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
 
@@ -43,7 +43,7 @@ def expect_mean(model: nn.Module, world: World) -> None:
 
 
 def weighted_in_eval_mode(world: World) -> None:
-    """Fine-tuning with frozen BatchNorm trains in eval mode."""
+    """Train in eval mode, as fine-tuning with frozen BatchNorm does."""
     model = DistributedDataParallel(net()).eval()
     with model.weight(4):
         model(sample(world)).sum().backward()
@@ -57,7 +57,7 @@ def weighted_with_inputs(world: World) -> None:
     expect_mean(model, world)
 
 
-def weighted_past_the_wrapper(world: World) -> str:
+def weighted_bypassing_the_wrapper(world: World) -> str:
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError) as caught, model.weight(4):  # noqa: PT012
@@ -66,8 +66,8 @@ def weighted_past_the_wrapper(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_step_with_a_weight_that_was_not_used_is_refused(ranks: Ranks) -> None:
-    for message in ranks.run(weighted_past_the_wrapper):
+def test_step_with_an_unused_weight_is_refused(ranks: Ranks) -> None:
+    for message in ranks.run(weighted_bypassing_the_wrapper):
         assert "call the wrapper and not model.module" in message
 
 
@@ -104,7 +104,7 @@ def accumulated_and_dropped(world: World) -> None:
 
 
 def unweighted_and_dropped(world: World) -> None:
-    """The discriminator in a generator's step: its own gradients are thrown away."""
+    """Like a discriminator in the generator's step: its gradients are discarded."""
     model = DistributedDataParallel(net())
     for _ in range(3):
         with model.no_sync():
@@ -121,7 +121,7 @@ WEIGHTED += [unweighted_and_dropped]
 
 
 @pytest.mark.parametrize("train", WEIGHTED, ids=lambda train: train.__name__)
-def test_a_weight_counts_once_for_gradients_that_are_synchronized(ranks: Ranks, train: Any) -> None:
+def test_weight_counts_once_for_synchronized_gradients(ranks: Ranks, train: Any) -> None:
     ranks.run(train)
 
 
@@ -150,8 +150,8 @@ def state_before_the_first_step(world: World) -> int:
     return len(get_optimizer_state_dict(model, optimizer)["state"])
 
 
-def test_torch_may_make_an_optimizers_state_before_the_first_step(ranks: Ranks) -> None:
-    """DCP sets zero gradients and steps with a learning rate of 0."""
+def test_dcp_may_create_optimizer_state_before_the_first_step(ranks: Ranks) -> None:
+    """Distributed Checkpoint sets zero gradients and steps with a learning rate of 0."""
     assert set(ranks.run(state_before_the_first_step)) == {4}
 
 
@@ -178,27 +178,27 @@ def test_a_layout_may_be_loaded_after_an_exception_in_backward(pools: Pools) -> 
     pools.run(2, layout_after_an_exception)
 
 
-def refused_again_and_again(world: World) -> int:
-    before = 0
+def refuse_repeatedly(world: World) -> int:
+    first = 0
     for turn in range(4):
         module = net() if world.rank == 0 else nn.Linear(1, 1)
         with pytest.raises(ReplicaMismatch):
             DistributedDataParallel(module)
         gc.collect()
         open_now = len(os.listdir("/proc/self/fd"))
-        before = before or open_now
-        assert open_now <= before, turn
-    return before
+        first = first or open_now
+        assert open_now <= first, turn
+    return first
 
 
-def test_a_refused_wrapper_leaves_no_descriptors(pools: Pools) -> None:
-    pools.run(2, refused_again_and_again)
+def test_refused_wrapper_leaks_no_file_descriptors(pools: Pools) -> None:
+    pools.run(2, refuse_repeatedly)
 
 
-# -- numbers that are not finite, or nearly so -------------------------------------------------------------------------
+# -- nonfinite and large numbers ---------------------------------------------------------------------------------------
 
 
-def late_nan(world: World) -> str:
+def train_with_late_nan(world: World) -> str:
     torch.manual_seed(0)
     layer = nn.Linear(3, 3).double()
     model = DistributedDataParallel(_Twice(layer), check_finite=True)
@@ -213,7 +213,7 @@ def late_nan(world: World) -> str:
 
 
 class _Twice(nn.Module):
-    """The layer's gradient comes twice, from two reentrant checkpoints; the later one may be NaN."""
+    """The layer's gradient arrives twice, from two reentrant checkpoints; the later one may be NaN."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -226,22 +226,22 @@ class _Twice(nn.Module):
         return checkpoint(self.layer, first, use_reentrant=True)
 
 
-def test_a_late_gradient_that_is_not_finite_is_noticed(pools: Pools) -> None:
-    for message in pools.run(2, late_nan):
+def test_late_nonfinite_gradient_is_detected(pools: Pools) -> None:
+    for message in pools.run(2, train_with_late_nan):
         assert "rank 1" in message
 
 
-def large_halves(world: World) -> float:
+def large_fp16_gradient(world: World) -> float:
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False).half())
     model(torch.full((1, 1), 40000.0).half()).sum().backward()
     return float(model.module.weight.grad)
 
 
 def test_the_mean_of_large_fp16_gradients_does_not_overflow(pools: Pools) -> None:
-    assert pools.run(2, large_halves) == [40000.0, 40000.0]
+    assert pools.run(2, large_fp16_gradient) == [40000.0, 40000.0]
 
 
-def compiled_inside(world: World) -> list[list[str]]:
+def bucket_names(world: World) -> list[list[str]]:
     plain = DistributedDataParallel(net())
     compiled = DistributedDataParallel(torch.compile(net(), backend="eager"))
     compiled.load_state_dict(plain.module.state_dict())
@@ -249,8 +249,8 @@ def compiled_inside(world: World) -> list[list[str]]:
     return [sorted(name for names in model.bucket_layout() for name in names) for model in (plain, compiled)]
 
 
-def test_names_are_the_users_own_with_a_compiled_module_inside(pools: Pools) -> None:
-    for plain, compiled in pools.run(2, compiled_inside):
+def test_compiled_module_keeps_the_original_parameter_names(pools: Pools) -> None:
+    for plain, compiled in pools.run(2, bucket_names):
         assert plain == compiled
 
 
@@ -274,6 +274,6 @@ def conjugated(world: World) -> list[complex]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_gradient_that_autograd_leaves_conjugated_is_looked_at(pools: Pools, ranks: int) -> None:
+def test_lazily_conjugated_gradient_is_checked(pools: Pools, ranks: int) -> None:
     for values in pools.run(ranks, conjugated):
         assert values == [1 - 1j, 1 - 1j]

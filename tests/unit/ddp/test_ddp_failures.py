@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is said on all, with ranks named, and the next step works where it can."""
+"""A failure on one rank is reported on all ranks by name, and training can continue where possible."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def whole(world: World, step: int) -> Tensor:
     return torch.cat([data(SimpleNamespace(rank=rank), step) for rank in range(world.size)])  # type: ignore[arg-type]
 
 
-def raised(function: Any, *arguments: Any) -> str:
+def error_of(function: Any, *arguments: Any) -> str:
     try:
         function(*arguments)
     except (DesyncError, CommunicationError, NonFiniteGradient, ArithmeticError) as error:
@@ -66,7 +66,7 @@ def raised(function: Any, *arguments: Any) -> str:
 # -- ranks that differ -------------------------------------------------------------------------------------------------
 
 
-def differ(world: World, how: str) -> str:
+def train_differently(world: World, how: str) -> str:
     model, optimizer = make()
     for step in range(2):
         model(data(world, step)).sum().backward()
@@ -78,21 +78,21 @@ def differ(world: World, how: str) -> str:
     x = data(world, 5)
     if how == "weights" and odd:
         with model.weight(1):
-            return raised(lambda: model(x).sum().backward())
-    return raised(lambda: model(x).sum().backward())
+            return error_of(lambda: model(x).sum().backward())
+    return error_of(lambda: model(x).sum().backward())
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "expected"),
     [
         ("steps", "ranks 0, 2 have 2, rank 1 has 3 optimizer steps"),
         ("weights", "ranks 0, 2 averaged gradients computed outside model.weight()"),
     ],
 )
-def test_ranks_that_differ_are_named_on_every_rank(pools: Pools, how: str, said: str) -> None:
-    """Other differences are in test_ddp_control.py."""
-    for message in pools.run(3, differ, how):
-        assert message.startswith(f"DesyncError: ranks differ: {said}")
+def test_differing_ranks_are_named_on_every_rank(pools: Pools, how: str, expected: str) -> None:
+    """Other differences are tested in test_ddp_control.py."""
+    for message in pools.run(3, train_differently, how):
+        assert message.startswith(f"DesyncError: ranks differ: {expected}")
 
 
 def non_finite(world: World) -> tuple[str, str]:
@@ -101,9 +101,9 @@ def non_finite(world: World) -> tuple[str, str]:
     model.zero_grad()
     if world.rank == 1:
         model.module.layers[0].bias.register_hook(lambda gradient: gradient * float("nan"))
-    first = raised(lambda: model(data(world, 1)).sum().backward())
+    first = error_of(lambda: model(data(world, 1)).sum().backward())
     model.zero_grad()
-    return first, raised(lambda: model(data(world, 1)).sum().backward())
+    return first, error_of(lambda: model(data(world, 1)).sum().backward())
 
 
 def test_check_finite_names_parameter_and_rank_on_every_rank(pools: Pools) -> None:
@@ -114,7 +114,7 @@ def test_check_finite_names_parameter_and_rank_on_every_rank(pools: Pools) -> No
         assert second == first
 
 
-def propagated(world: World) -> list[bool]:
+def spread_nan(world: World) -> list[bool]:
     model, _ = make()
     if world.rank == 1:
         model.module.layers[0].bias.register_hook(lambda gradient: gradient * float("nan"))
@@ -122,12 +122,12 @@ def propagated(world: World) -> list[bool]:
     spread = [bool(p.grad.isnan().any()) for p in model.parameters()]
     model.zero_grad()
     model.check_finite = True
-    assert raised(lambda: model(data(world, 1)).sum().backward()).startswith("NonFiniteGradient: ")
+    assert error_of(lambda: model(data(world, 1)).sum().backward()).startswith("NonFiniteGradient: ")
     return spread
 
 
-def test_by_default_nan_goes_to_every_rank_as_with_torch_and_the_check_may_be_turned_on(pools: Pools) -> None:
-    first, second = pools.run(2, propagated)
+def test_nan_spreads_by_default_and_check_finite_can_be_enabled_later(pools: Pools) -> None:
+    first, second = pools.run(2, spread_nan)
     assert first == second
     assert sum(first) == 1
 
@@ -135,29 +135,29 @@ def test_by_default_nan_goes_to_every_rank_as_with_torch_and_the_check_may_be_tu
 # -- an exception in backward ------------------------------------------------------------------------------------------
 
 
-def trip_once(world: World, who: list[int], cap: float, weighted: bool, before: int) -> str:
-    """After `before` good steps a backward trips on `who`; the next step equals one process."""
+def trip_once(world: World, failing: list[int], cap: float, weighted: bool, good_steps: int) -> str:
+    """Fail in the backward after `before` good steps on the ranks `who`; the next step equals one process."""
     model, optimizer = make(cap)
     message = ""
-    for step in range(before + 3):
+    for step in range(good_steps + 3):
         twin = copy.deepcopy(model.module)
         twin.zero_grad()
-        x, trips = data(world, step), step == before and world.rank in who
+        x, trips = data(world, step), step == good_steps and world.rank in failing
 
-        def go(x: Tensor = x, trips: bool = trips) -> None:
+        def run_backward(x: Tensor = x, trips: bool = trips) -> None:
             if weighted:
                 with model.weight(len(x)):
                     model(x, trips).sum().backward()
             else:
                 model(x, trips).sum(1).mean().backward()
 
-        said = raised(go)
-        if step == before:
-            message = said
-            if world.rank in who:
+        error = error_of(run_backward)
+        if step == good_steps:
+            message = error
+            if world.rank in failing:
                 assert all(parameter.grad is None for parameter in model.parameters())
         else:
-            assert said == "", said
+            assert error == "", error
             twin(whole(world, step)).sum(1).mean().backward()
             same_gradients(model.module, twin, where=f"step {step}")
             optimizer.step()
@@ -166,12 +166,12 @@ def trip_once(world: World, who: list[int], cap: float, weighted: bool, before: 
 
 
 @pytest.mark.parametrize(
-    ("cap", "weighted", "before"), [(TINY, False, 0), (TINY, True, 2), (25.0, True, 1), (25.0, False, 2)]
+    ("cap", "weighted", "good_steps"), [(TINY, False, 0), (TINY, True, 2), (25.0, True, 1), (25.0, False, 2)]
 )
-def test_an_exception_on_one_rank_is_told_to_the_others_and_the_next_step_works(
-    pools: Pools, cap: float, weighted: bool, before: int
+def test_exception_on_one_rank_reaches_the_others_and_the_next_step_works(
+    pools: Pools, cap: float, weighted: bool, good_steps: int
 ) -> None:
-    results = pools.run(3, trip_once, [1], cap, weighted, before)
+    results = pools.run(3, trip_once, [1], cap, weighted, good_steps)
     assert results[1] == "ArithmeticError: tripped"
     for rank in (0, 2):
         assert results[rank].startswith(
@@ -179,15 +179,15 @@ def test_an_exception_on_one_rank_is_told_to_the_others_and_the_next_step_works(
         )
 
 
-@pytest.mark.parametrize(("weighted", "before"), [(False, 0), (True, 2)])
-def test_an_exception_on_every_rank_leaves_nothing_behind(pools: Pools, weighted: bool, before: int) -> None:
-    assert pools.run(2, trip_once, [0, 1], TINY, weighted, before) == ["ArithmeticError: tripped"] * 2
+@pytest.mark.parametrize(("weighted", "good_steps"), [(False, 0), (True, 2)])
+def test_exception_on_every_rank_leaves_no_state_behind(pools: Pools, weighted: bool, good_steps: int) -> None:
+    assert pools.run(2, trip_once, [0, 1], TINY, weighted, good_steps) == ["ArithmeticError: tripped"] * 2
 
 
-def trip_while_held(world: World, who: list[int], order: str, weighted: bool) -> tuple[str, str]:
-    """What a backward says that trips on `who`, and the one after it, while something holds on to the first task."""
-    held: list[Any] = []  # what lives as long as the task of the backward that trips
-    told: list[str] = []
+def trip_while_held(world: World, failing: list[int], order: str, weighted: bool) -> tuple[str, str]:
+    """Return the errors of a backward that fails on `who` and of the next one, while the first graph task is alive."""
+    held: list[Any] = []  # objects that live as long as the failed backward's graph task
+    errors: list[str] = []
 
     class Held(GraphTask):
         def __init__(self) -> None:
@@ -195,14 +195,14 @@ def trip_while_held(world: World, who: list[int], order: str, weighted: bool) ->
             held.append(self)
 
     def queue(callback: Any) -> None:
-        if not told:
+        if not errors:
             held.append(callback)
         queue_callback(callback)
 
     holds_callbacks = patch.object(steps, "queue_callback", queue)
     with holds_callbacks if world.size > 1 else patch.object(local, "GraphTask", Held):
         model, optimizer = make()
-        for step in range(3):  # the order of arrival gets known
+        for step in range(3):  # the order of arrival becomes known
             model(data(world, step)).sum(1).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -212,12 +212,12 @@ def trip_while_held(world: World, who: list[int], order: str, weighted: bool) ->
             with model.weight(weight) if weight else nullcontext():
                 (output.sum() if weight else output.sum(1).mean()).backward()
 
-        first, second = model(data(world, 3), world.rank in who), None
+        first, second = model(data(world, 3), world.rank in failing), None
         if order == "no forward between":
             second = model(data(world, 4))
-        said = raised(backward, first, 5 * weighted)
-        told.append(said)
-        tripped = world.rank in who
+        error = error_of(backward, first, 5 * weighted)
+        errors.append(error)
+        tripped = world.rank in failing
         assert bool(held) or not tripped
         second = model(data(world, 4)) if second is None else second
 
@@ -230,39 +230,39 @@ def trip_while_held(world: World, who: list[int], order: str, weighted: bool) ->
             second.register_hook(let_go)
         optimizer.zero_grad()
         twin = copy.deepcopy(model.module)
-        after = raised(backward, second, 3 * weighted)
+        after = error_of(backward, second, 3 * weighted)
         assert not held or not tripped
         twin(whole(world, 4)).sum(1).mean().backward()
         same_gradients(model.module, twin)
         optimizer.step()
-    return said, after
+    return error, after
 
 
 @pytest.mark.parametrize(
-    ("order", "weighted", "who"),
+    ("order", "weighted", "failing"),
     [
         ("a forward between", True, [1]),
         ("no forward between", False, [1]),
         ("no forward between", True, [0, 1]),
     ],
 )
-def test_a_backward_is_not_taken_for_the_one_before_it_that_an_exception_has_ended(
-    pools: Pools, order: str, who: list[int], weighted: bool
+def test_backward_is_not_confused_with_the_failed_one_before_it(
+    pools: Pools, order: str, failing: list[int], weighted: bool
 ) -> None:
-    """A thread of autograd may hold on to a graph task for a moment after ``backward()`` has raised its error."""
-    results = pools.run(2, trip_while_held, who, order, weighted)
-    for rank, (said, after) in enumerate(results):
-        assert said.startswith("ArithmeticError" if rank in who else "DesyncError"), said
+    """An autograd thread may keep a graph task alive briefly after ``backward()`` has raised."""
+    results = pools.run(2, trip_while_held, failing, order, weighted)
+    for rank, (error, after) in enumerate(results):
+        assert error.startswith("ArithmeticError" if rank in failing else "DesyncError"), error
         assert after == ""
 
 
-def test_so_it_is_in_a_world_of_one(pools: Pools) -> None:
+def test_backward_is_not_confused_with_a_failed_one_on_a_single_rank(pools: Pools) -> None:
     for order in ("a forward between", "no forward between"):
         assert pools.run(1, trip_while_held, [0], order, True) == [("ArithmeticError: tripped", "")]
 
 
-def trip_in_window(world: World, who: list[int]) -> list[bool]:
-    """Whether each gradient that no_sync accumulated is there after a backward that tripped before it."""
+def trip_in_window(world: World, failing: list[int]) -> list[bool]:
+    """Return whether each gradient accumulated under no_sync survives a backward that fails before reaching it."""
     model, optimizer = make()
     for step in range(2):
         model(data(world, step)).sum().backward()
@@ -271,31 +271,31 @@ def trip_in_window(world: World, who: list[int]) -> list[bool]:
     with model.no_sync():
         model(data(world, 2)).sum().backward()
     kept = [parameter.grad.clone() for parameter in model.parameters()]
-    said = raised(lambda: model(data(world, 3), world.rank in who).sum().backward())
-    assert said
+    error = error_of(lambda: model(data(world, 3), world.rank in failing).sum().backward())
+    assert error
     kept_now = [parameter.grad for parameter in model.parameters()]
-    model(data(world, 4))  # where a rank whose backward tripped takes part in what the others wait for
-    if world.rank not in who:
+    model(data(world, 4))  # a rank with a failed backward joins the collectives that the others wait for
+    if world.rank not in failing:
         return []
     assert all(p.grad is grad for p, grad in zip(model.parameters(), kept_now, strict=True))
     plain = copy.deepcopy(model.module)
     for parameter, gradient in zip(plain.parameters(), kept, strict=True):
         parameter.grad = gradient.clone()
-    raised(lambda: plain(data(world, 3), True).sum().backward())
+    error_of(lambda: plain(data(world, 3), True).sum().backward())
     pairs = zip(model.module.parameters(), plain.parameters(), strict=True)
     return [mine.grad is not None and torch.allclose(mine.grad, other.grad) for mine, other in pairs]
 
 
-def test_an_exception_keeps_what_no_sync_accumulated_as_a_plain_backward_would(pools: Pools) -> None:
-    for who in ([0, 1], [1]):
-        for rank, kept in enumerate(pools.run(2, trip_in_window, who)):
-            assert kept == ([True] * 8 if rank in who else [])
+def test_exception_keeps_accumulated_gradients_like_a_plain_backward(pools: Pools) -> None:
+    for failing in ([0, 1], [1]):
+        for rank, kept in enumerate(pools.run(2, trip_in_window, failing)):
+            assert kept == ([True] * 8 if rank in failing else [])
 
 
-# -- a peer that is gone -----------------------------------------------------------------------------------------------
+# -- wrappers and peers that go away -----------------------------------------------------------------------------------
 
 
-def goes_in_mid_backward(world: World) -> tuple[str, bool]:
+def delete_in_backward(world: World) -> tuple[str, bool]:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     kept = [DistributedDataParallel(net)]
 
@@ -308,9 +308,9 @@ def goes_in_mid_backward(world: World) -> tuple[str, bool]:
     return str(caught.value), all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_a_wrapper_that_goes_in_the_middle_of_its_backward_leaves_no_gradients_of_one_rank(pools: Pools) -> None:
-    for said, is_clean in pools.run(2, goes_in_mid_backward):
-        assert "this process group was destroyed" in said
+def test_wrapper_deleted_during_backward_leaves_no_local_gradients(pools: Pools) -> None:
+    for error, is_clean in pools.run(2, delete_in_backward):
+        assert "this process group was destroyed" in error
         assert is_clean
 
 
@@ -320,12 +320,12 @@ def peer_dies(world: World) -> list[str]:
     optimizer.zero_grad()
     if world.rank == 1:
         os._exit(7)
-    said = [raised(lambda step=step: model(data(world, step)).sum().backward()) for step in (1, 2)]
-    said.append(raised(model.sync_gradients))
-    return said
+    errors = [error_of(lambda step=step: model(data(world, step)).sum().backward()) for step in (1, 2)]
+    errors.append(error_of(model.sync_gradients))
+    return errors
 
 
-def test_a_dead_peer_is_a_communication_error_and_so_is_further_use() -> None:
+def test_dead_peer_raises_communication_error_now_and_later() -> None:
     with Ranks(2) as ranks:
         ranks.start(peer_dies)
         first, second, third = ranks.answer(0, 60)

@@ -1,4 +1,4 @@
-"""Where two features of the wrapper meet."""
+"""Combinations of two features of the wrapper."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch(world: World, step: int = 0) -> Tensor:
 
 
 def train_unevenly(model: DistributedDataParallel, world: World) -> None:
-    """Take one step more on rank 1 than on rank 0, inside ``join``."""
+    """Take one more step on rank 1 than on rank 0, inside ``join``."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with model.join():
         for step in range(1 + world.rank):
@@ -53,7 +53,7 @@ def sharded_in_join(world: World) -> None:
     assert torch.equal(*values)
 
 
-def test_sharded_parameters_end_a_join_equal(pools: Pools) -> None:
+def test_sharded_parameters_are_equal_after_join(pools: Pools) -> None:
     pools.run(2, sharded_in_join)
 
 
@@ -67,7 +67,7 @@ class Lookup(nn.Module):
         return self.head(self.table(rows))
 
 
-def nothing_retained(world: World) -> None:
+def check_nothing_is_retained(world: World) -> None:
     made: list[Any] = []
 
     def hook(_: object, bucket: Any) -> Any:
@@ -87,11 +87,11 @@ def nothing_retained(world: World) -> None:
     model.zero_grad()
     gc.collect()
     assert sparse() is None
-    assert all(one() is None for one in made)
+    assert all(reference() is None for reference in made)
 
 
-def test_between_steps_neither_sparse_gradients_nor_a_hooks_results_are_kept(pools: Pools) -> None:
-    pools.run(2, nothing_retained)
+def test_sparse_gradients_and_hook_results_are_freed_between_steps(pools: Pools) -> None:
+    pools.run(2, check_nothing_is_retained)
 
 
 class Twice(nn.Module):
@@ -100,7 +100,7 @@ class Twice(nn.Module):
         self.layer = nn.Linear(1, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Backward goes through the later one first: a small gradient is launched, and a large one comes late.
+        # Backward starts with the later one: a small gradient is launched, and a large one arrives late.
         large = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
         return large + checkpoint(self.layer, 0.01 * x, use_reentrant=True)
 
@@ -117,7 +117,7 @@ def test_late_gradients_in_half_precision_do_not_overflow_in_the_sum(pools: Pool
     assert pools.run(2, large_and_late) == pytest.approx([40400.0] * 2, rel=1e-3)
 
 
-def refused_together(world: World) -> None:
+def wrap_with_optimizer_in_backward(world: World) -> None:
     with pytest.raises(UsageError, match="_register_fused_optim drives torch's own reducer"):
         DistributedDataParallel(nn.Linear(2, 2))._register_fused_optim(torch.optim.SGD, lr=0.1)
     net = nn.Linear(2, 2)
@@ -126,5 +126,5 @@ def refused_together(world: World) -> None:
         DistributedDataParallel(net)
 
 
-def test_what_would_be_dropped_without_a_word_is_refused(pools: Pools) -> None:
-    pools.run(2, refused_together)
+def test_optimizers_stepping_in_backward_are_refused(pools: Pools) -> None:
+    pools.run(2, wrap_with_optimizer_in_backward)

@@ -1,4 +1,4 @@
-"""Forked children, as DataLoader workers are: whatever they let go of, the rank and its peers do not notice."""
+"""Forked children, such as DataLoader workers, may free anything without affecting the rank and its peers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def either(request: pytest.FixtureRequest) -> Iterator[Pools]:
         yield pools
 
 
-def forked(function: Callable[[], Any]) -> None:
-    """Run `function` in a forked child, which has to end well, and in time."""
+def run_in_child(function: Callable[[], Any]) -> None:
+    """Run `function` in a forked child, which must succeed in time."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -57,7 +57,7 @@ def forked(function: Callable[[], Any]) -> None:
     assert os.waitstatus_to_exitcode(ended[1]) == 0
 
 
-def trained(group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+def make_trained_model(group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(3, 2), process_group=group)
     step(model)
@@ -72,15 +72,15 @@ def step(model: DistributedDataParallel) -> None:
     assert gradient.eq(2 * (dist.get_world_size() - 1) / 2).all()
 
 
-class Tangle:
-    """A reference cycle that only the garbage collector ends."""
+class Cycle:
+    """A reference cycle that only the garbage collector frees."""
 
     def __init__(self, held: Any) -> None:
         self.held, self.me = held, self
 
 
-def let_go(world: World) -> None:
-    box: list[Any] = [trained(), trained()]
+def free_in_child(world: World) -> None:
+    box: list[Any] = [make_trained_model(), make_trained_model()]
 
     def delete() -> None:
         box.clear()
@@ -92,31 +92,31 @@ def let_go(world: World) -> None:
         gc.collect()
 
     def destroy_in_grandchild() -> None:
-        forked(destroy)
+        run_in_child(destroy)
         delete()
 
     for how in (delete, destroy, destroy_in_grandchild):
-        forked(how)
+        run_in_child(how)
         for model in box:
             step(model)
 
 
 @pytest.mark.slow
 def test_a_child_may_delete_the_model_and_destroy_the_group(either: Pools) -> None:
-    # It hung: Gloo's destructor waits for a thread that a forked child does not have.
-    either.run(2, let_go)
+    # The child hung: Gloo's destructor waits for a thread that does not exist in a forked child.
+    either.run(2, free_in_child)
 
 
-def garbage(world: World) -> None:
+def collect_in_child(world: World) -> None:
     gc.disable()
     try:
-        Tangle(trained())
+        Cycle(make_trained_model())
         group = dist.new_group([0, 1])
-        Tangle(trained(group))
-        dist.destroy_process_group(group)  # which the wrapper still holds
+        Cycle(make_trained_model(group))
+        dist.destroy_process_group(group)  # still referenced by the wrapper
         del group
-        model = trained()
-        forked(gc.collect)
+        model = make_trained_model()
+        run_in_child(gc.collect)
         step(model)
     finally:
         gc.enable()
@@ -124,20 +124,20 @@ def garbage(world: World) -> None:
     step(model)
 
 
-def test_a_child_may_collect_wrappers_that_are_garbage(either: Pools) -> None:
-    # It ended with a segmentation fault.
-    either.run(2, garbage)
+def test_child_may_garbage_collect_wrappers(either: Pools) -> None:
+    # The child died with a segmentation fault.
+    either.run(2, collect_in_child)
 
 
 class CollectsFirst(logging.Handler):
-    """A handler whose lock logging renews in a child, before the hooks of groups run there."""
+    """A handler whose lock logging reinitializes in a child before the fork hooks of groups run."""
 
     def _at_fork_reinit(self) -> None:
         gc.collect()
 
 
 class Group:
-    """Stands for a process group whose destructor waits for its threads, which a child has not."""
+    """Stands for a process group whose destructor waits for threads that a child does not have."""
 
     def __init__(self) -> None:
         self.rank, self.me = os.getpid(), self
@@ -147,25 +147,25 @@ class Group:
             os._exit(3)
 
 
-def garbage_for_an_earlier_hook(world: World) -> None:
+def collect_in_earlier_hook(world: World) -> None:
     handler = CollectsFirst()
     gc.collect()
     gc.disable()
     try:
         keep_in_children(Group())
-        forked(gc.collect)
+        run_in_child(gc.collect)
     finally:
         gc.enable()
         handler.close()
 
 
-def test_an_earlier_hook_of_a_child_may_collect_groups_that_are_garbage(either: Pools) -> None:
-    # Once in some ten runs a DataLoader worker ended with a segmentation fault in Gloo's destructor.
-    either.run(2, garbage_for_an_earlier_hook)
+def test_earlier_fork_hook_may_garbage_collect_groups(either: Pools) -> None:
+    # In about one of ten runs a DataLoader worker died with a segmentation fault in Gloo's destructor.
+    either.run(2, collect_in_earlier_hook)
 
 
-def writes(world: World) -> None:
-    model = trained()
+def write_in_child(world: World) -> None:
+    model = make_trained_model()
 
     def overwrite() -> None:
         model.zero_grad(set_to_none=False)
@@ -179,22 +179,22 @@ def writes(world: World) -> None:
             channel_of(model).free(bucket.flat)
         channel_of(model).close()
 
-    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     for how in (overwrite, free):
-        forked(how)
-        for parameter, gradient in zip(model.parameters(), before, strict=True):
+        run_in_child(how)
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
             assert parameter.grad is not None
             assert parameter.grad.equal(gradient)
     step(model)
 
 
-def test_what_a_child_does_to_gradients_does_not_reach_the_ranks(either: Pools) -> None:
-    # They lie in memory that a fork shares.
-    either.run(2, writes)
+def test_gradient_writes_in_a_child_do_not_reach_the_ranks(either: Pools) -> None:
+    # Gradients are in memory that a fork shares.
+    either.run(2, write_in_child)
 
 
 class Examples(Dataset[Any]):
-    """Holds the model, as datasets that make features do, and drops it in the worker."""
+    """Holds the model, like a dataset that computes features, and drops it in the worker."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.model: DistributedDataParallel | None = model
@@ -208,40 +208,40 @@ class Examples(Dataset[Any]):
         return index
 
 
-def loads(world: World) -> None:
-    model = trained()
+def train_with_loader(world: World) -> None:
+    model = make_trained_model()
     loader = DataLoader(
         Examples(model), num_workers=2, persistent_workers=True, multiprocessing_context="fork", timeout=HANGS_S
     )
-    Tangle(trained())
+    Cycle(make_trained_model())
     for _ in range(2):
         assert sorted(batch.item() for batch in loader) == list(range(8))
         step(model)
 
 
 @pytest.mark.slow
-def test_persistent_workers_may_drop_a_model_that_their_dataset_holds(either: Pools) -> None:
-    either.run(2, loads)
+def test_persistent_workers_may_drop_a_model_held_by_their_dataset(either: Pools) -> None:
+    either.run(2, train_with_loader)
 
 
-def talks(world: World) -> None:
-    model = trained()
+def communicate_in_child(world: World) -> None:
+    model = make_trained_model()
     tensor = torch.ones(2)
     work = dist.all_reduce(tensor, async_op=True) if world.rank == 0 else None
-    own: Any = dist.group.WORLD
+    group: Any = dist.group.WORLD
 
     def use() -> None:
         uses = [lambda: model(torch.ones(2, 3)), model.sync_gradients, lambda: dist.reduce(tensor, 0)]
         if work is not None:
             uses.append(work.wait)
-        for one in uses:
+        for use_model in uses:
             with pytest.raises(CommunicationError, match="forked from a rank"):
-                one()
+                use_model()
         model.eval()
         model(torch.ones(2, 3))  # needs no other rank
-        own.shutdown()
+        group.shutdown()
 
-    forked(use)
+    run_in_child(use)
     dist.barrier(dist.new_group([0, 1]))
     if world.rank == 1:
         dist.all_reduce(tensor)
@@ -250,13 +250,13 @@ def talks(world: World) -> None:
     assert tensor.eq(2).all()
 
 
-def test_a_child_that_communicates_is_refused_at_once(pools: Pools) -> None:
-    pools.run(2, talks)
+def test_communication_from_a_child_is_refused_immediately(pools: Pools) -> None:
+    pools.run(2, communicate_in_child)
 
 
 @pytest.mark.slow
-def test_a_child_may_end_as_scripts_do(tmp_path: Path) -> None:
-    # Not by os._exit: at the end of the interpreter everything goes that is left.
+def test_child_may_exit_through_interpreter_shutdown(tmp_path: Path) -> None:
+    # Not by os._exit: interpreter shutdown frees all remaining objects.
     text = """
 import os, sys, time
 import torch, paceline

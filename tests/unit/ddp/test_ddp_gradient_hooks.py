@@ -1,7 +1,7 @@
-"""Users' hooks on gradients run as with torch DDP, whenever they are registered: on every gradient, before its average.
+"""User hooks on gradients run as with torch DDP: on every gradient, before averaging, no matter when registered.
 
-Our own hook of a parameter launches a bucket, after which ``p.grad`` is None. A hook that came later, for instance to
-clip each gradient, skipped the one parameter of every bucket that has our hook, without a word.
+Our own hook on a parameter launches a bucket, after which ``p.grad`` is None. A user hook registered later, for example
+to clip each gradient, silently skipped the parameter of each bucket that carries our hook.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def on_all_together(net: nn.Module, log: Log) -> list[Any]:
 
 
 def from_within_backward(net: nn.Module, log: Log, *, prepend: bool = False) -> list[Any]:
-    """The hooks come when the last layer's outputs have their gradients, and go in every step."""
+    """Register hooks once the last layer's outputs have gradients; remove them in every step."""
     handles: list[Any] = []
 
     def begins(*_: Any) -> None:
@@ -83,7 +83,7 @@ def from_within_backward(net: nn.Module, log: Log, *, prepend: bool = False) -> 
 
 
 def from_another_hook(net: nn.Module, log: Log) -> list[Any]:
-    """The last layer's gradient brings hooks of all layers before."""
+    """Register hooks on all earlier layers when the last layer's gradient arrives."""
     layers: Any = net.layers
     return [layers[-1].weight.register_post_accumulate_grad_hook(lambda _: clipping(layers[:3], log) and None)]
 
@@ -100,8 +100,8 @@ CASES = [
 ]
 
 
-def trained(model: Any, rank: int, install: Callable[[nn.Module, Log], list[Any]], between: bool) -> tuple[Log, Any]:
-    """Return what hooks have seen and the gradients of every step; they come in step 2, maybe between micro-batches."""
+def train(model: Any, rank: int, install: Callable[[nn.Module, Log], list[Any]], between: bool) -> tuple[Log, Any]:
+    """Return the log of the hooks and all gradients; hooks are installed in step 2, `between` micro-batches or not."""
     net, log, handles, gradients = model.module, [], [], []
     for step in range(STEPS):
         batches = 3 if between and step == 2 else 1
@@ -127,7 +127,7 @@ def compare(where: str, ours: tuple[Log, Any], theirs: tuple[Log, Any]) -> None:
     torch.testing.assert_close(ours[1], theirs[1], msg=lambda text: f"{where}: {text}")
 
 
-def beside_torch(world: World) -> None:
+def compare_with_torch(world: World) -> None:
     for number, case in enumerate(CASES):
         for between, megabytes in ((False, (TINY, 25)[number % 2]), (True, TINY)):
             torch.manual_seed(0)
@@ -136,11 +136,11 @@ def beside_torch(world: World) -> None:
             ours = DistributedDataParallel(net, bucket_cap_mb=megabytes)
             compare(
                 f"{case}, between={between}, {megabytes} MB:",
-                trained(ours, world.rank, case, between),
-                trained(theirs, world.rank, case, between),
+                train(ours, world.rank, case, between),
+                train(theirs, world.rank, case, between),
             )
 
 
 @pytest.mark.slow
-def test_hooks_on_gradients_run_as_with_torch_ddp_whenever_they_come(pools: Pools) -> None:
-    pools.run(2, beside_torch)
+def test_gradient_hooks_run_as_with_torch_ddp_whenever_registered(pools: Pools) -> None:
+    pools.run(2, compare_with_torch)

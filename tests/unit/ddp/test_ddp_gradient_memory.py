@@ -1,8 +1,8 @@
-"""Whose memory a gradient lies in: what users keep of gradients, or do with them, is as with memory of their own.
+"""Memory of gradients: users can keep and change gradients as if each had its own memory.
 
-Gradients are views of buckets. Scripts that hold gradients across steps, point ``p.grad`` to other memory or give it
-their own work in one process and with torch DDP's default; with views they were silently wrong. Each use below is run
-on two ranks, and beside it in one process on the whole batch.
+Gradients are views of buckets. Scripts that keep gradients across steps, point ``p.grad`` to other memory or assign it
+work in one process and with torch DDP's default, but were silently wrong with views. Each test compares two ranks
+with one process on the whole batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from twins import Pools
 
 WHOLE = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TINY = 1e-4
-"""MiB that hold about a layer, so that there are several buckets."""
+"""Bucket capacity in MiB for about one layer, which gives several buckets."""
 
 
 def net() -> nn.Sequential:
@@ -41,7 +41,7 @@ def close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-# -- what is done with gradients before the optimizer steps ------------------------------------------------------------
+# -- changing gradients before the optimizer step ----------------------------------------------------------------------
 
 
 def halve(gradient: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def by_data(module: nn.Module) -> None:
 
 
 def by_data_while_the_old_memory_is_kept(module: nn.Module) -> None:
-    # One tensor less in the bucket's memory, and one more: their number alone does not tell.
+    # One tensor leaves the bucket's memory and another joins it, so counting tensors does not detect it.
     module.kept = []
     for parameter in module.parameters():
         module.kept.append(parameter.grad.data)
@@ -62,7 +62,7 @@ def by_data_while_the_old_memory_is_kept(module: nn.Module) -> None:
 
 
 def in_shared_memory(module: nn.Module) -> None:
-    module.share_memory()  # moves the memory of a whole bucket
+    module.share_memory()  # moves the memory of the whole bucket
 
 
 def by_assignment(module: nn.Module) -> None:
@@ -72,7 +72,7 @@ def by_assignment(module: nn.Module) -> None:
 
 def detached_in_place(module: nn.Module) -> None:
     for parameter in module.parameters():
-        parameter.grad.detach_()  # refused by autograd for views that it knows
+        parameter.grad.detach_()  # autograd refuses this for views it knows about
 
 
 def transposed(module: nn.Module) -> None:
@@ -95,9 +95,9 @@ EDITS = [
 ]
 
 
-def edited(world: World, edit: Callable[[nn.Module], None], to_none: bool, options: dict[str, Any]) -> None:
+def train_with_edit(world: World, edit: Callable[[nn.Module], None], to_none: bool, options: dict[str, Any]) -> None:
     model, twin = DistributedDataParallel(net(), **options), net()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, twin)]
     warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
     for step in range(4):
         for optimizer in optimizers:
@@ -105,7 +105,7 @@ def edited(world: World, edit: Callable[[nn.Module], None], to_none: bool, optio
         model(mine(world)).square().mean().backward()
         twin(WHOLE).square().mean().backward()
         if step and edit is in_shared_memory and not to_none:
-            assert all(p.grad.is_shared() for p in model.parameters())  # as another process may read it
+            assert all(p.grad.is_shared() for p in model.parameters())  # because another process may read it
         close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
         edit(model.module)
         edit(twin)
@@ -118,15 +118,13 @@ def edited(world: World, edit: Callable[[nn.Module], None], to_none: bool, optio
     ("to_none", "options"),
     [(False, {"bucket_cap_mb": TINY}), (True, {"gradient_as_bucket_view": True})],
 )
-def test_a_gradient_that_was_replaced_or_pointed_elsewhere_is_averaged_in_the_next_step(
-    pools: Pools, to_none: bool, options: dict[str, Any]
-) -> None:
-    """After ``p.grad.data = …`` and ``share_memory()`` the reducer took the user's memory for its bucket."""
+def test_replaced_gradient_is_averaged_in_the_next_step(pools: Pools, to_none: bool, options: dict[str, Any]) -> None:
+    """After ``p.grad.data = …`` and ``share_memory()`` the reducer mistook the user's memory for its bucket."""
     for edit in EDITS[:3] if to_none else EDITS:
-        pools.run(2, edited, edit, to_none, options)
+        pools.run(2, train_with_edit, edit, to_none, options)
 
 
-# -- what is kept of gradients across steps ----------------------------------------------------------------------------
+# -- keeping gradients across steps ------------------------------------------------------------------------------------
 
 
 def itself(gradient: Tensor) -> Tensor:
@@ -158,23 +156,23 @@ def keep(world: World, kind: str, options: dict[str, Any], hooked: bool) -> None
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     kept: list[tuple[Any, Any]] = []
     for step in range(5):
-        for one, x in ((model, mine(world)), (twin, WHOLE)):
-            one.zero_grad()
-            one(x).pow(2 + step % 2).mean().backward()
-        if step != 3:  # and then again
+        for module, x in ((model, mine(world)), (twin, WHOLE)):
+            module.zero_grad()
+            module(x).pow(2 + step % 2).mean().backward()
+        if step != 3:  # keep none in one step, then again
             kept += [
                 (make(ours.grad), make(theirs.grad))
                 for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True)
             ]
-        for one in (model, twin):
-            torch.optim.SGD(one.parameters(), lr=0.1).step()
+        for module in (model, twin):
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
     for ours, theirs in kept:
         close(read(ours), read(theirs))
 
 
 @pytest.mark.parametrize("kind", KEPT)
-def test_what_is_kept_of_gradients_keeps_its_values(pools: Pools, kind: str) -> None:
-    """As PCGrad and other gradient surgery do; the next backward used to overwrite it."""
+def test_kept_gradients_keep_their_values(pools: Pools, kind: str) -> None:
+    """PCGrad and other gradient surgery keep gradients; the next backward used to overwrite them."""
     pools.run(2, keep, kind, {}, False)
     pools.run(2, keep, kind, {"bucket_cap_mb": TINY}, True)
 
@@ -198,60 +196,62 @@ def keep_one_of_many(world: World) -> tuple[list[int], int]:
     return used, pieces_in_use(group)
 
 
-def test_one_small_gradient_kept_over_many_steps_does_not_hold_a_bucket_for_each(pools: Pools) -> None:
-    """A bucket is 25 MiB, a bias may be a kilobyte: after the first time, gradients that are kept are copies."""
+def test_keeping_a_small_gradient_does_not_keep_whole_buckets(pools: Pools) -> None:
+    """A bucket has 25 MiB, a bias maybe one kilobyte: after the first time, kept gradients are copies."""
     for used, at_the_end in pools.run(2, keep_one_of_many):
         assert max(used) <= used[0] + 1
-        assert at_the_end == used[0]  # given back when nobody refers to it, and gradients are views again
+        assert at_the_end == used[0]  # released without references, and gradients are views again
 
 
 def reference_while_accumulating(world: World) -> None:
-    """With the gradient still there, torch accumulates into it, and who refers to it sees the average."""
+    """Torch accumulates into an existing gradient, so a reference to it sees the average."""
     model, twin = DistributedDataParallel(net()), net()
     kept: list[list[Tensor]] = []
-    for one, x in ((model, mine(world)), (twin, WHOLE)):
+    for module, x in ((model, mine(world)), (twin, WHOLE)):
         references: list[Tensor] = []
         for step in range(3):
-            one(x).pow(2).mean().backward()
+            module(x).pow(2).mean().backward()
             if step == 0:
-                references = [p.grad for p in one.parameters()]
-            for parameter in one.parameters():
+                references = [p.grad for p in module.parameters()]
+            for parameter in module.parameters():
                 parameter.grad.mul_(0.5)
-        assert all(a is b.grad for a, b in zip(references, one.parameters(), strict=True))
+        assert all(a is b.grad for a, b in zip(references, module.parameters(), strict=True))
         kept.append(references)
     close(*kept)
 
 
-def test_a_reference_sees_what_accumulates_into_its_gradient(pools: Pools) -> None:
+def test_reference_to_a_gradient_sees_later_accumulation(pools: Pools) -> None:
     pools.run(2, reference_while_accumulating)
 
 
 def flat_buffer(world: World, options: dict[str, Any]) -> None:
     results = []
-    for one, x in ((DistributedDataParallel(net(), **options), mine(world)), (net(), WHOLE)):
-        flat = torch.zeros(sum(p.numel() for p in one.parameters()), dtype=torch.float64)
-        for part, parameter in zip(flat.split([p.numel() for p in one.parameters()]), one.parameters(), strict=True):
+    for module, x in ((DistributedDataParallel(net(), **options), mine(world)), (net(), WHOLE)):
+        flat = torch.zeros(sum(p.numel() for p in module.parameters()), dtype=torch.float64)
+        for part, parameter in zip(
+            flat.split([p.numel() for p in module.parameters()]), module.parameters(), strict=True
+        ):
             parameter.grad = part.view_as(parameter)
         for _ in range(3):
             flat.zero_()
-            one(x).square().mean().backward()
+            module(x).square().mean().backward()
             with torch.no_grad():
                 for part, parameter in zip(
-                    flat.split([p.numel() for p in one.parameters()]), one.parameters(), strict=True
+                    flat.split([p.numel() for p in module.parameters()]), module.parameters(), strict=True
                 ):
                     parameter.sub_(part.view_as(parameter), alpha=0.1)
-        results.append([flat, *one.parameters()])
+        results.append([flat, *module.parameters()])
     tolerance = {"rtol": 1e-3, "atol": 1e-5} if options else {"rtol": 1e-9, "atol": 1e-12}
     torch.testing.assert_close(*results, **tolerance)
 
 
 @pytest.mark.parametrize("options", [{}, {"reduce_dtype": torch.float32}], ids=str)
-def test_gradients_in_a_flat_buffer_of_the_users_end_as_averages_there(pools: Pools, options: dict[str, Any]) -> None:
-    """``p.grad`` became the bucket's view, and the buffer that the user's optimizer reads kept the rank's own."""
+def test_gradients_in_a_user_flat_buffer_are_averaged_in_place(pools: Pools, options: dict[str, Any]) -> None:
+    """``p.grad`` became a view of the bucket, and the buffer read by the user's optimizer kept local gradients."""
     pools.run(2, flat_buffer, options)
 
 
-def local_by_data(world: World) -> str:
+def step_with_local_data(world: World) -> str:
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(mine(world)).square().mean().backward()
@@ -265,29 +265,29 @@ def local_by_data(world: World) -> str:
     return ""
 
 
-def test_local_values_pointed_to_by_an_averaged_gradient_are_refused(pools: Pools) -> None:
-    """The guard took the tensor for an average, as it was the same object."""
-    for message in pools.run(2, local_by_data):
+def test_local_values_assigned_through_grad_data_are_refused(pools: Pools) -> None:
+    """The guard mistook the tensor for an average because it was the same object."""
+    for message in pools.run(2, step_with_local_data):
         assert "'0.weight' that the wrapper has not averaged" in message
 
 
-def layout_restored(world: World) -> None:
+def rebuild_buckets(world: World) -> None:
     model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
     model(mine(world)).square().mean().backward()
-    kept, before = [p.grad for p in model.parameters()], [p.grad.clone() for p in model.parameters()]
+    kept, expected = [p.grad for p in model.parameters()], [p.grad.clone() for p in model.parameters()]
     model.load_bucket_layout([[name] for name, _ in model.module.named_parameters()])
-    close([p.grad for p in model.parameters()], before)
+    close([p.grad for p in model.parameters()], expected)
     model.zero_grad()
     model(mine(world)).pow(3).mean().backward()
-    close(kept, before)
+    close(kept, expected)
 
 
-def test_gradients_kept_while_buckets_are_rebuilt_keep_their_values(pools: Pools) -> None:
-    """The old buckets' memory was given back to the host, which reads as zeros."""
-    pools.run(2, layout_restored)
+def test_kept_gradients_survive_a_bucket_rebuild(pools: Pools) -> None:
+    """The memory of the old buckets was returned to the operating system and read as zeros."""
+    pools.run(2, rebuild_buckets)
 
 
-# -- gradients that the script averages by itself ----------------------------------------------------------------------
+# -- gradients averaged by the script ----------------------------------------------------------------------------------
 
 
 def average(module: nn.Module, world: World) -> None:
@@ -317,7 +317,7 @@ def from_equal_random_numbers(model: DistributedDataParallel, world: World) -> N
         parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def made_by_hand(world: World, make: Callable[..., None]) -> str:
+def train_by_hand(world: World, make: Callable[..., None]) -> str:
     model, twin = DistributedDataParallel(net()), net()
     optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
     message = ""
@@ -338,7 +338,7 @@ def made_by_hand(world: World, make: Callable[..., None]) -> str:
         other.step()
     model.zero_grad()
     twin.zero_grad()
-    model(mine(world)).square().mean().backward()  # as if nothing had been
+    model(mine(world)).square().mean().backward()  # back to normal steps
     twin(WHOLE).square().mean().backward()
     close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
     close(list(model.parameters()), list(twin.parameters()))
@@ -346,15 +346,13 @@ def made_by_hand(world: World, make: Callable[..., None]) -> str:
 
 
 @pytest.mark.parametrize("make", [by_autograd_grad, under_no_sync, from_equal_random_numbers])
-def test_gradients_averaged_by_hand_are_stepped_over_once_the_script_says_so(
-    pools: Pools, make: Callable[..., None]
-) -> None:
-    """They were refused, with a message that claimed they were not averaged."""
-    for message in pools.run(2, made_by_hand, make):
+def test_manually_averaged_gradients_are_accepted_once_declared(pools: Pools, make: Callable[..., None]) -> None:
+    """They were refused with a message claiming that they were not averaged."""
+    for message in pools.run(2, train_by_hand, make):
         assert "call model.gradients_are_averaged() on all of them first" in message
 
 
-def not_equal(world: World) -> list[str]:
+def declare_unequal_gradients(world: World) -> list[str]:
     model = DistributedDataParallel(net())
     messages = []
     for change in (1.0, None):
@@ -367,19 +365,19 @@ def not_equal(world: World) -> list[str]:
     return messages
 
 
-def test_gradients_that_differ_are_refused_on_every_rank_when_said_to_be_averaged(pools: Pools) -> None:
-    for messages in pools.run(3, not_equal):
+def test_differing_gradients_declared_as_averaged_are_refused_on_every_rank(pools: Pools) -> None:
+    for messages in pools.run(3, declare_unequal_gradients):
         for message in messages:
             assert "that of '2.bias' is not the same on rank 1 as on rank 0" in message
 
 
-def asked_of_copies_and_alone(world: World) -> None:
+def declare_on_a_copy(world: World) -> None:
     copied = copy.deepcopy(DistributedDataParallel(net()))
     from_equal_random_numbers(copied, world)
     copied.gradients_are_averaged()
     torch.optim.SGD(copied.parameters(), lr=0.1).step()
 
 
-def test_copies_and_a_world_of_one_take_gradients_made_by_hand(pools: Pools) -> None:
-    pools.run(2, asked_of_copies_and_alone)
-    pools.run(1, asked_of_copies_and_alone)
+def test_copies_and_single_ranks_accept_manually_set_gradients(pools: Pools) -> None:
+    pools.run(2, declare_on_a_copy)
+    pools.run(1, declare_on_a_copy)

@@ -1,4 +1,4 @@
-"""Wrappers on parts of the world: found by their members alone, given back when they go, over when the group is."""
+"""Wrappers over subgroups: only members take part, resources are released, and a destroyed group ends its wrapper."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def net() -> nn.Module:
 
 
 def step(group: dist.ProcessGroup | None, model: DistributedDataParallel | None = None) -> DistributedDataParallel:
-    """One backward over `group`, compared with that of one process on the whole batch."""
+    """Run a backward over `group` and compare it with one process on the whole batch."""
     model = model or DistributedDataParallel(net(), process_group=group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     batch = torch.randn(2 * size, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -41,8 +41,8 @@ def step(group: dist.ProcessGroup | None, model: DistributedDataParallel | None 
     return model
 
 
-def on_mine(world: World, lists: Sequence[list[int]]) -> None:
-    """Wrap and step on each of the groups that this rank belongs to; then step again in the other order."""
+def step_on_each_group(world: World, lists: Sequence[list[int]]) -> None:
+    """Wrap and step on each group that this rank belongs to; then step again in reverse order."""
     groups = [dist.new_group(ranks) for ranks in lists]
     mine = [group for group, ranks in zip(groups, lists, strict=True) if world.rank in ranks]
     models = [step(group) for group in mine]
@@ -55,12 +55,12 @@ def on_mine(world: World, lists: Sequence[list[int]]) -> None:
     [("gloo", [[0, 1], [2, 3], [0, 2]]), ("pools", [[0, 3], [0, 1, 2], [1, 2, 3], [0, 1, 2, 3]])],
     ids=["pairs and leaders", "overlapping"],
 )
-def test_members_of_different_numbers_of_groups_find_each_other(
+def test_ranks_in_different_numbers_of_groups_find_each_other(
     request: pytest.FixtureRequest, ranks: str, lists: list[list[int]]
 ) -> None:
-    # torch names a group that a part of the world makes after the number of groups that the process knows: the ranks
-    # of a pair of which one leads, too, waited for each other under different names.
-    request.getfixturevalue(ranks).run(4, on_mine, lists)
+    # Torch names a subgroup after the number of groups that the process knows, so two ranks, if one belongs to
+    # another group as well, waited for each other under different names.
+    request.getfixturevalue(ranks).run(4, step_on_each_group, lists)
 
 
 def unsorted_mesh(world: World) -> None:
@@ -69,24 +69,24 @@ def unsorted_mesh(world: World) -> None:
         step(mesh[name].get_group())
 
 
-def test_a_mesh_in_another_order_than_that_of_ranks_keeps_its_own(pools: Pools) -> None:
+def test_mesh_of_unsorted_ranks_keeps_its_order(pools: Pools) -> None:
     pools.run(4, unsorted_mesh)
 
 
 def local_groups_beside_wrappers(world: World) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     kept = step(pairs[0]) if world.rank < 2 else None
-    # torch names this one after the ranks and the number of groups it knows; the wrapper of ranks 0 and 1 is none.
+    # Torch names this group after its ranks and the number of known groups, among which a wrapper must not count.
     if world.rank in (1, 2):
         step(dist.new_group([1, 2], use_local_synchronization=True))
     del kept
 
 
-def test_a_wrapper_does_not_change_the_names_of_the_users_groups() -> None:
+def test_wrapper_does_not_change_user_group_names() -> None:
     run_ranks(4, local_groups_beside_wrappers)
 
 
-def missed_once(world: World) -> str:
+def miss_once(world: World) -> str:
     group = dist.group.WORLD
     assert group is not None
     message = ""
@@ -95,15 +95,15 @@ def missed_once(world: World) -> str:
             open_own_group(group, "gloo", timedelta(seconds=0.5))
         message = str(caught.value)
     dist.barrier()
-    own = open_own_group(group, "gloo", timedelta(seconds=20))
+    reopened = open_own_group(group, "gloo", timedelta(seconds=20))
     total = torch.ones(1)
-    own.allreduce([total]).wait()
+    reopened.allreduce([total]).wait()
     assert total.item() == world.size
     return message
 
 
-def test_ranks_that_missed_each_other_once_meet_the_next_time(pools: Pools) -> None:
-    assert "rank 1 did not arrive" in pools.run(2, missed_once)[0]
+def test_rendezvous_works_after_a_timed_out_attempt(pools: Pools) -> None:
+    assert "rank 1 did not arrive" in pools.run(2, miss_once)[0]
 
 
 def uses(model: DistributedDataParallel) -> dict[str, Callable[[], Any]]:
@@ -111,7 +111,7 @@ def uses(model: DistributedDataParallel) -> dict[str, Callable[[], Any]]:
     return {"forward": lambda: model(batch), "sync_gradients": model.sync_gradients}
 
 
-def outlive(world: World) -> None:
+def outlive_group(world: World) -> None:
     group = dist.new_group([0, 1])
     for given in (group, None):
         model = step(given)
@@ -122,13 +122,13 @@ def outlive(world: World) -> None:
                 use()
 
 
-def test_a_wrapper_that_outlives_its_group_says_so() -> None:
+def test_wrapper_that_outlives_its_group_raises_a_clear_error() -> None:
     for backend in ("paceline", "gloo"):
-        run_ranks(2, outlive, backend=backend)
+        run_ranks(2, outlive_group, backend=backend)
 
 
-def again_and_again(world: World, backend: str, by_torch: bool) -> None:
-    step(None)  # or rank 0 could leave the first world while Gloo connects rank 1 with it
+def reinitialize_repeatedly(world: World, backend: str, by_torch: bool) -> None:
+    step(None)  # otherwise rank 0 could leave the first world while Gloo still connects rank 1 to it
     for turn in range(10):
         dist.destroy_process_group()
         if by_torch:
@@ -142,6 +142,6 @@ def again_and_again(world: World, backend: str, by_torch: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "by_torch"), [("gloo", False), ("paceline", True)])
-def test_a_world_can_be_left_and_joined_ten_times(backend: str, by_torch: bool) -> None:
-    # The launcher's store kept the addresses of the first world; now and then a rank knocked at one of those.
-    run_ranks(2, again_and_again, backend, by_torch, backend=backend)
+def test_world_can_be_destroyed_and_initialized_ten_times(backend: str, by_torch: bool) -> None:
+    # The launcher's store kept the addresses of the first world, and ranks occasionally connected to one of them.
+    run_ranks(2, reinitialize_repeatedly, backend, by_torch, backend=backend)

@@ -1,6 +1,6 @@
-"""Control blocks that are read after backward, as beside gradients on GPUs: the same bits, the same errors, later.
+"""Control blocks read after backward, as with gradients on GPUs: the same bits and errors, only later.
 
-Here CPU ranks do so; what they get is compared with ranks that read at the end of backward.
+The tests compare CPU ranks that read late with ranks that read at the end of backward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS = 5
 
 
 class Net(nn.Module):
-    """A trunk, a part that may be left out, one that may run in a reentrant checkpoint, and an embedding."""
+    """A trunk, an optional part, a part that may run in a reentrant checkpoint, and an embedding."""
 
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
         if "without" not in parts:
             hidden = hidden + self.extra(hidden)
         hidden = self.shared(hidden)
-        if "late" in parts:  # the checkpoint adds to a gradient that is there already
+        if "late" in parts:  # the checkpoint adds to an existing gradient
             hidden = checkpoint(self.shared, hidden.tanh(), use_reentrant=True)
             hidden = checkpoint(self.shared, hidden.tanh(), use_reentrant=True)
         return self.head(hidden.tanh())
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 @contextmanager
 def reading(how: str) -> Iterator[None]:
-    """Make wrappers that read late: "always", or where blocks have held no surprise ("1"); "" for none."""
+    """Make new wrappers read late: "always", "1" for after blocks without a surprise, or "" for never."""
     if how:
         os.environ[TEST_HOST_CHANNEL] = how
     try:
@@ -69,7 +69,7 @@ def reading(how: str) -> Iterator[None]:
 def make(how: str, net: Callable[[], nn.Module] = Net, **options: Any) -> tuple[DistributedDataParallel, Any]:
     torch.manual_seed(0)
     with reading(how):
-        options = {"init_sync": False, **options}  # or the second backward would compare the replicas, and read early
+        options = {"init_sync": False, **options}  # otherwise the second backward compares replicas and reads early
         model = DistributedDataParallel(net(), bucket_cap_mb=1e-4, unused_parameters="allow", **options)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -84,23 +84,23 @@ def phase(model: DistributedDataParallel) -> str:
 
 
 def bits(model: nn.Module) -> list[Any]:
-    """Gradients and parameters, None where there is no gradient."""
-    found: list[Any] = []
+    """Return gradients (None if missing) and parameters."""
+    values: list[Any] = []
     for parameter in model.parameters():
         gradient = parameter.grad
         dense = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-        found += [None if dense is None else dense.tolist(), parameter.tolist()]
-    return found
+        values += [None if dense is None else dense.tolist(), parameter.tolist()]
+    return values
 
 
 def train(world: World, scenario: str, how: str) -> tuple[list[Any], list[str], list[str]]:
-    """The bits after each backward and at the end, what was raised, and the phase after each backward."""
+    """Return the bits after each backward and at the end, the errors, and the phase after each backward."""
     options = {"check_finite": True} if scenario == "not finite" else {}
     options |= {"reduce_dtype": torch.float64} if "float64" in scenario else {}
     model, optimizer = make(how, lambda: Net(sparse=scenario == "sparse"), **options)
     if scenario.startswith("hook"):
         model.register_comm_hook(None, default_hooks.allreduce_hook)
-    seen, said, phases = [], [], []
+    seen, errors, phases = [], [], []
     for step in range(STEPS):
         turn = step == 3
         parts = "late" if turn and "late" in scenario and (world.rank == 1 or "both" in scenario) else ""
@@ -127,16 +127,16 @@ def train(world: World, scenario: str, how: str) -> tuple[list[Any], list[str], 
             if scenario == "a collective between":
                 dist.all_reduce(torch.ones(1))
             if not ("dropped" in scenario and turn):
-                if scenario != "sparse":  # which torch's function cannot clip
+                if scenario != "sparse":  # torch cannot clip sparse gradients
                     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 seen.append(bits(model))
                 optimizer.step()
         except PacelineError as error:
-            said.append(f"{type(error).__name__}: {error}")
+            errors.append(f"{type(error).__name__}: {error}")
         optimizer.zero_grad(set_to_none="zeros" not in scenario)
     model.sync_gradients() if "dropped" in scenario else None
     optimizer.zero_grad()
-    return [*seen, bits(model)], said, phases
+    return [*seen, bits(model)], errors, phases
 
 
 SCENARIOS = [
@@ -147,7 +147,7 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_gradients_and_errors_are_those_of_ranks_that_read_at_the_end_of_backward(pools: Pools, scenario: str) -> None:
+def test_late_reading_gives_the_same_gradients_and_errors(pools: Pools, scenario: str) -> None:
     for early, late in zip(pools.run(2, train, scenario, ""), pools.run(2, train, scenario, "always"), strict=True):
         assert late[0] == early[0]
         assert late[1] == early[1]
@@ -157,33 +157,33 @@ def test_gradients_and_errors_are_those_of_ranks_that_read_at_the_end_of_backwar
             assert late[2][1] == "UNREAD", "the order of arrival is known after the first backward"
 
 
-def test_through_gloo_too(gloo: Pools) -> None:
+def test_late_reading_gives_the_same_bits_over_gloo(gloo: Pools) -> None:
     early, late = (gloo.run(2, train, "late on one", how) for how in ("", "always"))
-    assert [one[:2] for one in early] == [one[:2] for one in late]
+    assert [result[:2] for result in early] == [result[:2] for result in late]
 
 
-# -- who looks, and when ----------------------------------------------------------------------------------------------
+# -- access before the blocks are read --------------------------------------------------------------------------------
 
 
-def look(world: World) -> list[str]:
-    """The phase after each way to look, on rank 0 alone where no other rank has a part in it."""
-    found = []
+def access_all(world: World) -> list[str]:
+    """Return the phases around each kind of access, on rank 0 alone unless it involves other ranks."""
+    phases = []
     model, optimizer = make("1")
-    for step, what in enumerate(["", "", *LOOKS]):
+    for step, access in enumerate(["", "", *ACCESSES]):
         model(data(world, step)).sum().backward()
         before = phase(model)
-        if what and (world.rank == 0 or what in ("forward", "sync_gradients", "step")):
-            LOOKS[what](model, optimizer, data(world, step))
-        found.append(f"{before} {what} {phase(model)}")
+        if access and (world.rank == 0 or access in ("forward", "sync_gradients", "step")):
+            ACCESSES[access](model, optimizer, data(world, step))
+        phases.append(f"{before} {access} {phase(model)}")
         if world.rank == 0:
             dist.send(torch.ones(1), 1)
         else:
-            dist.recv(torch.ones(1), 0)  # rank 1 helps rank 0 in nothing before it has looked
+            dist.recv(torch.ones(1), 0)  # until then rank 1 makes no progress for rank 0
         optimizer.zero_grad()
-    return found
+    return phases
 
 
-LOOKS: dict[str, Callable[..., Any]] = {
+ACCESSES: dict[str, Callable[..., Any]] = {
     "step": lambda model, optimizer, x: optimizer.step(),
     "parameters": lambda model, optimizer, x: list(model.parameters()),
     "named_parameters": lambda model, optimizer, x: model.named_parameters(),
@@ -198,16 +198,16 @@ LOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def test_every_look_through_the_wrapper_reads_and_needs_no_other_rank(pools: Pools) -> None:
-    first, second = pools.run(2, look)
-    assert first[0] == second[0] == "IDLE  IDLE"  # the first backward tells the order of arrival
+def test_access_through_the_wrapper_reads_control_blocks_without_other_ranks(pools: Pools) -> None:
+    first, second = pools.run(2, access_all)
+    assert first[0] == second[0] == "IDLE  IDLE"  # the first backward shares the order of arrival
     for line in first[2:]:
-        before, what, after = line.split(" ")
-        assert (before, after) == (("UNREAD", "UNREAD") if what == "enable" else ("UNREAD", "IDLE")), line
+        before, access, after = line.split(" ")
+        assert (before, after) == (("UNREAD", "UNREAD") if access == "enable" else ("UNREAD", "IDLE")), line
 
 
 def use_too_early(world: World, how: str) -> str:
-    """Rank 1's gradient is late in one step, in which every rank uses gradients behind the wrapper's back."""
+    """Use gradients without the wrapper on every rank while rank 1's gradient is late."""
     model, optimizer = make("always")
     saved = list(model.module.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -232,41 +232,41 @@ def use_too_early(world: World, how: str) -> str:
             return str(error)
         finally:
             if how == "unscale":
-                scaler.update()  # also after the error: an unscaled optimizer would disturb the tests that follow
+                scaler.update()  # also after the error: an unscaled optimizer would disturb later tests
         optimizer.zero_grad()
     return ""
 
 
 @pytest.mark.parametrize("how", ["clip", "replace", "update", "unscale"])
-def test_gradients_that_were_used_before_they_were_whole_are_an_error_and_nothing_else(pools: Pools, how: str) -> None:
+def test_using_incomplete_gradients_is_an_error(pools: Pools, how: str) -> None:
     for rank, message in enumerate(pools.run(2, use_too_early, how)):
         assert message.startswith(f"rank {rank}: the gradient of 'shared.")
         assert "was changed or used before its last part" in message
         assert "clip_grad_norm_(model.parameters()" in message
 
 
-def two_wrappers(world: World, how: str) -> list[Any]:
-    """Two models with a backward each, then one backward through both; steps in between."""
-    (one, first), (two, second) = make(how), make(how)
+def train_two_wrappers(world: World, how: str) -> list[Any]:
+    """Train two models with a joint backward in even steps and separate backwards in odd ones."""
+    (left, left_optimizer), (right, right_optimizer) = make(how), make(how)
     for step in range(STEPS):
         x = data(world, step)
         late = "late" if step == 3 and world.rank == 1 else ""
         if step % 2:
-            one(x, late).sum().backward()
-            two(x, late).sum().backward()
+            left(x, late).sum().backward()
+            right(x, late).sum().backward()
         else:
-            (one(x, late).sum() + two(x * 2).sum()).backward()
-        for optimizer in (first, second):
+            (left(x, late).sum() + right(x * 2).sum()).backward()
+        for optimizer in (left_optimizer, right_optimizer):
             optimizer.step()
             optimizer.zero_grad()
-    return bits(one) + bits(two)
+    return bits(left) + bits(right)
 
 
-def test_two_wrappers_read_in_the_same_order_everywhere(pools: Pools) -> None:
-    assert pools.run(2, two_wrappers, "") == pools.run(2, two_wrappers, "always")
+def test_two_wrappers_read_in_the_same_order_on_every_rank(pools: Pools) -> None:
+    assert pools.run(2, train_two_wrappers, "") == pools.run(2, train_two_wrappers, "always")
 
 
-def let_go(world: World, how: str) -> tuple[str, bool]:
+def delete_wrapper(world: World, how: str) -> tuple[str, bool]:
     model, _ = make(how)
     for step in range(2):
         model(data(world, step)).sum().backward()
@@ -281,13 +281,13 @@ def let_go(world: World, how: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(("how", "phase"), [("always", "UNREAD"), ("", "IDLE")])
-def test_a_wrapper_that_goes_frees_its_buckets_without_a_collection(pools: Pools, how: str, phase: str) -> None:
-    assert pools.run(2, let_go, how) == [(phase, True)] * 2
+def test_deleted_wrapper_frees_its_buckets_without_garbage_collection(pools: Pools, how: str, phase: str) -> None:
+    assert pools.run(2, delete_wrapper, how) == [(phase, True)] * 2
 
 
 def trip(world: World, how: str) -> tuple[str, list[Any]]:
     model, optimizer = make(how)
-    said = ""
+    message = ""
     for step in range(STEPS):
         trips = step == 3 and world.rank == 1
         try:
@@ -295,21 +295,21 @@ def trip(world: World, how: str) -> tuple[str, list[Any]]:
             model(Trip.apply(x.requires_grad_()) if trips else x).sum().backward()
             optimizer.step()
         except (ArithmeticError, PacelineError) as error:
-            said += f"{type(error).__name__}: {error}"
+            message += f"{type(error).__name__}: {error}"
         optimizer.zero_grad()
-    return said, bits(model)
+    return message, bits(model)
 
 
-def test_an_exception_on_one_rank_is_told_to_the_others_at_their_step(pools: Pools) -> None:
+def test_exception_on_one_rank_reaches_the_others_at_their_step(pools: Pools) -> None:
     early, late = pools.run(3, trip, ""), pools.run(3, trip, "always")
     assert early == late
     assert early[0][0].startswith("DesyncError: rank 0: backward was ended by an exception on rank 1")
 
 
-def kept_by_a_thread(world: World) -> list[Any]:
-    """Train where something holds on to each graph task until control blocks are being read, as GPUs' threads may."""
+def train_with_kept_tasks(world: World) -> list[Any]:
+    """Train with each graph task kept alive until control blocks are read, as threads of a GPU may do."""
     model, optimizer = make("always")
-    tasks: list[Any] = []  # callbacks, which live as long as a task
+    tasks: list[Any] = []  # callbacks, which live as long as their task
     read = ControlBlock.statuses
 
     def queue(callback: Any) -> None:
@@ -323,15 +323,15 @@ def kept_by_a_thread(world: World) -> list[Any]:
     with patch.object(steps, "queue_callback", queue), patch.object(ControlBlock, "statuses", drop_and_read):
         for step in range(STEPS):
             model(data(world, step)).sum().backward()
-            assert tasks or step == 0, "the first is not read late, the others are"
+            assert tasks or step == 0, "only the first block is read early"
             optimizer.step()
             optimizer.zero_grad()
     return bits(model)
 
 
-def test_a_graph_task_that_is_dropped_while_blocks_are_read_is_no_exception(pools: Pools) -> None:
-    """Found on a GPU, where the engine's threads let go of it after backward() has returned."""
-    assert pools.run(2, kept_by_a_thread) == pools.run(2, plain_steps)
+def test_graph_task_dropped_while_reading_is_not_mistaken_for_an_exception(pools: Pools) -> None:
+    """Seen on a GPU, where autograd's threads release the task after backward() has returned."""
+    assert pools.run(2, train_with_kept_tasks) == pools.run(2, plain_steps)
 
 
 def plain_steps(world: World) -> list[Any]:
@@ -346,16 +346,16 @@ def plain_steps(world: World) -> list[Any]:
 # -- the decision -----------------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_read_late_after_one_without_a_surprise_and_again_long_after_one_with() -> None:
+def test_late_reading_starts_after_a_usual_step_and_pauses_after_a_surprise() -> None:
     reading_late = LateReading(is_wanted=True)
-    told = []
+    allowed = []
     for usual in [True, True, False, *[True] * (USUAL_STEPS + 1)]:
-        told.append(reading_late.is_allowed)
+        allowed.append(reading_late.is_allowed)
         reading_late.note(is_usual=usual)
-    assert told == [False, True, True, *[False] * USUAL_STEPS, True]
+    assert allowed == [False, True, True, *[False] * USUAL_STEPS, True]
 
 
-def test_where_blocks_travel_with_the_gradients_nothing_is_read_late() -> None:
+def test_no_late_reading_when_blocks_travel_with_gradients() -> None:
     reading_late = LateReading(is_wanted=False, patience=0)
     reading_late.note(is_usual=True)
     assert not reading_late.is_allowed

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
-def test_a_weight_is_a_finite_number_not_below_zero(weight: float) -> None:
+def test_weight_must_be_finite_and_nonnegative(weight: float) -> None:
     with pytest.raises(UsageError, match=r"model\.weight\(\) takes a finite number >= 0"), Ledger().weigh(weight):
         pass
 
@@ -37,7 +37,7 @@ def test_only_optimizers_of_the_model_count() -> None:
     del guard
 
 
-def test_each_optimizer_of_a_model_may_step_once_a_synchronization() -> None:
+def test_each_optimizer_may_step_once_per_synchronization() -> None:
     ledger, ours = Ledger(), torch.zeros(1, requires_grad=True)
     guard = StepGuard([ours], ledger, lambda: "weight")
     first, second = torch.optim.SGD([ours], lr=0.1), torch.optim.SGD([ours], lr=0.1)
@@ -106,7 +106,7 @@ def test_capacities(cap: Any, caps: Any, expected: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("cap", "caps"), [(0, None), (-1, None), (float("nan"), None), (float("inf"), None)])
-def test_a_capacity_is_a_number_above_zero(cap: Any, caps: Any) -> None:
+def test_bucket_capacity_must_be_positive(cap: Any, caps: Any) -> None:
     with pytest.raises(UsageError, match=rf"a bucket's capacity must be a number of MiB > 0, not {cap!r}"):
         capacities(cap, caps)
 
@@ -115,8 +115,8 @@ def test_a_capacity_is_a_number_above_zero(cap: Any, caps: Any) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Takes tensors for ones on a GPU; holds the numbers that the host has waited for."""
+def numbers_read(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Treat tensors as GPU tensors; return the numbers that the host has waited for."""
     numbers: list[float] = []
 
     def read_later(number: torch.Tensor) -> Callable[[], float]:
@@ -131,10 +131,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return numbers
 
 
-def test_a_weight_on_a_gpu_is_waited_for_when_the_rank_reports_and_not_before(asked: list[float]) -> None:
-    """The host would stop at ``model.weight(count)`` until the GPU has done all that is queued before the count."""
+def test_gpu_weight_is_read_only_when_the_rank_reports(numbers_read: list[float]) -> None:
+    """Otherwise ``model.weight(count)`` would block the host until the GPU has computed the count."""
     ledger = Ledger()
-    for _ in range(LOOKS):  # at the weight, for a loss that is a mean
+    for _ in range(LOOKS):  # first steps check each weight for a mean loss
         with ledger.weigh(1):
             ledger.blocks.forward_ended()
             ledger.backward_began()
@@ -144,14 +144,14 @@ def test_a_weight_on_a_gpu_is_waited_for_when_the_rank_reports_and_not_before(as
             ledger.blocks.forward_ended()
             ledger.backward_began()
         assert ledger.is_weight_pending
-    assert asked == []
+    assert numbers_read == []
     assert ledger.report(1).weight == 6.5
-    assert asked == [2, 3.5]
+    assert numbers_read == [2, 3.5]
     ledger.synchronized()
     assert ledger.report(1).weight == 0
 
 
-def test_weights_on_a_gpu_that_do_not_count_are_left_out(asked: list[float]) -> None:
+def test_gpu_weights_of_dropped_backwards_are_left_out(numbers_read: list[float]) -> None:
     ledger = Ledger()
     with ledger.weigh(torch.tensor(2.0)):
         ledger.backward_began()
@@ -172,9 +172,9 @@ def test_weights_on_a_gpu_that_do_not_count_are_left_out(asked: list[float]) -> 
     assert ledger.report(1).weight == 32
 
 
-def test_a_wrong_weight_on_a_gpu_is_refused_when_the_rank_reports(asked: list[float]) -> None:
+def test_invalid_gpu_weight_is_refused_when_the_rank_reports(numbers_read: list[float]) -> None:
     ledger = Ledger()
-    for _ in range(LOOKS):  # at the weight, for a loss that is a mean
+    for _ in range(LOOKS):  # first steps check each weight for a mean loss
         with ledger.weigh(1):
             ledger.backward_began()
     with ledger.weigh(torch.tensor(float("nan"))):

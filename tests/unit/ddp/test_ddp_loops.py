@@ -1,4 +1,4 @@
-"""What loops need beside the wrapper: accumulation, clipping, metrics over all ranks."""
+"""Building blocks of training loops: accumulation, clipping, metrics over all ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from twins import Pools, same_gradients
 # -- accumulate --------------------------------------------------------------------------------------------------------
 
 
-class Reports:
-    """A loader that says itself when it gives its last batch, and must not be asked ahead."""
+class AnnouncesLast:
+    """A loader that announces its last batch and must not be read ahead."""
 
     def __init__(self, count: int) -> None:
         self.count, self.given, self.at_last = count, 0, False
@@ -37,7 +37,7 @@ class Reports:
             yield batch
 
 
-def windows(world: World) -> None:
+def check_windows(world: World) -> None:
     model = DistributedDataParallel(Deep())
     for count, every, expected in (
         (5, 2, [False, True, False, True, True]),
@@ -47,7 +47,7 @@ def windows(world: World) -> None:
         (0, 3, []),
     ):
         assert [model.do_sync for _ in accumulate(model, iter(range(count)), every)] == expected
-        reports, seen = Reports(count), []
+        reports, seen = AnnouncesLast(count), []
         for batch in accumulate(model, reports, every):
             assert reports.given == batch + 1
             seen.append(model.do_sync)
@@ -66,13 +66,13 @@ def windows(world: World) -> None:
     assert model.do_sync
 
 
-def test_accumulate_synchronizes_the_last_of_each_window_and_of_all(pools: Pools) -> None:
-    pools.run(1, windows)
-    pools.run(2, windows)
+def test_accumulate_synchronizes_the_last_batch_of_each_window(pools: Pools) -> None:
+    pools.run(1, check_windows)
+    pools.run(2, check_windows)
 
 
 class Counted:
-    """Batches of which more or fewer may come than its length says, as of a bar around a resumed loader."""
+    """Batches whose number may differ from the reported length, like a progress bar around a resumed loader."""
 
     def __init__(self, count: int, length: int) -> None:
         self.count, self.length, self.given = count, length, 0
@@ -86,12 +86,12 @@ class Counted:
             yield number
 
 
-def test_batches_of_known_number_are_not_fetched_ahead(pools: Pools) -> None:
-    # A bar around the loader was asked one batch ahead, so that a resumed run skipped a batch.
-    assert pools.run(1, counted) == [None]
+def test_sized_loaders_are_not_read_ahead(pools: Pools) -> None:
+    # A progress bar around the loader was read one batch ahead, so a resumed run skipped a batch.
+    assert pools.run(1, check_sized_loaders) == [None]
 
 
-def counted(world: World) -> None:
+def check_sized_loaders(world: World) -> None:
     model = DistributedDataParallel(Deep())
     expected = [False, True, False, True, True]
     batches, seen = Counted(5, 5), []
@@ -101,13 +101,13 @@ def counted(world: World) -> None:
     assert seen == expected
     assert [model.do_sync for _ in accumulate(model, iter(Counted(5, 99)), 2)] == expected
     assert [model.do_sync for _ in accumulate(model, TorchLoader(range(5)), 2)] == expected
-    # A length that says too much, but no window is left open; and one that is a guess, so it does not count.
+    # A length that is too large but leaves no window open; and a guessed length, which does not count.
     assert [model.do_sync for _ in accumulate(model, Counted(4, 5), 2)] == expected[:4]
     assert [model.do_sync for _ in accumulate(model, TorchLoader(Guessed()), 2)] == expected
 
 
 class Guessed(IterableDataset[int]):
-    """Five samples that say they are four."""
+    """Five samples with a reported length of four."""
 
     def __len__(self) -> int:
         return 4
@@ -116,7 +116,7 @@ class Guessed(IterableDataset[int]):
         return iter(range(5))
 
 
-def left_open(world: World) -> str:
+def leave_window_open(world: World) -> str:
     model = DistributedDataParallel(Deep())
     with pytest.raises(UsageError) as raised:
         list(accumulate(model, Counted(3, 5), 2))
@@ -124,25 +124,25 @@ def left_open(world: World) -> str:
     return str(raised.value)
 
 
-def test_a_window_left_open_because_fewer_batches_came_is_an_error(pools: Pools) -> None:
-    for message in pools.run(2, left_open):
+def test_window_left_open_by_missing_batches_is_an_error(pools: Pools) -> None:
+    for message in pools.run(2, leave_window_open):
         assert message.startswith("accumulate expected 5 batches but got 3, so the last window's gradients were not")
 
 
-def ended_late(world: World) -> list[bool]:
+def close_abandoned_loop(world: World) -> list[bool]:
     model = DistributedDataParallel(Deep())
-    kept, found = accumulate(model, range(4), 4), []
-    next(kept)
+    abandoned, synchronized = accumulate(model, range(4), 4), []
+    next(abandoned)
     for number in accumulate(model, range(4), 4):
         if number == 1:
-            kept.close()
-        found.append(model.do_sync)
-    return found
+            abandoned.close()
+        synchronized.append(model.do_sync)
+    return synchronized
 
 
-def test_a_loop_that_was_left_and_ends_in_a_window_of_another_changes_nothing(pools: Pools) -> None:
-    """Something may still refer to it: one rank alone synchronized in the middle of the window."""
-    assert pools.run(1, ended_late) == [[False, False, False, True]]
+def test_closing_an_abandoned_loop_does_not_affect_another(pools: Pools) -> None:
+    """If one rank alone kept a reference to it, that rank synchronized in the middle of a window."""
+    assert pools.run(1, close_abandoned_loop) == [[False, False, False, True]]
 
 
 def clipped(world: World, norm_type: float) -> None:
@@ -170,29 +170,29 @@ def test_clipping_equals_one_process(pools: Pools, norm_type: float) -> None:
 
 def gathered(world: World, size: int, batch_size: int) -> list[tuple[Any, list[int]]]:
     sampler = GlobalBatchSampler(size, batch_size, shuffle=False)
-    found = []
+    gathered_rows = []
     for share in sampler:
         rows = torch.tensor(share)
         value = {"rows": rows, "pair": (rows * 2, [rows.double().unsqueeze(1)])} if share else None
         result = gather_for_metrics(value)
         assert result["pair"][0].tolist() == [2 * row for row in result["rows"].tolist()]
         assert result["pair"][1][0].shape == (len(result["rows"]), 1)
-        found.append(result["rows"].tolist())
+        gathered_rows.append(result["rows"].tolist())
     assert gather_for_metrics(None) is None
     only = gather_for_metrics(torch.ones(2) if world.is_main else None)
     assert only.tolist() == [1, 1]
-    return found
+    return gathered_rows
 
 
 @pytest.mark.parametrize(("size", "batch_size"), [(10, 4), (7, 3), (5, 1), (6, 6)])
 def test_every_row_is_gathered_exactly_once_in_order(pools: Pools, size: int, batch_size: int) -> None:
     for ranks in (1, 3):
-        for found in pools.run(ranks, gathered, size, batch_size):
-            assert list(chain(*found)) == list(range(size))
+        for batches in pools.run(ranks, gathered, size, batch_size):
+            assert list(chain(*batches)) == list(range(size))
 
 
-def gathered_objects(world: World) -> None:
-    """Objects that are no tensors, alone and beside tensors, in slices of different lengths."""
+def gather_objects(world: World) -> None:
+    """Gather other objects than tensors, alone and together with tensors, in slices of different lengths."""
     for size, batch_size in ((10, 4), (5, 1)):
         texts: list[str] = []
         for share in GlobalBatchSampler(size, batch_size, shuffle=False):
@@ -213,8 +213,8 @@ def gathered_objects(world: World) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_objects_in_lists_are_rows_in_order(pools: Pools, size: int) -> None:
-    pools.run(size, gathered_objects)
+def test_list_objects_are_gathered_as_rows_in_order(pools: Pools, size: int) -> None:
+    pools.run(size, gather_objects)
 
 
 class Pair(NamedTuple):
@@ -222,26 +222,26 @@ class Pair(NamedTuple):
     more: tuple[Tensor, list[Tensor]]
 
 
-def pairs(world: World) -> Any:
+def gather_pairs(world: World) -> Any:
     rows = torch.tensor([world.rank])
     result = gather_for_metrics(Pair(rows, (rows, [rows])))
     return type(result), type(result.more), type(result.more[1]), result.rows.tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_tuples_are_gathered_as_tuples_and_named_ones_by_name(pools: Pools, size: int) -> None:
-    assert pools.run(size, pairs) == [(Pair, tuple, list, list(range(size)))] * size
+def test_tuples_and_namedtuples_keep_their_type_when_gathered(pools: Pools, size: int) -> None:
+    assert pools.run(size, gather_pairs) == [(Pair, tuple, list, list(range(size)))] * size
 
 
 def whole(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def empty_ranks(world: World) -> None:
-    """Ranks without rows, in each of the ways in which scripts have none."""
-    big = 2**53 + 1  # which float32, and even float64, cannot hold
-    for nothing in (torch.empty(0), torch.empty(0, dtype=torch.float64), whole(), None):
-        values = [{"ids": nothing, "more": (nothing, [None])}, {"ids": whole(big, 2), "more": (whole(3), [whole(4)])}]
+def gather_from_empty_ranks(world: World) -> None:
+    """Gather from ranks without rows, represented in all ways that scripts use."""
+    big = 2**53 + 1  # not representable in float32 or float64
+    for empty in (torch.empty(0), torch.empty(0, dtype=torch.float64), whole(), None):
+        values = [{"ids": empty, "more": (empty, [None])}, {"ids": whole(big, 2), "more": (whole(3), [whole(4)])}]
         if world.size == 3:
             values.insert(0, None)
         result = gather_for_metrics(values[world.rank])
@@ -258,7 +258,7 @@ def empty_ranks(world: World) -> None:
     assert gather_for_metrics(ordered)["a"].tolist() == [1, *[3] * (world.size - 1)]
     view = torch.arange(10)[2:4]
     assert gather_for_metrics(view).tolist() == [2, 3] * world.size
-    for dtype in (torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.bfloat16):  # a plain pickle refuses some
+    for dtype in (torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.bfloat16):  # plain pickling fails for some
         gathered = gather_for_metrics(torch.tensor([1, 2]).to(dtype))
         assert gathered.dtype == dtype
         assert gathered.float().tolist() == [1, 2] * world.size
@@ -266,8 +266,8 @@ def empty_ranks(world: World) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_without_rows_changes_no_dtype_and_no_structure(pools: Pools, size: int) -> None:
-    pools.run(size, empty_ranks)
+def test_rank_without_rows_does_not_change_dtype_or_structure(pools: Pools, size: int) -> None:
+    pools.run(size, gather_from_empty_ranks)
 
 
 ROWS = torch.ones(2)
@@ -292,17 +292,17 @@ UNEQUAL: list[tuple[Any, Any, str]] = [
 
 
 def unequal(world: World) -> list[str]:
-    said = []
+    messages = []
     for values in UNEQUAL:
         with pytest.raises(UsageError) as caught:
             gather_for_metrics(values[world.rank])
-        said.append(str(caught.value))
-    assert gather_for_metrics(whole(world.rank)).tolist() == [0, 1]  # nobody is out of step
-    return said
+        messages.append(str(caught.value))
+    assert gather_for_metrics(whole(world.rank)).tolist() == [0, 1]  # all ranks are still in step
+    return messages
 
 
-def test_values_that_do_not_belong_together_are_refused_on_every_rank(pools: Pools) -> None:
-    """A key that one rank lacked was dropped in silence, and dtypes were mixed."""
+def test_mismatched_values_are_refused_on_every_rank(pools: Pools) -> None:
+    """A key missing on one rank was silently dropped, and dtypes were mixed."""
     first, second = pools.run(2, unequal)
     assert first == second
     for message, (_, _, wanted) in zip(first, UNEQUAL, strict=True):
@@ -312,29 +312,29 @@ def test_values_that_do_not_belong_together_are_refused_on_every_rank(pools: Poo
 # -- mean_over_ranks ---------------------------------------------------------------------------------------------------
 
 
-def means(world: World) -> None:
+def check_means(world: World) -> None:
     size, rank = world.size, world.rank
     assert mean_over_ranks(float(rank)) == (size - 1) / 2
     mean = mean_over_ranks(torch.tensor([rank, 1]), weight=rank + 1)
     total = size * (size + 1) / 2
     assert mean.dtype is torch.float32
     torch.testing.assert_close(mean, torch.tensor([sum(r * (r + 1) for r in range(size)) / total, 1.0]))
-    # The mean loss over all samples, from each rank's mean over its own.
+    # The mean loss over all samples, computed from the means of the ranks.
     losses = torch.randn(3 * size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mine = losses[: rank + 1] if size == 1 else losses.split([1] * (size - 1) + [2 * size + 1])[rank]
     expected = losses[:1].mean() if size == 1 else losses.mean()
     torch.testing.assert_close(mean_over_ranks(mine.mean(), weight=len(mine)), expected)
-    # A rank without samples: a mean over nothing is NaN.
-    for nothing in (torch.empty(0).mean(), float("nan"), None, torch.ones(4)):
+    # A rank without samples: the mean of an empty tensor is NaN.
+    for missing in (torch.empty(0).mean(), float("nan"), None, torch.ones(4)):
         for value in (2.5, torch.tensor(2.5)):
-            found = mean_over_ranks(value if rank == size - 1 else nothing, weight=rank == size - 1)
-            assert type(found) is type(value)
-            assert float(found) == 2.5
-    big = 2.0**40 + 1  # more than float32 can hold
+            result = mean_over_ranks(value if rank == size - 1 else missing, weight=rank == size - 1)
+            assert type(result) is type(value)
+            assert float(result) == 2.5
+    big = 2.0**40 + 1  # not representable in float32
     assert mean_over_ranks(big, torch.tensor(3)) == big
     assert mean_over_ranks(torch.tensor(0.1, dtype=torch.bfloat16)) == torch.tensor(0.1, dtype=torch.bfloat16)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse invariant checks")  # torch 2.11, of any torch.load
+        warnings.filterwarnings("ignore", "Sparse invariant checks")  # torch 2.11 warns in any torch.load
         assert torch.equal(mean_over_ranks(torch.eye(2).to_sparse()).to_dense(), torch.eye(2))
     assert mean_over_ranks(torch.tensor(1 + 2j), weight=1e300) == 1 + 2j
     leaf = torch.ones(2, requires_grad=True)
@@ -345,8 +345,8 @@ def means(world: World) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_mean_over_ranks_counts_each_rank_by_its_weight(pools: Pools, size: int) -> None:
-    pools.run(size, means)
+def test_mean_over_ranks_weights_each_rank(pools: Pools, size: int) -> None:
+    pools.run(size, check_means)
 
 
 def test_a_mean_over_ranks_needs_no_process_group() -> None:
@@ -371,16 +371,16 @@ UNEQUAL_MEANS: list[tuple[Any, Any, str]] = [
 
 
 def unequal_means(world: World) -> list[str]:
-    said = []
+    messages = []
     for values in UNEQUAL_MEANS:
         with pytest.raises(UsageError) as caught:
             mean_over_ranks(*values[world.rank])
-        said.append(str(caught.value))
-    assert mean_over_ranks(world.rank) == 0.5  # nobody is out of step
-    return said
+        messages.append(str(caught.value))
+    assert mean_over_ranks(world.rank) == 0.5  # all ranks are still in step
+    return messages
 
 
-def test_means_that_do_not_belong_together_are_refused_on_every_rank_by_name(pools: Pools) -> None:
+def test_mismatched_means_are_refused_on_every_rank(pools: Pools) -> None:
     first, second = pools.run(2, unequal_means)
     assert first == second
     for (_, _, expected), message in zip(UNEQUAL_MEANS, first, strict=True):

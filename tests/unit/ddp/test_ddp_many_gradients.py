@@ -11,10 +11,10 @@ from paceline.ddp.buckets import Bucket
 
 
 def parameters(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
-    made = [nn.Parameter(torch.zeros(2)) for _ in gradients]
-    for parameter, gradient in zip(made, gradients, strict=True):
+    created = [nn.Parameter(torch.zeros(2)) for _ in gradients]
+    for parameter, gradient in zip(created, gradients, strict=True):
         parameter.grad = gradient
-    return made
+    return created
 
 
 ONE, SPARSE = torch.ones(2), torch.ones(2).to_sparse()
@@ -34,7 +34,7 @@ ONE, SPARSE = torch.ones(2), torch.ones(2).to_sparse()
         ([ONE, torch.ones(3)], False),
     ],
 )
-def test_gradients_go_into_a_bucket_together_if_all_are_there_dense_and_fit(
+def test_gradients_are_copied_together_only_if_all_are_present_dense_and_fitting(
     monkeypatch: pytest.MonkeyPatch,
     gradients: list[torch.Tensor | None],
     are_copied: bool,
@@ -44,17 +44,17 @@ def test_gradients_go_into_a_bucket_together_if_all_are_there_dense_and_fit(
     for module in (torch_internals, many):
         monkeypatch.setattr(module, "LARGE", large)
     fit = [gradient is not None and gradient.shape == (2,) and not gradient.is_mkldnn for gradient in gradients]
-    made = parameters(*(gradient if fits else None for gradient, fits in zip(gradients, fit, strict=True)))
-    bucket = Bucket.allocate(list(range(len(made))), made)
+    created = parameters(*(gradient if fits else None for gradient, fits in zip(gradients, fit, strict=True)))
+    bucket = Bucket.allocate(list(range(len(created))), created)
     bucket.prescale = factor
-    assert copy_into(bucket, gradients, made) is are_copied
+    assert copy_into(bucket, gradients, created) is are_copied
     if are_copied:
         assert bucket.flat.tolist() == [factor * value for gradient in gradients for value in gradient.tolist()]
-    assert grads_are_none(made) is (are_copied or gradients == [None])
+    assert grads_are_none(created) is (are_copied or gradients == [None])
 
 
-def test_what_is_present_is_known_by_its_place() -> None:
-    made = parameters(None, ONE, None)
-    assert present(made) == {1: made[1].grad}
-    assert [grads_are_none(made), grads_are_none(parameters(None, None))] == [False, True]
+def test_present_gradients_are_keyed_by_position() -> None:
+    created = parameters(None, ONE, None)
+    assert present(created) == {1: created[1].grad}
+    assert [grads_are_none(created), grads_are_none(parameters(None, None))] == [False, True]
     assert present(parameters(None, None)) == {}

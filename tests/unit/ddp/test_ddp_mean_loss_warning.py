@@ -1,4 +1,4 @@
-"""A mean loss inside ``model.weight(n)``, which takes a sum, causes a warning; a mean times n does not."""
+"""A mean loss inside ``model.weight(n)``, which expects a sum, gives a warning; a mean times n does not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y) + 0.1 * sum(one.square().sum() for one in model.parameters())
+    return F.cross_entropy(model(x), y) + 0.1 * sum(p.square().sum() for p in model.parameters())
 
 
 MISTAKES: dict[str, Loss] = {
@@ -59,9 +59,9 @@ NO_MISTAKES: dict[str, Loss] = {
 }
 
 
-def said(world: World, kinds: str, weight: float) -> dict[str, list[tuple[str, int, str]]]:
-    """Place and text of the warnings of each loss."""
-    found = {}
+def mean_loss_warnings(world: World, kinds: str, weight: float) -> dict[str, list[tuple[str, int, str]]]:
+    """Return file, line and text of the warnings about each loss."""
+    result = {}
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, FEATURES, generator=generator, dtype=torch.float64)
     y = torch.randint(CLASSES, (3,), generator=generator)
@@ -73,27 +73,27 @@ def said(world: World, kinds: str, weight: float) -> dict[str, list[tuple[str, i
                 model.zero_grad()
                 with model.weight(weight):
                     loss(model, x, y).backward()
-        texts = [(one.filename, one.lineno, str(one.message)) for one in caught]
-        found[name] = [warned for warned in texts if "starts from a mean" in warned[2]]
-    return found
+        texts = [(warning.filename, warning.lineno, str(warning.message)) for warning in caught]
+        result[name] = [warned for warned in texts if "starts from a mean" in warned[2]]
+    return result
 
 
-def test_a_mean_where_a_sum_is_taken_is_named_once_with_its_line(ranks: Ranks) -> None:
-    """It would shrink gradients by the weight, and nobody would notice: the likeliest mistake of a conversion."""
-    lines, first = inspect.getsourcelines(said)
+def test_mean_loss_is_reported_once_with_its_line(ranks: Ranks) -> None:
+    """The most likely mistake when converting a script; it silently divides gradients by the weight."""
+    lines, first = inspect.getsourcelines(mean_loss_warnings)
     line = first + next(index for index, text in enumerate(lines) if ".backward()" in text)
-    for found in ranks.run(said, "MISTAKES", 3):
-        for name, warned in found.items():
+    for by_loss in ranks.run(mean_loss_warnings, "MISTAKES", 3):
+        for name, warned in by_loss.items():
             assert [(file, number) for file, number, _ in warned] == [(__file__, line)], name
             assert 'multiply the mean by 3, or use reduction="sum" in the loss' in warned[0][2]
 
 
-def test_what_is_a_sum_or_may_be_one_raises_no_alarm(ranks: Ranks) -> None:
-    for found in ranks.run(said, "NO_MISTAKES", 3):
-        assert not any(found.values()), found
+def test_no_warning_for_possible_sums(ranks: Ranks) -> None:
+    for by_loss in ranks.run(mean_loss_warnings, "NO_MISTAKES", 3):
+        assert not any(by_loss.values()), by_loss
 
 
 @pytest.mark.parametrize("weight", [1, 2.5])
-def test_a_mean_may_be_right_if_the_weight_is_not_a_count(ranks: Ranks, weight: float) -> None:
-    for found in ranks.run(said, "MISTAKES", weight):
-        assert not any(found.values()), found
+def test_no_warning_if_the_weight_is_not_a_count(ranks: Ranks, weight: float) -> None:
+    for by_loss in ranks.run(mean_loss_warnings, "MISTAKES", weight):
+        assert not any(by_loss.values()), by_loss

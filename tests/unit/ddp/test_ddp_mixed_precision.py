@@ -16,8 +16,8 @@ from paceline.errors import UsageError
 from twins import Pools
 
 
-class Seen(nn.Module):
-    """Tied layers and a buffer; remembers in what precision it computed."""
+class RecordsDtypes(nn.Module):
+    """Tied layers and a buffer; records the precision of its computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,9 +32,9 @@ class Seen(nn.Module):
         return self.second(self.first(x).tanh() + self.shift)
 
 
-def low_precision_inside(world: World, policy: _MixedPrecision) -> None:
+def train_in_low_precision(world: World, policy: _MixedPrecision) -> None:
     torch.manual_seed(0)
-    module = Seen()
+    module = RecordsDtypes()
     twin = copy.deepcopy(module)
     twin.shift.data = twin.shift.to(policy.buffer_dtype or torch.float32)
     model = DistributedDataParallel(module, mixed_precision=policy)
@@ -46,7 +46,7 @@ def low_precision_inside(world: World, policy: _MixedPrecision) -> None:
         low = policy.param_dtype or torch.float32
         assert module.dtypes == (low, low, policy.buffer_dtype or torch.float32)
         out.float().square().mean().backward()
-        # The twin computes every rank's part in the low precision by itself, and sums in full.
+        # The twin computes each rank's part in low precision and sums in full precision.
         expected = [torch.zeros_like(parameter) for parameter in twin.parameters()]
         for part in parts:
             cast = {name: parameter.to(low) for name, parameter in twin.named_parameters()}
@@ -77,17 +77,17 @@ def low_precision_inside(world: World, policy: _MixedPrecision) -> None:
     ids=["bf16 summed in fp32", "bf16", "summed in bf16"],
 )
 def test_low_precision_inside_full_precision_outside(pools: Pools, policy: _MixedPrecision) -> None:
-    pools.run(2, low_precision_inside, policy)
+    pools.run(2, train_in_low_precision, policy)
 
 
-def other_policies(world: World) -> None:
+def use_unsupported_policies(world: World) -> None:
     with pytest.raises(UsageError, match="_MixedPrecision; for autocast"):
-        DistributedDataParallel(Seen(), mixed_precision=object())
+        DistributedDataParallel(RecordsDtypes(), mixed_precision=object())
     with pytest.raises(UsageError, match="not to both"):
         DistributedDataParallel(
-            Seen(), mixed_precision=_MixedPrecision(reduce_dtype=torch.bfloat16), reduce_dtype=torch.float32
+            RecordsDtypes(), mixed_precision=_MixedPrecision(reduce_dtype=torch.bfloat16), reduce_dtype=torch.float32
         )
 
 
-def test_another_policy_is_refused(pools: Pools) -> None:
-    pools.run(2, other_policies)
+def test_unsupported_policies_are_refused(pools: Pools) -> None:
+    pools.run(2, use_unsupported_policies)

@@ -1,9 +1,7 @@
-"""Parameters added or replaced after wrapping are averaged from their first backward on, or every rank refuses by name.
+"""Parameters added or replaced after wrapping are averaged from their first backward on or refused on every rank.
 
-torch DDP leaves them out without a word: they train on each rank's own data, and replicas drift apart.
-
-
-Such a parameter has no hook and no place in a bucket, and nothing that is done to a module tells its wrapper.
+Torch DDP silently ignores them: they train on local data, and replicas drift apart. A new parameter has no hook and no
+place in a bucket, and the wrapper is not notified of changes to the module.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ SIZE = 2
 
 
 class Lora(nn.Module):
-    """A frozen layer beside which a product of two small matrices is trained."""
+    """A frozen layer with a trainable low-rank update."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -41,7 +39,7 @@ class Lora(nn.Module):
 
 
 class Net(nn.Module):
-    """A body and a head, with statistics in between."""
+    """A body, an embedding and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +60,7 @@ def frozen_body() -> nn.Module:
     return net
 
 
-# -- what users do to a module; each is given the ranks' module and the twin -----------------------------------------
+# -- changes to a module, applied to the ranks' module and to the twin -------------------------------------------------
 
 
 def new_head(net: Any) -> None:
@@ -70,7 +68,7 @@ def new_head(net: Any) -> None:
 
 
 def lora(net: Any) -> None:
-    """All that trained is frozen, all that trains is new."""
+    """Freeze all existing parameters and train only new ones."""
     net.requires_grad_(False)
     net.body[0], net.body[2] = Lora(net.body[0]), Lora(net.body[2])
 
@@ -109,12 +107,12 @@ class TwiceScaled(Net):
 
 
 def to_bfloat16_in_part(net: Any) -> None:
-    """One parameter, which has as many bytes as before."""
+    """Change the dtype of one parameter but not its size in bytes."""
     net.second.data = net.second.data.bfloat16()
 
 
 def equal_scalar(net: Any) -> None:
-    """A new parameter that is equal to the old one by ``==``."""
+    """Replace a parameter by a new one with an equal value."""
     net.scale = nn.Parameter(net.scale.detach().clone())
 
 
@@ -149,29 +147,29 @@ def train(
     options: dict[str, Any],
     micros: int = 1,
 ) -> list[str]:
-    """Steps beside a twin in one process, with the change after the second; returns the names in buckets."""
+    """Train beside a twin in one process, with the change after step 2; return the names in buckets."""
     torch.manual_seed(0)
     net: Any = build()
     model = DistributedDataParallel(net, unused_parameters="allow", **options)
     twin: Any = copy.deepcopy(net)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, twin)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (net, twin)]
     for step in range(6):
         if step == 2:
-            for one in (net, twin):
+            for module in (net, twin):
                 torch.manual_seed(1)
-                change(one)
-            optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, twin)]
+                change(module)
+            optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (net, twin)]
         x = batch(step, world.size)
         mine = x[4 * world.rank : 4 * world.rank + 4]
         for at, part in enumerate(mine.chunk(micros)):
             model.require_backward_grad_sync = at == micros - 1
             (model(part).sin().sum() / 4).backward()
         (twin(x).sin().sum() / len(x)).backward()
-        rtol = {8: 1e-9, 4: 1e-4, 2: 0.2}[min(one.itemsize for one in net.parameters())]
+        rtol = {8: 1e-9, 4: 1e-4, 2: 0.2}[min(p.itemsize for p in net.parameters())]
         if net.embed.sparse:
             assert step < 2 or net.embed.weight.grad.is_sparse
-            for one in (net, twin):
-                one.embed.weight.grad = one.embed.weight.grad.to_dense()
+            for module in (net, twin):
+                module.embed.weight.grad = module.embed.weight.grad.to_dense()
         same_gradients(net, twin, rtol, f"step {step}")
         for optimizer in optimizers:
             optimizer.step()
@@ -180,18 +178,18 @@ def train(
     return sorted(name for names in model.bucket_layout() for name in names)
 
 
-@pytest.mark.parametrize(("change", "build"), CHANGES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize(("change", "build"), CHANGES, ids=lambda case: case.__name__)
 def test_a_changed_module_trains_as_in_one_process(pools: Pools, change: Any, build: Any) -> None:
     layouts = pools.run(SIZE, train, build, change, {})
     assert layouts[0] == layouts[1]
 
 
-@pytest.mark.parametrize("change", [new_head, lora], ids=lambda one: one.__name__)
-def test_a_changed_module_is_taken_in_with_small_buckets_and_local_backwards(pools: Pools, change: Any) -> None:
+@pytest.mark.parametrize("change", [new_head, lora], ids=lambda case: case.__name__)
+def test_changed_module_works_with_small_buckets_and_local_backwards(pools: Pools, change: Any) -> None:
     pools.run(SIZE, train, Net, change, {"bucket_cap_mb": 1e-4}, 2)
 
 
-# -- not alike on all ranks: every rank raises the same in the same step -----------------------------------------------
+# -- different changes on the ranks: every rank raises the same error in the same step ---------------------------------
 
 
 def on_one_rank(net: Any, rank: int) -> None:
@@ -209,7 +207,7 @@ def other_values(net: Any, rank: int) -> None:
 
 
 def adapter_on_one_rank(net: Any, rank: int) -> None:
-    """On that rank nothing that trained before trains any more."""
+    """Freeze everything that was trained before on that rank."""
     if rank == 0:
         lora(net)
 
@@ -225,13 +223,13 @@ def thawed_on_one_rank(net: Any, rank: int) -> None:
 
 
 def average_on_one_rank(net: Any, rank: int) -> None:
-    """Not used by any forward, but trainable, so a fresh wrapper would average it."""
+    """Add a trainable copy that no forward uses; a new wrapper would average it."""
     if rank == 0:
         net.body[3].average = copy.deepcopy(net.body)
 
 
-def refused(world: World, build: Callable[[], nn.Module], change: Any, hook: bool = False) -> list[str]:
-    """What is raised in two steps after the change, and after the module is wrapped again."""
+def errors_after(world: World, build: Callable[[], nn.Module], change: Any, hook: bool = False) -> list[str]:
+    """Return the errors of two steps after the change; then wrap the module again and train."""
     net: Any = build()
     model = DistributedDataParallel(net, unused_parameters="allow")
     if hook:
@@ -239,17 +237,17 @@ def refused(world: World, build: Callable[[], nn.Module], change: Any, hook: boo
     model(batch(0, 1)).sum().backward()
     net.zero_grad()
     change(net, world.rank)
-    said = []
+    messages = []
     for step in range(2):
         with pytest.raises(UsageError) as caught:
             model(batch(step, 1)).sum().backward()
-        said.append(str(caught.value))
-    if change in (on_one_rank, other_values, thawed_on_one_rank, same_new_head):  # the same names and shapes everywhere
+        messages.append(str(caught.value))
+    if change in (on_one_rank, other_values, thawed_on_one_rank, same_new_head):  # same names and shapes on all ranks
         del model
         net.zero_grad()
         net.requires_grad_(True)
         train(world, lambda: net, lambda net: None, {})
-    return said
+    return messages
 
 
 REFUSED = [
@@ -267,18 +265,18 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "build", "said"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
-def test_what_is_not_alike_on_all_ranks_is_refused_on_all(pools: Pools, change: Any, build: Any, said: str) -> None:
-    """Also on those that changed nothing, in the same step: nobody waits for a rank that refused alone."""
-    for first, second in pools.run(SIZE, refused, build, change):
+@pytest.mark.parametrize(("change", "build", "expected"), REFUSED, ids=lambda case: getattr(case, "__name__", ""))
+def test_different_changes_are_refused_on_every_rank(pools: Pools, change: Any, build: Any, expected: str) -> None:
+    """Unchanged ranks raise in the same step, so no rank waits for one that refused alone."""
+    for first, second in pools.run(SIZE, errors_after, build, change):
         assert first == second
         assert "the module's parameters were changed after it was wrapped" in first
-        assert said in first, first
+        assert expected in first, first
 
 
-def test_new_parameters_beside_a_communication_hook_are_refused(pools: Pools) -> None:
-    """A hook's state may be made for the parameters that were there, as PowerSGD's is."""
-    for first, _ in pools.run(SIZE, refused, Net, same_new_head, True):
+def test_new_parameters_with_a_communication_hook_are_refused(pools: Pools) -> None:
+    """The state of a hook may depend on the original parameters, as with PowerSGD."""
+    for first, _ in pools.run(SIZE, errors_after, Net, same_new_head, True):
         assert "parameters such as 'head.weight' were added to the module after a communication hook" in first
 
 
@@ -291,7 +289,7 @@ def same_new_head(net: Any, _rank: int) -> None:
 
 
 def compare(world: World, model: nn.Module, twin: nn.Module, steps: range = range(3)) -> None:
-    """Gradients of several steps beside those of the twin in one process."""
+    """Compare gradients of several steps with the twin in one process."""
     for step in steps:
         x = batch(step, world.size)
         model(x[4 * world.rank : 4 * world.rank + 4]).sin().mean().backward()
@@ -353,7 +351,7 @@ def a_rank_without_data(world: World) -> None:
 
 
 def two_forwards_in_a_step(world: World) -> None:
-    """Outputs whose forward came before the parameters were taken in have a backward that comes after it."""
+    """Run a backward after the new parameters were adopted for a forward from before."""
     model, net, twin = wrapped()
     change_both(lora, net, twin)
     x = batch(0, world.size)
@@ -366,7 +364,7 @@ def two_forwards_in_a_step(world: World) -> None:
 
 
 def weighed_micro_batches(world: World) -> None:
-    """The weights of local backwards count, although no parameter that was averaged before has a gradient."""
+    """The weights of local backwards count even if only new parameters have gradients."""
     model, net, twin = wrapped()
     change_both(lora, net, twin)
     for part in range(3):
@@ -378,23 +376,23 @@ def weighed_micro_batches(world: World) -> None:
 
 
 def used_outside_of_the_forward(world: World) -> None:
-    """A layer that is made when the size of its input is known, from the wrapper's output."""
+    """Create a layer from the wrapper's output once its size is known."""
     model, net, twin = wrapped()
     x = batch(0, world.size)
     for _ in range(3):
         outs = [model(x[4 * world.rank : 4 * world.rank + 4]), twin(x)]
-        for each, out in zip((net, twin), outs, strict=True):
-            if not hasattr(each, "late"):
+        for module, out in zip((net, twin), outs, strict=True):
+            if not hasattr(module, "late"):
                 torch.manual_seed(1)
-                each.late = nn.Linear(out.shape[1], 1, dtype=torch.float64)
-            each.late(out).square().mean().backward()
+                module.late = nn.Linear(out.shape[1], 1, dtype=torch.float64)
+            module.late(out).square().mean().backward()
         same_gradients(net, twin)
         model.zero_grad()
         twin.zero_grad()
 
 
 def after_an_exception_in_eval_mode(world: World) -> None:
-    """Where no forward settles what the exception left, as a rank may evaluate alone."""
+    """No forward in eval mode cleans up after the exception, because a rank may evaluate alone."""
     model, net, twin = wrapped()
     model.eval()
     out = model(batch(0, 1))
@@ -419,7 +417,7 @@ def in_join_without_data(world: World) -> None:
 
 
 def undone_on_one_rank(world: World) -> None:
-    """A parameter that is frozen again after a refusal."""
+    """Freeze a parameter again after the error."""
     torch.manual_seed(0)
     net, twin = frozen_body(), frozen_body()
     twin.load_state_dict(net.state_dict())
@@ -433,14 +431,14 @@ def undone_on_one_rank(world: World) -> None:
 
 
 def two_wrappers_reached_in_another_order(world: World) -> None:
-    """Ranks wait for each other to take a change in, so they have to do so in one order."""
+    """Ranks wait for each other when adopting a change, so all must use the same order."""
     (first, net, twin), (second, other, other_twin) = wrapped(), wrapped()
     change_both(new_head, net, twin)
     change_both(lora, other, other_twin)
     models = [first, second] if world.rank else [second, first]
     sum(model(batch(world.rank, 1)).sin().mean() for model in models).backward()
     for rank in range(world.size):
-        (sum(each(batch(rank, 1)).sin().mean() for each in (twin, other_twin)) / world.size).backward()
+        (sum(module(batch(rank, 1)).sin().mean() for module in (twin, other_twin)) / world.size).backward()
     same_gradients(net, twin)
     same_gradients(other, other_twin)
 
@@ -449,16 +447,16 @@ AROUND = [in_a_copy_of_the_wrapper, another_module, undone_on_one_rank, two_wrap
 AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed_micro_batches]
 AROUND += [used_outside_of_the_forward]
 AROUND += [after_an_exception_in_eval_mode, in_join_without_data]
-OF_ONE = [another_module, weighed_micro_batches]
+ON_ONE_RANK = [another_module, weighed_micro_batches]
 
 
-@pytest.mark.parametrize("case", AROUND, ids=lambda one: one.__name__)
-def test_gradients_around_a_change_are_those_of_one_process(pools: Pools, case: Callable[[World], None]) -> None:
+@pytest.mark.parametrize("case", AROUND, ids=lambda case: case.__name__)
+def test_gradients_around_a_change_equal_one_process(pools: Pools, case: Callable[[World], None]) -> None:
     pools.run(SIZE, case)
 
 
-@pytest.mark.parametrize("case", OF_ONE, ids=lambda one: one.__name__)
-def test_a_world_of_one_takes_changes_in(pools: Pools, case: Callable[[World], None]) -> None:
+@pytest.mark.parametrize("case", ON_ONE_RANK, ids=lambda case: case.__name__)
+def test_single_rank_adopts_module_changes(pools: Pools, case: Callable[[World], None]) -> None:
     pools.run(1, case)
 
 
@@ -475,7 +473,7 @@ def around_join(world: World) -> list[str]:
     return [str(before.value), str(inside.value)]
 
 
-def test_a_change_on_one_rank_before_join_and_any_inside_are_refused(pools: Pools) -> None:
+def test_unequal_change_before_join_and_any_change_inside_are_refused(pools: Pools) -> None:
     for before, inside in pools.run(SIZE, around_join):
         assert "'head.weight' has shape (2, 4), torch.float64, on cpu, new on rank 1" in before
         assert "change the module before join()" in inside
@@ -484,7 +482,7 @@ def test_a_change_on_one_rank_before_join_and_any_inside_are_refused(pools: Pool
 def step_over_new_parameters(world: World) -> None:
     model, net, _ = wrapped()
     change_both(lora, net)
-    optimizer = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
     with model.no_sync():
         model(batch(world.rank, 1)).mean().backward()
     with pytest.raises(UsageError, match="not averaged over the ranks, because the last backward ran under no_sync"):
@@ -495,7 +493,7 @@ def test_a_step_over_local_gradients_of_new_parameters_is_refused(pools: Pools) 
     pools.run(SIZE, step_over_new_parameters)
 
 
-def drift_of_new(world: World) -> str:
+def train_with_drift(world: World) -> str:
     torch.manual_seed(0)
     net = Net()
     model = DistributedDataParallel(net, check_replicas_every=1)
@@ -514,12 +512,12 @@ def drift_of_new(world: World) -> str:
     return ""
 
 
-def test_the_replica_check_looks_at_the_module_as_it_is_now(pools: Pools) -> None:
-    for message in pools.run(SIZE, drift_of_new):
+def test_replica_check_covers_parameters_added_later(pools: Pools) -> None:
+    for message in pools.run(SIZE, train_with_drift):
         assert "parameter 'head.weight'" in message
 
 
-def nan_in_new(world: World) -> str:
+def train_with_nan(world: World) -> str:
     torch.manual_seed(0)
     net = Net()
     model = DistributedDataParallel(net, check_finite=True)
@@ -529,6 +527,6 @@ def nan_in_new(world: World) -> str:
     return str(caught.value)
 
 
-def test_new_gradients_that_are_not_finite_are_noticed(pools: Pools) -> None:
-    for message in pools.run(SIZE, nan_in_new):
+def test_nonfinite_gradients_of_new_parameters_are_detected(pools: Pools) -> None:
+    for message in pools.run(SIZE, train_with_nan):
         assert "NaN or Inf on rank 1" in message

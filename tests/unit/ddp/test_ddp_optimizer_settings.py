@@ -1,4 +1,4 @@
-"""Settings of optimizers that differ between ranks are found in the first backward after the difference."""
+"""Optimizer settings that differ between ranks are detected in the first backward after the difference."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ DIFFERENT: dict[str, tuple[Make, str, Any, str]] = {
 }
 LEGITIMATE: dict[str, Make] = {
     "equal": adamw,
-    "a group of the rank's own": with_local_group,
-    "a key of the program's": with_key_of_the_program,
+    "a local parameter group": with_local_group,
+    "a user-defined key": with_key_of_the_program,
     "numbers of other types": lambda net, rank: adamw(net, rank, lr=1, betas=(0.5, np.float64(0.5) if rank else 0.5)),
     "groups in another order": lambda net, rank: in_groups(net, rank, last=0.02),
     "sharded by hand": lambda net, rank: SGD(net[rank].parameters(), lr=0.01 * (rank + 1)),  # type: ignore[index]
@@ -80,15 +80,15 @@ def steps_until_refused(world: World, case: str) -> tuple[int, str, bool]:
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_a_setting_that_differs_is_named_before_a_step_is_taken_with_it(pools: Pools, case: str) -> None:
-    """A rate that differed was found up to as many steps later as had been taken, and without its name."""
+def test_differing_setting_is_named_before_it_is_used(pools: Pools, case: str) -> None:
+    """A differing learning rate used to be detected many steps later, and without its name."""
     for step, text, _ in pools.run(2, steps_until_refused, case):
         assert step == 3
         assert DIFFERENT[case][-1] in text
 
 
 @pytest.mark.parametrize("case", LEGITIMATE)
-def test_settings_of_different_parameters_and_unknown_ones_may_differ(pools: Pools, case: str) -> None:
+def test_legitimate_differences_in_settings_are_allowed(pools: Pools, case: str) -> None:
     for step, _, asks in pools.run(2, steps_until_refused, case):
         assert step == 12
         assert not asks, "the ranks still exchange their settings"
@@ -108,5 +108,5 @@ def train_with_two_classes(world: World) -> str:
     return ""
 
 
-def test_replicas_are_compared_although_the_settings_cannot_be(pools: Pools) -> None:
+def test_replicas_are_compared_when_settings_cannot_be(pools: Pools) -> None:
     assert all("has different bits on rank 1" in text for text in pools.run(2, train_with_two_classes))

@@ -1,6 +1,6 @@
-"""The wrapper on a device that queues its operations has the averages of one that does not.
+"""Averages on a device with queued operations equal those on the CPU.
 
-Here only the faces of such a device are put in place, on CPU ranks; in test_compression_streams.py its queues are, too.
+CPU ranks only pretend to have such a device; test_compression_streams.py simulates its queues.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Stream:
-    """One that nobody has to wait for."""
+    """A stream without queued operations."""
 
     def wait_stream(self, other: Stream) -> None:
-        """Nothing is queued."""
+        """Do nothing."""
 
 
 def queue(patch: pytest.MonkeyPatch) -> None:
-    """Take the place of the device's streams."""
+    """Replace the functions that handle device streams."""
     stream = Stream()
     for module in (device_streams, finisher, extensions):
         patch.setattr(module, "is_queued", lambda _: True)
@@ -45,18 +45,18 @@ def queue(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients(model: Any, world: World, dtype: torch.dtype) -> list[Tensor]:
-    found = []
+    result = []
     for step in range(4):
         x = torch.randn(6, 20, generator=torch.Generator().manual_seed(10 * step + world.rank)).to(dtype)
         with model.weight(world.rank + 1.5) if step == 2 else nullcontext():
             model(x).square().sum().backward()
-        found += [parameter.grad.clone() for parameter in model.parameters()]
-        model.zero_grad(set_to_none=step < 2)  # afterwards gradients are accumulated in place
-    return found
+        result += [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad(set_to_none=step < 2)  # later gradients accumulate in place
+    return result
 
 
-def finishes(world: World, name: str, dtype: torch.dtype) -> None:
-    """The same gradients as without queues; to the bit on two ranks, where 1/N is exact wherever it is multiplied."""
+def compare_with_queues(world: World, name: str, dtype: torch.dtype) -> None:
+    """Expect the same gradients as without queues, bitwise on two ranks because 1/2 is exact."""
     results = []
     for is_queued in (False, True):
         with pytest.MonkeyPatch.context() as patch:
@@ -72,17 +72,17 @@ def finishes(world: World, name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_averages_are_those_of_a_device_that_queues_nothing(name: str, gloo: Pools) -> None:
-    gloo.run(2, finishes, name, torch.float32)
+def test_averages_equal_those_without_queues(name: str, gloo: Pools) -> None:
+    gloo.run(2, compare_with_queues, name, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_dividing_in_the_copy_gives_the_same_averages(dtype: torch.dtype, gloo: Pools) -> None:
-    gloo.run(3, finishes, "plain", dtype)
+    gloo.run(3, compare_with_queues, "plain", dtype)
 
 
 def passes(world: World, weighted: bool) -> list[Any]:
-    """The factors that gradients are multiplied by: in the copy, and in a pass of their own."""
+    """Return the factors applied to gradients in the copy and in separate passes."""
     factors: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         queue(patch)
@@ -95,7 +95,7 @@ def passes(world: World, weighted: bool) -> list[Any]:
     return factors
 
 
-def test_gradients_are_scaled_in_the_copy_and_again_only_where_ranks_are_weighted(gloo: Pools) -> None:
+def test_gradients_are_scaled_in_the_copy_and_again_only_with_weights(gloo: Pools) -> None:
     for factors in gloo.run(3, passes, False):
         assert factors == [("copy", 1 / 3)]
     for factors in gloo.run(3, passes, True):
@@ -103,7 +103,7 @@ def test_gradients_are_scaled_in_the_copy_and_again_only_where_ranks_are_weighte
 
 
 def checked(world: World) -> list[str]:
-    """Reads in a step with ``check_finite``: inside the hooks none, at the end one."""
+    """Return the device reads inside hooks in a step with ``check_finite``; expects one read at the end."""
     model = DistributedDataParallel(chain(20, 30, 25, 4), bucket_cap_mb=1e-4, check_finite=True)
     reads: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -125,6 +125,6 @@ def checked(world: World) -> list[str]:
     return in_hooks
 
 
-def test_check_finite_asks_the_device_once_at_the_end_of_backward(gloo: Pools) -> None:
+def test_check_finite_reads_from_the_device_once_at_the_end_of_backward(gloo: Pools) -> None:
     for in_hooks in gloo.run(2, checked):
         assert in_hooks == []

@@ -1,4 +1,4 @@
-"""What ranks that have data tell those that ran out."""
+"""Messages from ranks with data to ranks that ran out."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ WRAPPER = event_number("12")
 
 
 def maximum(*messages: Message | None, wrappers: list[int] | None = None) -> Tensor:
-    """The collective: what each rank, in their order, contributes."""
+    """Simulate the collective on the messages of all ranks."""
     size = len(messages)
     wrappers = wrappers or [WRAPPER] * size
-    rows = [encode(one, wrappers[rank], rank, size) for rank, one in enumerate(messages)]
+    rows = [encode(message, wrappers[rank], rank, size) for rank, message in enumerate(messages)]
     return torch.tensor(rows).amax(0)
 
 
 @pytest.mark.parametrize(
-    ("messages", "told", "present"),
+    ("messages", "expected", "present"),
     [
         ((BACKWARD, BACKWARD), BACKWARD, [0, 1]),
         ((None, LAYER, LAYER), LAYER, [1, 2]),
@@ -31,10 +31,10 @@ def maximum(*messages: Message | None, wrappers: list[int] | None = None) -> Ten
         ((None, None), None, []),
     ],
 )
-def test_ranks_learn_what_comes_and_who_has_data(
-    messages: tuple[Message | None, ...], told: object, present: object
+def test_ranks_learn_the_next_event_and_who_has_data(
+    messages: tuple[Message | None, ...], expected: object, present: object
 ) -> None:
-    assert decode(maximum(*messages)) == (told, present)
+    assert decode(maximum(*messages)) == (expected, present)
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_ranks_learn_what_comes_and_who_has_data(
         ((Message(Event.LAYER, 1, 5), Message(Event.LAYER, 1, 6)), "LAYER of layer 1 and LAYER of layer 1"),
     ],
 )
-def test_ranks_that_tell_different_things_are_out_of_step(messages: tuple[Message | None, ...], words: str) -> None:
+def test_conflicting_messages_raise_desync_error(messages: tuple[Message | None, ...], words: str) -> None:
     with pytest.raises(DesyncError, match=words):
         decode(maximum(*messages))
 
 
-def test_steps_of_two_wrappers_at_once_are_refused() -> None:
+def test_overlapping_steps_of_two_wrappers_are_refused() -> None:
     with pytest.raises(UsageError, match="one wrapper's step began before another's had ended"):
         decode(maximum(BACKWARD, None, wrappers=[WRAPPER, event_number("13")]))

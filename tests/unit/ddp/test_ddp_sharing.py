@@ -1,8 +1,8 @@
-"""Parameters that several live wrappers have in common get the sum of all averages, once.
+"""Parameters shared by several live wrappers get the sum of all averages exactly once.
 
-Each program below runs twice: on the ranks' slices with wrappers, and on the whole batch with bare modules. Before,
-every hook of a parameter began a backward of its wrapper and took the gradient away from the others: it ended as None,
-averaged twice, or the ranks waited for each other for ever.
+Each program below runs twice: on the ranks' slices with wrappers, and on the whole batch with bare modules. Previously
+each wrapper's hook on a parameter started a backward and took the gradient away from the others: it became None, was
+averaged twice, or the ranks deadlocked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from twins import Pools, same_gradients, same_weights
 
 
 class Side:
-    """One of the two runs: wrapped on this rank's slice, or bare on everything."""
+    """One of the two runs: wrapped on this rank's slice, or unwrapped on the whole batch."""
 
     def __init__(self, world: World, *, wrapped: bool, **options: Any) -> None:
         self.world, self.wrapped, self.options = world, wrapped, {"unused_parameters": "allow", **options}
@@ -45,15 +45,15 @@ class Side:
         return models[0].no_sync() if self.wrapped else nullcontext()
 
     def weighted(self, model: nn.Module, x: Tensor) -> tuple[AbstractContextManager[None], Callable[[Tensor], Tensor]]:
-        """The block around a micro-batch, and its loss: a weighted sum, or the mean over the whole batch."""
+        """Return the context of a micro-batch and its loss: a weighted sum, or the mean over the whole batch."""
         return (model.weight(len(x)), torch.sum) if self.wrapped else (nullcontext(), lambda t: t.sum() / 8)
 
 
 Program = Callable[[Side], Iterator[nn.Module]]
 
 
-def beside_one_process(world: World, program: Program, options: dict[str, Any]) -> None:
-    """Compare all parameters and gradients whenever `program` yields a module."""
+def compare_with_twin(world: World, program: Program, options: dict[str, Any]) -> None:
+    """Compare parameters and gradients of each module that `program` yields."""
     wrapped, bare = Side(world, wrapped=True, **options), Side(world, wrapped=False)
     for moment, (mine, twin) in enumerate(zip(program(wrapped), program(bare), strict=True)):
         same_gradients(mine, twin, where=f"{program.__name__}, moment {moment}:")
@@ -198,7 +198,7 @@ def a_wrapper_inside_a_wrapped_module(side: Side) -> Iterator[nn.Module]:
 
 
 def in_turn(side: Side, models: list[nn.Module], step: int) -> list[nn.Module]:
-    """The models as their forwards come on this rank, which is another order on each."""
+    """Return the models in the order of this rank's forwards, which differs between ranks."""
     shift = (side.world.rank + step) % len(models) if side.wrapped else 0
     return models[shift:] + models[:shift]
 
@@ -248,22 +248,22 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_common_parameters_equal_one_process(pools: Pools, program: Program) -> None:
-    pools.run(2, beside_one_process, program, {})
+def test_shared_parameters_equal_one_process(pools: Pools, program: Program) -> None:
+    pools.run(2, compare_with_twin, program, {})
 
 
 @pytest.mark.parametrize(
     "program", [averages_kept_over_steps, weighted_in_a_backward_each, trained_in_turn_inside_both_blocks]
 )
-def test_common_parameters_equal_one_process_in_tiny_buckets_on_one_and_four_ranks(
+def test_shared_parameters_equal_one_process_in_tiny_buckets_on_one_and_four_ranks(
     pools: Pools, program: Program
 ) -> None:
     for size in (1, 4):
-        pools.run(size, beside_one_process, program, {"bucket_cap_mb": 1e-4})
+        pools.run(size, compare_with_twin, program, {"bucket_cap_mb": 1e-4})
 
 
 def a_rank_without_data(world: World) -> None:
-    """Rank 1 has no data for one of the models, or for both, and says so."""
+    """Rank 1 has no data for one or both models and calls sync_gradients()."""
     wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
     actor, critic = wrapped.wrap(wrapped.actor), wrapped.wrap(wrapped.critic)
     for step in range(6):
@@ -297,13 +297,13 @@ class Words(nn.Module):
 
 
 def syncs_in_turn(world: World, first: int) -> list[str]:
-    """Rank 0 runs one backward through both models in each step; rank 1 has no data in all but the first.
+    """Run one backward through both models per step on rank 0; rank 1 has data only in the first step.
 
-    Ranks compare replicas after some steps, and the second pass reduces the sparse gradients in all of them.
+    Ranks compare replicas after some steps. The second pass reduces the sparse gradients in every step.
     """
     torch.manual_seed(0)
     models = [DistributedDataParallel(Words(), unused_parameters="warn") for _ in range(2)]
-    said = []
+    messages = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(9):
@@ -319,18 +319,18 @@ def syncs_in_turn(world: World, first: int) -> list[str]:
                 try:
                     backward()
                 except ReplicaMismatch as error:
-                    said.append(f"{step}: {error}")
+                    messages.append(f"{step}: {error}")
     assert len(caught) == 2 * (world.rank == 0)
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_rank_without_data_syncs_models_one_after_the_other(pools: Pools, first: int) -> None:
-    """Rank 0 waited for the second model's buckets while rank 1 waited for another collective of the first."""
-    for said in pools.run(2, syncs_in_turn, first):
-        assert len(said) == 1
-        assert said[0].startswith("7: ")
-        assert "parameter 'head.bias' has different bits on rank 1" in said[0]
+    """Rank 0 waited for buckets of the second model while rank 1 waited for a collective of the first."""
+    for messages in pools.run(2, syncs_in_turn, first):
+        assert len(messages) == 1
+        assert messages[0].startswith("7: ")
+        assert "parameter 'head.bias' has different bits on rank 1" in messages[0]
 
 
 class Optional(nn.Module):
@@ -343,11 +343,11 @@ class Optional(nn.Module):
 
 
 def adds_to_an_average_on_one_rank(world: World) -> None:
-    """A kept average to which one rank alone has added counts once."""
+    """A kept average counts once even if only one rank has added to it."""
     side, ours, twin = Side(world, wrapped=True), Optional(), Optional()
     twin.load_state_dict(ours.state_dict())
     model = side.wrap(ours)
-    side.wrap(Outer(ours))  # which has the same parameters
+    side.wrap(Outer(ours))  # shares the parameters
     for step in range(4):
         for module in (ours, twin):
             module.zero_grad()
@@ -361,7 +361,7 @@ def adds_to_an_average_on_one_rank(world: World) -> None:
 
 
 def other_wrapper_gone_in_backward(world: World) -> None:
-    """One that has shown an average goes in the middle of the backward that sets it aside; the average was lost."""
+    """A wrapper with a visible average is freed during the backward that sets it aside; the average was lost."""
     wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
     actor = wrapped.wrap(wrapped.actor)
     for step in range(20):  # until no control blocks are exchanged
@@ -369,7 +369,7 @@ def other_wrapper_gone_in_backward(world: World) -> None:
         square(actor(wrapped.batch(step))).backward()
     actor.zero_grad()
     gone: Any = wrapped.wrap(wrapped.critic)
-    gone.itself = [gone]  # a cycle, as in a traceback
+    gone.itself = [gone]  # a cycle, for example through a traceback
     square(gone(wrapped.batch())).backward()
     del gone
     handle = wrapped.actor[2].weight.register_hook(lambda _: gc.collect() and None)
@@ -377,7 +377,7 @@ def other_wrapper_gone_in_backward(world: World) -> None:
     handle.remove()
     (square(bare.actor(bare.batch())) + square(bare.critic(bare.batch()))).backward()
     torch.testing.assert_close(wrapped.body.weight.grad, bare.body.weight.grad, rtol=1e-9, atol=1e-12)
-    # One that comes later and is used first does not take the body for the actor's.
+    # A new wrapper that is used first does not attribute the body to the actor.
     new = wrapped.wrap(wrapped.critic)
     for module in (new, actor, bare.actor, bare.critic):
         module.zero_grad()
@@ -387,13 +387,13 @@ def other_wrapper_gone_in_backward(world: World) -> None:
 
 
 def wrapped_again_after_a_failure(world: World) -> None:
-    """A wrapper that had failed counted as one whose backward is under way, so others left gradients to it."""
+    """A failed wrapper was treated as still in backward, so other wrappers left gradients to it."""
     wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
     critic, failed = wrapped.wrap(wrapped.critic), wrapped.wrap(wrapped.actor)
     failed.register_comm_hook(None, lambda *_: 1 / 0)
     with pytest.raises(HookError):
         square(failed(wrapped.batch())).backward()
-    actor = wrapped.wrap(wrapped.actor)  # as in a notebook, where the traceback keeps the old one alive
+    actor = wrapped.wrap(wrapped.actor)  # in a notebook, a traceback keeps the old one alive
     for step in range(3):
         for module in (actor, critic, bare.actor, bare.critic):
             module.zero_grad()
@@ -405,10 +405,10 @@ def wrapped_again_after_a_failure(world: World) -> None:
 
 
 def accumulate(side: Side, passes: str) -> Tensor:
-    """Run a backward pass for each word of `passes`, and return the body's gradient.
+    """Run a backward pass for each word of `passes` and return the body's gradient.
 
-    The letters are the models that it goes through; capitals are synchronized, u is without weights, and - is no pass
-    but sets gradients to None.
+    The letters are the models in the pass. Capitals synchronize, "u" omits the weights, and "-" sets gradients to None
+    instead of running a pass.
     """
     models, count = {"a": side.wrap(side.actor), "b": side.wrap(side.critic)}, 0
     for step, word in enumerate(passes.split()):
@@ -442,7 +442,7 @@ def test_weighted_accumulation_through_two_wrappers_is_exact_or_refused(pools: P
     for passes in ("ab ab AB", "b B", "a - b B"):
         assert {*pools.run(size, weighted_accumulation, passes)} == {"exact"}
     for passes in ("a b A B", "a B", "ua B", "ab B", "a b AB", "ab A b", "A b"):
-        assert all("0.weight'" in said for said in pools.run(size, weighted_accumulation, passes))
+        assert all("0.weight'" in message for message in pools.run(size, weighted_accumulation, passes))
 
 
 def older_average_on_a_rank_without_data(world: World, drops: bool) -> None:
@@ -461,7 +461,7 @@ def older_average_on_a_rank_without_data(world: World, drops: bool) -> None:
     same_gradients(wrapped.actor, bare.actor)
 
 
-def test_an_older_average_on_a_rank_without_data_is_not_scaled_by_the_weights_of_others(pools: Pools) -> None:
+def test_older_average_on_a_rank_without_data_ignores_other_weights(pools: Pools) -> None:
     pools.run(2, older_average_on_a_rank_without_data, True)
     with pytest.raises(Exception, match=r"rank 1 averaged gradients computed outside model.weight\(\)"):
         pools.run(2, older_average_on_a_rank_without_data, False)
@@ -471,29 +471,29 @@ def different_weights(world: World) -> list[str]:
     side = Side(world, wrapped=True)
     actor, critic = side.wrap(side.actor), side.wrap(side.critic)
     x = side.batch()
-    said = []
+    messages = []
     for has_both in (True, False):
         outer = actor.weight(3) if has_both else nullcontext()
         with pytest.raises(UsageError) as caught, outer, critic.weight(4):
             (actor(x).sum() + critic(x).sum()).backward()
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
         actor.zero_grad(), critic.zero_grad()
-    for _ in range(2):  # and goes on
+    for _ in range(2):  # training continues
         actor.zero_grad(), critic.zero_grad()
         (square(actor(x)) + square(critic(x))).backward()
-    return said
+    return messages
 
 
 def test_one_backward_with_different_weights_is_refused_by_name(pools: Pools) -> None:
-    """Autograd has summed the two shares of the common parameter, so they cannot be divided by different numbers."""
-    for both, one in pools.run(2, different_weights):
+    """Autograd has already summed both parts of the shared gradient, so they cannot have different divisors."""
+    for both, unweighted in pools.run(2, different_weights):
         assert "share '0.weight'" in both
         assert "model.weight(4)" in both
         assert "model.weight(3)" in both
-        assert "no weight" in one
+        assert "no weight" in unweighted
 
 
-def past_every_wrapper(world: World) -> None:
+def bypass_every_wrapper(world: World) -> None:
     side = Side(world, wrapped=True)
     actor, critic = side.wrap(side.actor), side.wrap(side.critic)
     optimizer = torch.optim.SGD(dict.fromkeys([*actor.parameters(), *critic.parameters()]), 0.1)
@@ -508,8 +508,8 @@ def past_every_wrapper(world: World) -> None:
         optimizer.step()
 
 
-def test_a_step_over_common_gradients_that_nobody_averaged_is_refused(pools: Pools) -> None:
-    pools.run(2, past_every_wrapper)
+def test_step_over_unaveraged_shared_gradients_is_refused(pools: Pools) -> None:
+    pools.run(2, bypass_every_wrapper)
 
 
 # -- an exception in a backward through several wrappers ---------------------------------------------------------------
@@ -520,7 +520,7 @@ class Boom(Exception):
 
 
 def raise_in_one_of_several(world: World, which: int, order: str, size: int) -> list[str]:
-    """Rank 0 fails in module `which`; all ranks have the error in that step, and go on exactly."""
+    """Fail in module `which` on rank 0; all ranks get an error in that step and then continue exactly."""
     ours = [nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)).double() for _ in range(size)]
     for module, seed in zip(ours, range(size), strict=True):
         torch.manual_seed(seed)
@@ -564,16 +564,14 @@ def raise_in_one_of_several(world: World, which: int, order: str, size: int) -> 
 @pytest.mark.parametrize(
     ("order", "which"), [("forth", 2), ("back and forth", 0), ("back and forth", 1), ("chained", 1)]
 )
-def test_an_exception_on_one_rank_ends_that_step_alone_through_several_models(
-    pools: Pools, order: str, which: int
-) -> None:
-    """A model that the failed backward had not reached knew nothing of it: ranks went on a step apart, or hung."""
+def test_exception_in_one_of_several_models_ends_only_that_step(pools: Pools, order: str, which: int) -> None:
+    """Models not reached by the failed backward missed the error: ranks got out of step or hung."""
     first, second = pools.run(2, raise_in_one_of_several, which, order, 3)
     assert first == ["fine", "fine", "Boom", "fine", "fine"]
     assert second == ["fine", "fine", "DesyncError", "fine", "fine"]
 
 
-# -- wrappers that go --------------------------------------------------------------------------------------------------
+# -- deleted wrappers --------------------------------------------------------------------------------------------------
 
 
 def other_wrapper_gone_before_an_exception(world: World) -> None:
@@ -591,7 +589,7 @@ def other_wrapper_gone_before_an_exception(world: World) -> None:
     assert all(parameter.grad is None for parameter in side.critic.parameters())
 
 
-def test_an_exception_brings_no_gradient_back_that_was_set_aside_earlier(pools: Pools) -> None:
+def test_exception_does_not_restore_a_gradient_set_aside_earlier(pools: Pools) -> None:
     pools.run(2, other_wrapper_gone_before_an_exception)
 
 
@@ -599,7 +597,7 @@ def test_an_exception_brings_no_gradient_back_that_was_set_aside_earlier(pools: 
 
 
 def chunks_by_rank(world: World) -> None:
-    """Counts of forwards were refused without need; only synchronizations have to be equal in number."""
+    """Different numbers of forwards were refused; only the number of synchronizations must be equal."""
     wrapped, bare = Side(world, wrapped=True), Side(world, wrapped=False)
     actor = wrapped.wrap(wrapped.actor)
     optimizers = [torch.optim.SGD(module.parameters(), 0.1) for module in (wrapped.actor, bare.actor)]
@@ -621,7 +619,5 @@ EXACT += [wrapped_again_after_a_failure, chunks_by_rank]
 
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.__name__)
-def test_gradients_are_those_of_one_process_where_ranks_or_wrappers_differ(
-    pools: Pools, case: Callable[[World], None]
-) -> None:
+def test_gradients_equal_one_process_when_ranks_or_wrappers_differ(pools: Pools, case: Callable[[World], None]) -> None:
     pools.run(2, case)

@@ -1,4 +1,4 @@
-"""Construction: what is refused, what is compared, what is made equal, and what is given back at the end."""
+"""Construction of the wrapper: refusals, comparison and broadcast of replicas, and release of resources."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, seed:
         optimizer.zero_grad()
 
 
-def caught(make: Any, *arguments: Any, **options: Any) -> tuple[str, str]:
-    """Type and message of the error that `make` raises."""
+def error_of(make: Any, *arguments: Any, **options: Any) -> tuple[str, str]:
+    """Return the type and message of the error that `make` raises."""
     try:
         make(*arguments, **options)
     except Exception as error:
@@ -68,41 +68,41 @@ def caught(make: Any, *arguments: Any, **options: Any) -> tuple[str, str]:
 # -- equal replicas ----------------------------------------------------------------------------------------------------
 
 
-def made_with(world: World, init_sync: Any, alike: bool) -> tuple[str, str, str, str]:
-    torch.manual_seed(0 if alike else world.rank)
+def wrap_with(world: World, init_sync: Any, equal: bool) -> tuple[str, str, str, str]:
+    torch.manual_seed(0 if equal else world.rank)
     net = Net()
-    if not alike:
+    if not equal:
         net.norm.running_mean.fill_(world.rank)
     before = weights_sha256(net)
-    kind, message = caught(DistributedDataParallel, net, init_sync=init_sync)
+    kind, message = error_of(DistributedDataParallel, net, init_sync=init_sync)
     return before, weights_sha256(net), kind, message
 
 
 def test_init_sync_broadcasts_rank_0s_parameters_and_buffers(pools: Pools) -> None:
-    results = pools.run(3, made_with, True, False)
+    results = pools.run(3, wrap_with, True, False)
     before, after, kinds, _ = zip(*results, strict=True)
     assert len(set(before)) == 3
     assert set(after) == {before[0]}
     assert set(kinds) == {"nothing"}
 
 
-def test_init_sync_false_leaves_all_as_it_is(pools: Pools) -> None:
-    for before, after, kind, _ in pools.run(2, made_with, False, False):
+def test_init_sync_false_changes_nothing(pools: Pools) -> None:
+    for before, after, kind, _ in pools.run(2, wrap_with, False, False):
         assert before == after
         assert kind == "nothing"
 
 
-def test_verify_accepts_equal_replicas_and_refuses_others_by_name_and_rank(pools: Pools) -> None:
-    assert {kind for _, _, kind, _ in pools.run(2, made_with, "verify", True)} == {"nothing"}
-    for before, after, kind, message in pools.run(3, made_with, "verify", False):
+def test_verify_accepts_equal_replicas_and_names_differences(pools: Pools) -> None:
+    assert {kind for _, _, kind, _ in pools.run(2, wrap_with, "verify", True)} == {"nothing"}
+    for before, after, kind, message in pools.run(3, wrap_with, "verify", False):
         assert kind == "ReplicaMismatch"
         assert message.startswith("'first.weight' has different values on rank 1 than on rank 0; ")
         assert before == after
     assert issubclass(ReplicaMismatch, ValueError)
 
 
-def test_init_sync_takes_only_the_three(pools: Pools) -> None:
-    for _, _, kind, message in pools.run(2, made_with, "yes", True):
+def test_init_sync_accepts_only_three_values(pools: Pools) -> None:
+    for _, _, kind, message in pools.run(2, wrap_with, "yes", True):
         assert (kind, message) == ("UsageError", "init_sync must be True, False or 'verify', not 'yes'")
 
 
@@ -113,28 +113,28 @@ class Reordered(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(2)))
 
 
-def differing(world: World, kind: str) -> tuple[str, str]:
-    odd = world.rank == 1
-    net: nn.Module = Net(7 if odd and kind == "shape" else 6)
-    if odd and kind == "dtype":
+def wrap_differing(world: World, kind: str) -> tuple[str, str]:
+    differs = world.rank == 1
+    net: nn.Module = Net(7 if differs and kind == "shape" else 6)
+    if differs and kind == "dtype":
         net.last.double()
-    if odd and kind == "missing":
+    if differs and kind == "missing":
         net.last.register_parameter("bias", None)
-    if odd and kind == "extra":
+    if differs and kind == "extra":
         net.extra = nn.Parameter(torch.zeros(1))
-    if odd and kind == "gradient":
+    if differs and kind == "gradient":
         net.first.weight.requires_grad_(False)
-    if odd and kind == "strides":
+    if differs and kind == "strides":
         net.first.weight = nn.Parameter(net.first.weight.detach().t().contiguous().t())
-    if odd and kind == "buffer":
+    if differs and kind == "buffer":
         net.register_buffer("more", torch.zeros(1))
     if kind == "order":
-        net = Reordered(["b", "a"] if odd else ["a", "b"])
-    return caught(DistributedDataParallel, net)
+        net = Reordered(["b", "a"] if differs else ["a", "b"])
+    return error_of(DistributedDataParallel, net)
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "expected"),
     [
         (
             "shape",
@@ -149,10 +149,10 @@ def differing(world: World, kind: str) -> tuple[str, str]:
         ("order", "parameter 0 is 'b' on rank 1 but 'a' on rank 0, so the order differs"),
     ],
 )
-def test_models_that_differ_are_refused_on_every_rank(pools: Pools, kind: str, said: str) -> None:
-    for error, message in pools.run(3, differing, kind):
+def test_different_models_are_refused_on_every_rank(pools: Pools, kind: str, expected: str) -> None:
+    for error, message in pools.run(3, wrap_differing, kind):
         assert error == "ReplicaMismatch"
-        assert message.startswith(said)
+        assert message.startswith(expected)
         assert message.endswith("build the same model on every rank")
 
 
@@ -160,7 +160,7 @@ def test_models_that_differ_are_refused_on_every_rank(pools: Pools, kind: str, s
 
 
 def refusals(world: World) -> dict[str, tuple[str, str]]:
-    found = {}
+    errors = {}
     options: dict[str, dict[str, Any]] = {
         "param_to_hook_all_reduce": {"param_to_hook_all_reduce": 1},
         "output_device": {"output_device": 0},
@@ -168,18 +168,18 @@ def refusals(world: World) -> dict[str, tuple[str, str]]:
         "both groups": {"process_group": torch.distributed.group.WORLD, "device_mesh": object()},
     }
     for name, given in options.items():
-        found[name] = caught(DistributedDataParallel, Net(), **given)
+        errors[name] = error_of(DistributedDataParallel, Net(), **given)
     frozen = Net().requires_grad_(False)
-    found["frozen"] = caught(DistributedDataParallel, frozen)
-    return found
+    errors["frozen"] = error_of(DistributedDataParallel, frozen)
+    return errors
 
 
-def test_what_is_refused_says_why(pools: Pools) -> None:
-    for found in pools.run(2, refusals):
-        assert {kind for kind, _ in found.values()} == {"UsageError", "WrapError"}
-        assert "give both" in found["param_to_hook_all_reduce"][1]
-        assert "no parameter that requires a gradient" in found["frozen"][1]
-        assert "device_ids=[0]" in found["device_ids"][1]
+def test_refused_arguments_explain_why(pools: Pools) -> None:
+    for errors in pools.run(2, refusals):
+        assert {kind for kind, _ in errors.values()} == {"UsageError", "WrapError"}
+        assert "give both" in errors["param_to_hook_all_reduce"][1]
+        assert "no parameter that requires a gradient" in errors["frozen"][1]
+        assert "device_ids=[0]" in errors["device_ids"][1]
 
 
 def torchs_arguments(world: World) -> bool:
@@ -196,11 +196,11 @@ def torchs_arguments(world: World) -> bool:
     return isinstance(model, nn.parallel.DistributedDataParallel) and isinstance(model, AveragingWrapper)
 
 
-def test_torchs_other_arguments_are_taken_and_the_class_is_torchs(pools: Pools) -> None:
+def test_torch_arguments_are_accepted_and_the_class_derives_from_torch_ddp(pools: Pools) -> None:
     assert pools.run(2, torchs_arguments) == [True, True]
 
 
-def test_without_a_process_group_the_remedy_is_named() -> None:
+def test_missing_process_group_error_names_the_remedy() -> None:
     with pytest.raises(WorldError, match=r"call paceline\.init\(\)"):
         DistributedDataParallel(Net())
 
@@ -232,7 +232,7 @@ def _quantized() -> Tensor:
 
 
 class Packed(Tensor):
-    """Has no elements to copy or compare, like a quantized weight."""
+    """A tensor without accessible elements, like a quantized weight."""
 
     @staticmethod
     def __new__(cls) -> Packed:
@@ -260,8 +260,8 @@ COMPARED = ({"init_sync": "verify"}, {"init_sync": False, "check_replicas_every"
 
 
 def unfit(world: World) -> None:
-    for said, make in UNFIT.items():
-        comparable = said.startswith(("expanded", "of dtype"))
+    for description, make in UNFIT.items():
+        comparable = description.startswith(("expanded", "of dtype"))
         sent: list[tuple[bool, dict[str, Any]]] = [(True, {}), (False, {}), (False, {"init_sync": False})]
         for as_parameter, options in (*sent, *((True, {} if comparable else options) for options in COMPARED)):
             net = nn.Linear(1, 1)
@@ -272,19 +272,19 @@ def unfit(world: World) -> None:
             with pytest.raises(UsageError) as caught:
                 DistributedDataParallel(net, **options)
             kind = type(net.odd).__name__
-            assert str(caught.value).startswith(f"'odd' is {said.format(kind=kind)}"), caught.value
+            assert str(caught.value).startswith(f"'odd' is {description.format(kind=kind)}"), caught.value
 
 
 def test_a_tensor_that_cannot_be_broadcast_is_named_with_its_dtype(pools: Pools) -> None:
-    """It was "most likely because one of them ended", from inside the broadcast; comparing it could end in a crash."""
+    """The error came from inside the broadcast and suspected a dead rank; a comparison could even crash."""
     pools.run(2, unfit)
 
 
 def unfit_but_ignored(world: World) -> None:
-    for odd in (nn.Buffer(torch.zeros(4, dtype=torch.uint16)), nn.Parameter(Packed(), requires_grad=False)):
+    for tensor in (nn.Buffer(torch.zeros(4, dtype=torch.uint16)), nn.Parameter(Packed(), requires_grad=False)):
         net = nn.Linear(5, 1)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        net.odd = odd
+        net.odd = tensor
         net._ddp_params_and_buffers_to_ignore = ["odd"]
         model = DistributedDataParallel(net, check_replicas_every=1)
         for _ in range(2):
@@ -296,10 +296,10 @@ def test_a_tensor_that_cannot_be_broadcast_may_be_ignored(pools: Pools) -> None:
 
 
 def trained_unfit(world: World) -> None:
-    for odd in (torch.eye(3).to_sparse(), torch.zeros(4).to(torch.float8_e5m2), Packed()):
+    for tensor in (torch.eye(3).to_sparse(), torch.zeros(4).to(torch.float8_e5m2), Packed()):
         net = nn.Linear(1, 1)
-        net.odd = nn.Parameter(odd)
-        kind = "Packed" if isinstance(odd, Packed) else str(odd.dtype)
+        net.odd = nn.Parameter(tensor)
+        kind = "Packed" if isinstance(tensor, Packed) else str(tensor.dtype)
         with pytest.raises(UsageError, match=rf"'odd' is .*{kind}.*, whose gradient cannot be"):
             DistributedDataParallel(net)
     with torch.inference_mode():
@@ -326,7 +326,7 @@ def unfit_later(world: World) -> None:
     with pytest.raises(UsageError, match=INFERENCE):
         loss.backward()
     another = DistributedDataParallel(nn.Linear(5, 1))
-    step(another)  # also while the other wrapper's loss is alive
+    step(another)  # works while the other wrapper's loss is alive
     if world.size > 1:
         net = nn.Linear(5, 1)
         model, optimizer = DistributedDataParallel(net, check_replicas_every=1), torch.optim.SGD(net.parameters(), 0.1)
@@ -337,7 +337,7 @@ def unfit_later(world: World) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_parameter_that_is_replaced_by_an_unfit_one_is_named(pools: Pools, size: int) -> None:
+def test_replacement_by_an_unsupported_parameter_is_reported(pools: Pools, size: int) -> None:
     pools.run(size, unfit_later)
 
 
@@ -388,12 +388,12 @@ def loading(world: World) -> None:
     assert result.unexpected_keys == ["more"]
 
 
-def test_state_dict_has_torchs_prefix_and_loading_takes_both(pools: Pools) -> None:
+def test_state_dict_has_the_module_prefix_and_loads_with_or_without_it(pools: Pools) -> None:
     pools.run(2, loading)
 
 
 class Nested(nn.Module):
-    """A part of this model is itself called `module`."""
+    """A model with a submodule named `module`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -407,7 +407,7 @@ def loading_nested(world: World) -> None:
     model.load_state_dict(unwrap(model).state_dict())
 
 
-def test_a_part_called_module_loads_both_ways(pools: Pools) -> None:
+def test_submodule_named_module_loads_with_or_without_prefix(pools: Pools) -> None:
     pools.run(2, loading_nested)
 
 
@@ -441,15 +441,15 @@ def through_dcp(world: World) -> None:
     assert weights_sha256(ours) == weights
 
 
-def test_torchs_distributed_state_dicts_equal_those_of_torch_ddp_and_round_trip(pools: Pools) -> None:
+def test_distributed_state_dicts_match_torch_ddp_and_round_trip(pools: Pools) -> None:
     pools.run(2, through_dcp)
 
 
-# -- world of one, and the end -----------------------------------------------------------------------------------------
+# -- a single rank, and deletion ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(1)
-def test_a_world_of_one_has_no_hooks_and_no_buckets_but_weights() -> None:
+def test_single_rank_has_no_hooks_or_buckets_but_supports_weights() -> None:
     net = Net()
     groups = len(get_known_groups())
     model = DistributedDataParallel(net)
@@ -464,7 +464,7 @@ def test_a_world_of_one_has_no_hooks_and_no_buckets_but_weights() -> None:
     for parameter, gradient in zip(net.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
     model.zero_grad()
-    net.double()  # a normalization of two rows may magnify rounding a hundred times
+    net.double()  # normalizing two rows may magnify rounding errors a hundred times
     x = torch.randn(6, 5, dtype=torch.float64)
     for part in (x[:2], x[2:]):
         last = len(part) == 4
@@ -487,7 +487,7 @@ def tasks() -> int:
 
 
 @pytest.mark.ranks(2)
-def test_a_deleted_wrapper_gives_hooks_descriptors_and_threads_back(world: World) -> None:
+def test_deleted_wrapper_releases_hooks_descriptors_and_threads(world: World) -> None:
     net = Net()
     descriptors, threads, guards = [], [], []
     for round_ in range(8):
@@ -502,17 +502,17 @@ def test_a_deleted_wrapper_gives_hooks_descriptors_and_threads_back(world: World
         if round_ % 2:
             gc.collect()
             descriptors.append(len(os.listdir("/proc/self/fd")))
-            until(lambda: not threads or tasks() <= threads[0])  # those of a group end by themselves
+            until(lambda: not threads or tasks() <= threads[0])  # threads of a group end asynchronously
             threads.append(tasks())
-    assert set(guards) == {guards[0]}  # one for the process, however many wrappers there were
+    assert set(guards) == {guards[0]}  # one per process for any number of wrappers
     assert threading.active_count() < 5
     net.zero_grad()
-    step(net)  # the module trains on by itself
+    step(net)  # the bare module still trains
     assert max(descriptors[1:]) <= descriptors[0]
 
 
-def struck() -> Any:
-    """Leave a backward to an exception, and the wrapper; returns what an exception that is kept may still hold."""
+def failed_engine() -> Any:
+    """Fail in a backward and drop the wrapper; return its engine, which a kept exception may reference."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)), bucket_cap_mb=TINY)
     model.module[0].weight.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -521,9 +521,9 @@ def struck() -> Any:
 
 
 @pytest.mark.ranks(2)
-def test_a_deleted_wrapper_is_not_settled_by_others() -> None:
-    """Its group is gone, and with it everyone who could wait for what its last backward owes."""
-    kept = struck()
+def test_other_wrappers_do_not_settle_a_deleted_one() -> None:
+    """Its group is destroyed, so no rank can wait for the unfinished collectives of its last backward."""
+    kept = failed_engine()
     gc.collect()
     model = DistributedDataParallel(nn.Linear(3, 3))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""One step as the data flows: overlap, and where gradients live."""
+"""One step: overlap of backward and collectives, and the memory of gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from twins import Pools
 
 
 def launched_before_the_last_gradient(world: World) -> list[tuple[int, int]]:
-    """Per step: launches before the first layer's gradient arrived, and all launches."""
+    """Return per step the number of launches before the first layer's gradient, and of all launches."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY)
     counts = []
@@ -42,7 +42,7 @@ def launched_before_the_last_gradient(world: World) -> list[tuple[int, int]]:
     return counts
 
 
-def test_buckets_are_launched_while_backward_runs_from_the_first_step_on(pools: Pools) -> None:
+def test_buckets_overlap_backward_from_the_first_step(pools: Pools) -> None:
     for counts in pools.run(2, launched_before_the_last_gradient):
         for early, total in counts:
             assert total >= 4
@@ -61,7 +61,7 @@ def marked_gradients(world: World) -> list[list[int]]:
     return marked
 
 
-def test_a_detailed_recorder_hears_of_every_gradient(pools: Pools) -> None:
+def test_detailed_recorder_records_every_gradient(pools: Pools) -> None:
     for plain, first, _, second in pools.run(2, marked_gradients):
         assert plain == []
         assert first == second == [*range(12)]
@@ -79,7 +79,7 @@ def where_gradients_live(world: World) -> None:
         model.zero_grad(set_to_none=step % 2 == 0)
 
 
-def test_between_steps_gradients_exist_once_in_the_buckets(pools: Pools) -> None:
+def test_gradients_exist_only_in_the_buckets_between_steps(pools: Pools) -> None:
     pools.run(2, where_gradients_live)
 
 

@@ -1,7 +1,7 @@
-"""How many Python calls of ours an ordinary step makes; counted, as times differ from machine to machine.
+"""Number of Paceline's Python calls in an ordinary step; unlike times, counts do not depend on the machine.
 
-What runs once a step is cold, so each call costs several times what a benchmark of it alone shows. The numbers stand in
-``step_calls.json``: whoever raises one says why in the change that does.
+Code that runs once per step is cold, so a call costs several times as much as in a microbenchmark. The limits are in
+``step_calls.json``; a change that raises one must explain why.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from twins import Pools
 RECORDED = Path(__file__).with_name("step_calls.json")
 PACKAGE = str(Path(paceline.__file__).parent)
 INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
-"""No calls from Python 3.12 on, as a rule."""
+"""Usually not calls since Python 3.12."""
 WARM_STEPS = 4
 
 
 class Chain(nn.Module):
-    """Small parameters, each used once after the other."""
+    """Small parameters, used one after another."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Chain(nn.Module):
 
 
 def calls_of(function: Callable[[], Any]) -> tuple[Any, int]:
-    """The result of `function`, and how many calls of the package's functions it made."""
+    """Return the result of `function` and the number of calls to functions of the package."""
     count = 0
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -53,7 +53,7 @@ def calls_of(function: Callable[[], Any]) -> tuple[Any, int]:
         code = frame.f_code
         count += event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in INLINED
 
-    gc.disable()  # a collection may call what goes with other tests' objects
+    gc.disable()  # a collection may run finalizers of other tests' objects
     sys.setprofile(note)
     try:
         result = function()
@@ -64,7 +64,7 @@ def calls_of(function: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def count_calls(world: World, parameters: int, buckets: int) -> dict[str, int]:
-    """Calls of the parts of a step, on a backend whose waits are none of our calls."""
+    """Count the calls in each part of a step, on a backend that waits outside of Paceline's code."""
     model = DistributedDataParallel(Chain(parameters), bucket_cap_mb=parameters / buckets * 256 / 2**20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(64)
@@ -89,7 +89,7 @@ def test_an_ordinary_step_makes_no_more_calls_than_recorded(gloo: Pools, paramet
 
 
 def count_calls_of_a_slice(world: World, every: int | None) -> tuple[list[int], int]:
-    """Calls of each part of the last step, and the repeats in the steps before it."""
+    """Return the calls in each part of the last step, and the number of repeats before it."""
     model = DistributedDataParallel(Chain(16), virtual_ranks=2, check_compute_every=every)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.ones(32, 64)

@@ -1,4 +1,4 @@
-"""Corners of torch's DDP: what scripts and frameworks do with a wrapper besides training it."""
+"""Less common parts of torch DDP's interface that scripts and frameworks use."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def train(model: nn.Module, world: World, steps: int = 3, momentum: float = 0.9)
         optimizer.step()
 
 
-def both(world: World, **options: Any) -> tuple[DistributedDataParallel, TorchDDP]:
+def both_wrappers(world: World, **options: Any) -> tuple[DistributedDataParallel, TorchDDP]:
     return DistributedDataParallel(net(), **options), TorchDDP(net(), **options)
 
 
-def same(ours: nn.Module, theirs: nn.Module) -> None:
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
     same_weights(ours, theirs, 1e-9, "")
     if dist.get_rank() != 0:
-        return  # torch's buffers are each rank's own between steps, ours are rank 0's
+        return  # between steps torch's buffers are local, Paceline's equal rank 0's
     for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
         same_tensor(mine.double(), other.double(), 1e-9, "buffer")
 
@@ -82,7 +82,7 @@ def complex_parameters(world: World) -> None:
     same_gradients(ours.module, alone)
 
 
-def test_complex_gradients_are_averaged_whole(pools: Pools) -> None:
+def test_complex_gradients_average_real_and_imaginary_parts(pools: Pools) -> None:
     pools.run(2, complex_parameters)
 
 
@@ -90,24 +90,24 @@ def test_complex_gradients_are_averaged_whole(pools: Pools) -> None:
 
 
 def average_of_weights(world: World) -> None:
-    """On rank 0 alone, as scripts keep one."""
+    """Keep an average of the weights on rank 0 only, as scripts do."""
     model = DistributedDataParallel(net())
     train(model, world)
     if world.rank == 0:
         average = copy.deepcopy(model)
         assert type(average) is DistributedDataParallel
-        same(average, model)
+        assert_same(average, model)
         with torch.no_grad():
             for mine, other in zip(average.parameters(), model.parameters(), strict=True):
                 assert mine is not other
                 mine.lerp_(other, 0.1)
             average(batch(0))
-        average(batch(0))  # as a teacher in training mode: no other rank is needed
+        average(batch(0))  # a teacher in training mode needs no other rank
         average.load_state_dict(model.state_dict())
     train(model, world)
 
 
-def test_a_copy_needs_no_other_rank_until_it_is_trained(pools: Pools) -> None:
+def test_copy_needs_no_other_rank_until_trained(pools: Pools) -> None:
     pools.run(2, average_of_weights)
 
 
@@ -123,7 +123,7 @@ def test_a_shallow_copy_does_not_count_as_a_second_wrapper_until_it_is_trained(p
 
 
 def trained_copies(world: World, how: str) -> None:
-    model, theirs = both(world)
+    model, theirs = both_wrappers(world)
     train(model, world)
     train(theirs, world)
     model.disable_grad_sync()
@@ -135,14 +135,14 @@ def trained_copies(world: World, how: str) -> None:
         file.seek(0)
         other = torch.load(file, weights_only=False)
     model.enable_grad_sync()
-    same(other, theirs)
+    assert_same(other, theirs)
     with other.no_sync():
         other(batch(world.rank)).sum().backward()
     other.zero_grad()
     if world.rank == 0:
         (other(batch(0)).sin().sum() * world.size).backward()
     else:
-        other.sync_gradients()  # a rank without data wakes its copy, too
+        other.sync_gradients()  # also initializes the copy on a rank without data
     first = [parameter.grad.clone() for parameter in other.parameters()]
     other.zero_grad()
     reference = copy.deepcopy(theirs.module)
@@ -153,8 +153,8 @@ def trained_copies(world: World, how: str) -> None:
     train(other, world)
     train(model, world)
     train(theirs, world)
-    same(other, theirs)
-    same(model, theirs)
+    assert_same(other, theirs)
+    assert_same(model, theirs)
 
 
 @pytest.mark.parametrize(("size", "how"), [(1, "pickle"), (2, "deepcopy"), (2, "pickle")])
@@ -169,7 +169,7 @@ def pickled_over_a_part(world: World) -> str:
     return str(caught.value)
 
 
-def test_only_a_wrapper_over_the_default_group_is_pickled(pools: Pools) -> None:
+def test_only_a_wrapper_over_the_default_group_can_be_pickled(pools: Pools) -> None:
     for message in pools.run(2, pickled_over_a_part):
         assert "paceline.unwrap(model)" in message
 
@@ -201,7 +201,7 @@ class _Counting(nn.Module):
         self.register_buffer("count", torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.count = self.count + len(x)  # another tensor by the same name
+        self.count = self.count + len(x)  # a new tensor with the same name
         return self.linear(x)
 
 
@@ -217,21 +217,21 @@ def test_a_buffer_that_the_module_reassigns_is_still_broadcast(pools: Pools) -> 
     assert pools.run(2, reassigned) == [3.0, 3.0]
 
 
-def own_buffers(world: World) -> list[float]:
-    found = []
+def initial_counts(world: World) -> list[float]:
+    counts = []
     for option in ({"broadcast_buffers": False}, {"forward_sync_buffers": False}, {}):
         module = _Counting()
         module.count.fill_(world.rank)
-        found.append(float(DistributedDataParallel(module, **option).module.count))
-    return found
+        counts.append(float(DistributedDataParallel(module, **option).module.count))
+    return counts
 
 
-def test_broadcast_buffers_false_leaves_them_alone_at_the_start_as_in_torch(pools: Pools) -> None:
-    assert pools.run(2, own_buffers) == [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+def test_broadcast_buffers_false_skips_the_initial_broadcast_as_in_torch(pools: Pools) -> None:
+    assert pools.run(2, initial_counts) == [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
 
 
 def framework_calls(world: World) -> None:
-    """What Accelerate, Lightning and torch itself do around a step."""
+    """Make the calls that Accelerate, Lightning and torch make around a step."""
     model = DistributedDataParallel(net(), dim=1, check_reduction=True, batched_grad_copy=True, bucket_cap_mb=2)
     model.require_forward_param_sync = True
     out = model(batch(world.rank))
@@ -257,7 +257,7 @@ def framework_calls(world: World) -> None:
     assert not model.will_sync_module_buffers()
 
 
-def test_what_frameworks_call_works_or_is_refused_by_name(pools: Pools) -> None:
+def test_framework_calls_work_or_are_refused_by_name(pools: Pools) -> None:
     pools.run(2, framework_calls)
 
 
@@ -265,7 +265,7 @@ def test_what_frameworks_call_works_or_is_refused_by_name(pools: Pools) -> None:
 
 
 def overflow(world: World) -> None:
-    """The gradient overflows on rank 1 alone, in one step; no rank steps in it, and all halve the scale."""
+    """Overflow on rank 1 in one step; all ranks skip the step and halve the scale."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     model, plain = DistributedDataParallel(net().float()), net().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -292,10 +292,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools) -> None:
     pools.run(2, overflow)
 
 
-# -- the table of what is taken ----------------------------------------------------------------------------------------
+# -- the table of arguments and members --------------------------------------------------------------------------------
 
 
-def test_every_argument_and_member_of_torchs_class_is_in_the_table() -> None:
+def test_drop_in_table_lists_every_argument_and_member_of_torch_ddp() -> None:
     table = (Path(__file__).parents[3] / "docs" / "drop-in.md").read_text()
     named = set(re.findall(r"`([A-Za-z_]+)`", table))
     signatures = [inspect.signature(kind.__init__).parameters for kind in (TorchDDP, DistributedDataParallel)]
@@ -317,7 +317,7 @@ def test_parts_of_torchs_reducer_are_refused_by_name(pools: Pools) -> None:
     pools.run(2, refused_members)
 
 
-def later_torchs(_: World) -> None:
+def use_torch_2_15_additions(_: World) -> None:
     model = DistributedDataParallel(net(), lazy_bucket_allocation=False)
     assert model.lazy_bucket_allocation is False
     with pytest.raises(UsageError, match=r"lazy_bucket_allocation=True is not supported: .*; leave it out"):
@@ -333,6 +333,6 @@ def later_torchs(_: World) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_torch_2_15_added_is_there_with_every_torch(pools: Pools, ranks: int) -> None:
-    # A script for torch 2.15 ended in a TypeError for the argument, and in an AttributeError of torch's own method.
-    pools.run(ranks, later_torchs)
+def test_torch_2_15_additions_exist_with_every_torch(pools: Pools, ranks: int) -> None:
+    # Scripts for torch 2.15 failed with a TypeError for the argument and an AttributeError in torch's own method.
+    pools.run(ranks, use_torch_2_15_additions)

@@ -1,4 +1,4 @@
-"""Unused parameters are named: in one warning, or in an error on every rank."""
+"""Unused parameters are named in one warning or in an error on every rank."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def inputs() -> Tensor:
     return torch.ones(2, 5, dtype=torch.float64)
 
 
-def warned(world: World, options: dict[str, Any], steps: list[Any]) -> list[str]:
-    """The warnings of steps in which ranks use some parts; None is a rank without data."""
+def train_and_record_warnings(world: World, options: dict[str, Any], steps: list[Any]) -> list[str]:
+    """Return the warnings of steps that use the given parts on each rank; None means no data."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Parts(), **options)
     with warnings.catch_warnings(record=True) as caught:
@@ -47,19 +47,19 @@ def warned(world: World, options: dict[str, Any], steps: list[Any]) -> list[str]
         for by_rank in steps:
             model.zero_grad()
             with model.no_sync():
-                model(inputs(), A).sum().backward()  # says nothing: it is not synchronized
+                model(inputs(), A).sum().backward()  # no warning, because it is not synchronized
             model.zero_grad()
             parts = by_rank[world.rank]
             if parts is None:
                 model.sync_gradients()
             else:
                 model(inputs(), parts).sum().backward()
-    assert all(one.category is UnusedParameterWarning for one in caught)
-    return [str(one.message) for one in caught]
+    assert all(warning.category is UnusedParameterWarning for warning in caught)
+    return [str(warning.message) for warning in caught]
 
 
-def test_rank_0_warns_of_each_parameter_once_by_name_and_rank(pools: Pools) -> None:
-    first, second = pools.run(2, warned, {}, [(ALL, None), (ALL, A), (A, A), (ALL, A)])
+def test_rank_0_warns_about_each_parameter_once_by_name_and_rank(pools: Pools) -> None:
+    first, second = pools.run(2, train_and_record_warnings, {}, [(ALL, None), (ALL, A), (A, A), (ALL, A)])
     assert second == []
     never, later = first
     assert "1 parameter had no gradient in a synchronized backward: 'never' on rank 0;" in never
@@ -76,8 +76,8 @@ def test_rank_0_warns_of_each_parameter_once_by_name_and_rank(pools: Pools) -> N
         {"skip_all_reduce_unused_params": True},
     ],
 )
-def test_nothing_is_said_where_unused_parameters_are_expected(pools: Pools, options: dict[str, Any]) -> None:
-    assert pools.run(2, warned, options, [(A, ALL), (A, A)]) == [[], []]
+def test_no_warning_if_unused_parameters_are_expected(pools: Pools, options: dict[str, Any]) -> None:
+    assert pools.run(2, train_and_record_warnings, options, [(A, ALL), (A, A)]) == [[], []]
 
 
 def refused(world: World) -> list[str]:
@@ -92,7 +92,7 @@ def refused(world: World) -> list[str]:
     return messages
 
 
-def test_an_error_names_each_on_every_rank_and_every_time(pools: Pools) -> None:
+def test_error_names_unused_parameters_on_every_rank_each_time(pools: Pools) -> None:
     (first, again), (second, _) = pools.run(2, refused)
     assert first == second == again
     assert "'never' on every rank" in first
@@ -109,10 +109,10 @@ def test_a_frozen_parameter_is_not_unused(pools: Pools) -> None:
     pools.run(2, frozen)
 
 
-def other_words(world: World) -> None:
+def wrap_with_invalid_value(world: World) -> None:
     with pytest.raises(UsageError, match="must be 'allow', 'warn' or 'error', not 'maybe'"):
         DistributedDataParallel(nn.Linear(1, 1), unused_parameters="maybe")
 
 
-def test_only_the_three_are_taken(pools: Pools) -> None:
-    pools.run(1, other_words)
+def test_unused_parameters_accepts_only_three_values(pools: Pools) -> None:
+    pools.run(1, wrap_with_invalid_value)

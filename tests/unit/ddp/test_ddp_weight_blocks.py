@@ -1,4 +1,4 @@
-"""Which ``model.weight()`` blocks count, and what a weighted backward does to a gradient that is there already."""
+"""Which ``model.weight()`` blocks count, and how a weighted backward treats an existing gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def net() -> nn.Module:
 
 
 class Side:
-    """A model with its optimizer: ours, on uneven parts of each batch, or one process on the whole batch."""
+    """A model and its optimizer: wrapped, on uneven parts of each batch, or one process on the whole batch."""
 
     def __init__(self, world: World, *, wrapped: bool) -> None:
         self.world, self.wrapped, self.net = world, wrapped, net()
@@ -62,7 +62,7 @@ class Side:
         self.optimizer.zero_grad()
 
 
-def beside_one_process(world: World, case: str) -> None:
+def compare_with_twin(world: World, case: str) -> None:
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(5, 7 if "plain" not in case else 8, 3, generator=generator, dtype=torch.float64)
     ours, twin = Side(world, wrapped=True), Side(world, wrapped=False)
@@ -78,14 +78,14 @@ def beside_one_process(world: World, case: str) -> None:
 
 def on_a_device(world: World, case: str) -> None:
     with queued_operations():
-        beside_one_process(world, case)
+        compare_with_twin(world, case)
 
 
 # -- blocks without a backward -----------------------------------------------------------------------------------------
 
 
 def after(unused: Callable[[Side, Tensor], object]) -> Callable[[Side, Tensor, int], None]:
-    """A step that comes after a block without a backward."""
+    """Return a step that follows a block without a backward."""
 
     def run(side: Side, batch: Tensor, number: int) -> None:
         if side.wrapped and number == 2:
@@ -170,11 +170,11 @@ def one_backward_of_two_blocks(side: Side, batch: Tensor, number: int) -> None:
     side.step()
 
 
-# -- micro-batches under no_sync() that the program drops, or only changes ---------------------------------------------
+# -- micro-batches under no_sync() whose gradients are dropped or changed ----------------------------------------------
 
 
 def dropped(drop: Callable[[nn.Parameter], object], factor: float = 1) -> Callable[[Side, Tensor, int], None]:
-    """Drop the first micro-batch, and multiply the gradient of the second by `factor`."""
+    """Drop the first micro-batch and multiply the gradient of the second by `factor`."""
 
     def run(side: Side, batch: Tensor, number: int) -> None:
         x, share = side.part(batch), 1 if side.wrapped else 0.5
@@ -238,7 +238,7 @@ def two_losses_whose_forwards_come_first(side: Side, batch: Tensor, number: int)
 
 
 def used_by_the_loss_alone(side: Side, batch: Tensor, number: int) -> None:
-    """A parameter that no forward uses has its gradient before the backward reaches an output."""
+    """Use a parameter only in the loss, so it gets its gradient before the backward reaches an output."""
     if not hasattr(side.net, "scale"):
         side.net.scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
         side.optimizer.add_param_group({"params": [side.net.scale]})
@@ -258,7 +258,7 @@ def plain_then_weighted(side: Side, batch: Tensor, number: int) -> None:
 
 
 def weight_decay_first(side: Side, batch: Tensor, number: int) -> None:
-    (0.1 * sum(each.square().sum() for each in side.net.parameters())).backward()  # type: ignore[union-attr]
+    (0.1 * sum(p.square().sum() for p in side.net.parameters())).backward()  # type: ignore[union-attr]
     side.backward(batch)
     side.step()
 
@@ -266,17 +266,17 @@ def weight_decay_first(side: Side, batch: Tensor, number: int) -> None:
 def decay_in_place(side: Side, batch: Tensor, number: int) -> None:
     side.backward(batch)
     side.optimizer.step()
-    for each in side.net.parameters():
-        each.grad.mul_(0.9)  # type: ignore[union-attr]
+    for parameter in side.net.parameters():
+        parameter.grad.mul_(0.9)  # type: ignore[union-attr]
 
 
 def decay_by_new_tensors(side: Side, batch: Tensor, number: int) -> None:
-    """Between forward and backward, so that the gradients are others than the forward has seen."""
+    """Replace gradients between forward and backward, so that the forward saw other tensors."""
     x = side.part(batch)
     with side.weight(len(x)):
         loss = side.loss(x)
-        for each in side.net.parameters():
-            each.grad = None if each.grad is None else each.grad * 0.9
+        for parameter in side.net.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad * 0.9
         loss.backward()
     side.optimizer.step()
 
@@ -285,8 +285,8 @@ def decay_in_place_after_the_forward(side: Side, batch: Tensor, number: int) -> 
     x = side.part(batch)
     with side.weight(len(x)):
         loss = side.loss(x)
-        for each in side.net.parameters() if number else ():
-            each.grad.mul_(0.9)  # type: ignore[union-attr]
+        for parameter in side.net.parameters() if number else ():
+            parameter.grad.mul_(0.9)  # type: ignore[union-attr]
         loss.backward()
     side.optimizer.step()
 
@@ -298,7 +298,7 @@ def weight_decay_after_a_local_forward(side: Side, batch: Tensor, number: int) -
         with weight, nullcontext() if is_last else side.local():
             loss = side.model(x).square().sum() / (1 if side.wrapped else 2 * len(x))
             if not is_last:
-                (0.1 * sum(each.square().sum() for each in side.net.parameters())).backward()  # type: ignore[union-attr]
+                (0.1 * sum(p.square().sum() for p in side.net.parameters())).backward()  # type: ignore[union-attr]
             loss.backward()
     side.step()
 
@@ -357,29 +357,29 @@ CASES = UNUSED | DROPPED | CHANGED | KEPT
 
 
 @pytest.mark.parametrize("case", UNUSED)
-def test_a_block_without_a_backward_changes_no_step(ranks: Ranks, case: str) -> None:
-    """Its weight stayed pending, and the next step was divided by it, too."""
-    ranks.run(beside_one_process, case)
+def test_block_without_a_backward_affects_no_step(ranks: Ranks, case: str) -> None:
+    """Its weight stayed pending, so the next step was divided by it as well."""
+    ranks.run(compare_with_twin, case)
 
 
 @pytest.mark.parametrize("case", DROPPED)
-def test_a_micro_batch_whose_gradients_are_all_dropped_does_not_count(ranks: Ranks, case: str) -> None:
-    """Dropped through ``p.grad.data``, its weight still divided the mean."""
-    ranks.run(beside_one_process, case)
+def test_micro_batch_with_dropped_gradients_does_not_count(ranks: Ranks, case: str) -> None:
+    """If gradients were dropped through ``p.grad.data``, the weight still divided the mean."""
+    ranks.run(compare_with_twin, case)
     ranks.run(on_a_device, case)
 
 
 @pytest.mark.parametrize("case", CHANGED)
-def test_a_micro_batch_of_which_some_gradient_is_left_or_none_was_nonzero_counts(ranks: Ranks, case: str) -> None:
-    """Its weight was forgotten after a clip that changed nothing, and masking some gradients was refused."""
-    ranks.run(beside_one_process, case)
+def test_micro_batch_counts_if_any_gradient_remains_or_all_were_zero(ranks: Ranks, case: str) -> None:
+    """The weight was forgotten after a clip without effect, and masking some gradients was refused."""
+    ranks.run(compare_with_twin, case)
     ranks.run(on_a_device, case)
 
 
 @pytest.mark.parametrize("case", KEPT)
 def test_a_weighted_mean_is_added_to_a_kept_gradient(ranks: Ranks, case: str) -> None:
-    """What was kept was summed over the ranks again and divided by the weights."""
-    ranks.run(beside_one_process, case)
+    """Kept gradients used to be summed over the ranks again and divided by the weights."""
+    ranks.run(compare_with_twin, case)
 
 
 def kept_and_two_blocks(world: World) -> str:
@@ -395,7 +395,7 @@ def kept_and_two_blocks(world: World) -> str:
     return str(caught.value)
 
 
-def test_one_backward_of_two_blocks_over_a_kept_gradient_is_refused(ranks: Ranks) -> None:
+def test_backward_through_two_blocks_over_a_kept_gradient_is_refused(ranks: Ranks) -> None:
     for message in ranks.run(kept_and_two_blocks):
         assert "p.grad already held gradients" in message
 
@@ -414,7 +414,7 @@ def kept_and_added_to_before_an_output(world: World) -> str:
     return ""
 
 
-def test_a_kept_gradient_that_a_loss_adds_to_before_the_backward_reaches_an_output_is_refused(ranks: Ranks) -> None:
+def test_adding_to_a_kept_gradient_before_reaching_an_output_is_refused(ranks: Ranks) -> None:
     for message in ranks.run(kept_and_added_to_before_an_output):
         assert "'scale' had a gradient before this weighted step" in message
 
@@ -426,7 +426,7 @@ def weight_decay_after_the_forward(world: World) -> str:
         with side.weight(len(side.part(batch))):
             loss = side.loss(side.part(batch))
             try:
-                (0.1 * sum(each.square().sum() for each in side.net.parameters())).backward()  # type: ignore[union-attr]
+                (0.1 * sum(p.square().sum() for p in side.net.parameters())).backward()  # type: ignore[union-attr]
             except UsageError as error:
                 return str(error)
             loss.backward()
@@ -435,8 +435,8 @@ def weight_decay_after_the_forward(world: World) -> str:
     return ""
 
 
-def test_a_penalty_between_forward_and_weighted_backward_is_whole_or_refused(ranks: Ranks) -> None:
-    """It was divided by the weights, as the forward's own backward that it was taken for."""
+def test_penalty_between_forward_and_weighted_backward_is_exact_or_refused(ranks: Ranks) -> None:
+    """It was divided by the weights because it was mistaken for the backward of the forward."""
     for message in ranks.run(weight_decay_after_the_forward):
         if ranks.size == 2:
             assert "a forward pass inside model.weight() awaits its own" in message
@@ -444,7 +444,7 @@ def test_a_penalty_between_forward_and_weighted_backward_is_whole_or_refused(ran
             assert message == ""
 
 
-def past_the_wrapper(world: World) -> None:
+def bypass_the_wrapper(world: World) -> None:
     model, twin = DistributedDataParallel(net()), net()
     batch = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = batch.split([2, 5])[world.rank] if world.size == 2 else batch
@@ -457,8 +457,8 @@ def past_the_wrapper(world: World) -> None:
         torch.testing.assert_close(mine.grad, expected.grad)
 
 
-def test_sync_gradients_divides_gradients_that_went_past_the_wrapper_by_their_weights(ranks: Ranks) -> None:
-    ranks.run(past_the_wrapper)
+def test_sync_gradients_divides_bypassing_gradients_by_their_weights(ranks: Ranks) -> None:
+    ranks.run(bypass_the_wrapper)
 
 
 def backward_after_a_new_gradient(model: Any, first: nn.Parameter, x: Tensor) -> None:
@@ -482,6 +482,6 @@ def failure_after_a_new_gradient(world: World) -> None:
     torch.testing.assert_close(first.grad, expected)
 
 
-def test_a_weighted_backward_that_fails_leaves_no_hook_on_a_parameter(ranks: Ranks) -> None:
-    """A gradient that came after the forward had left one, which failed in the next backward."""
+def test_failed_weighted_backward_leaves_no_parameter_hook(ranks: Ranks) -> None:
+    """A gradient assigned after the forward left a hook behind, which failed in the next backward."""
     ranks.run(failure_after_a_new_gradient)

@@ -1,7 +1,7 @@
-"""A step never waits for a GPU: nothing in it asks for a value of a gradient, a bucket, a weight or what follows.
+"""A step never waits for a GPU: it reads no value of a gradient, a bucket, a weight or a result of these.
 
-Without a GPU: tensors stand for those on a device, see ``device_watch.py``. The ranks use Gloo, whose channel is that
-of NCCL, too, and beside it a channel of the host, as beside a GPU.
+The tests need no GPU: CPU tensors stand for device tensors, see ``device_watch.py``. The ranks use Gloo, which shares
+its channel with NCCL, and a separate host channel, as with a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def net(norm: bool = False) -> nn.Module:
 
 
 def stops_of(model: DistributedDataParallel, step: Callable[[Tensor], None]) -> list[str]:
-    """Run `step` until it is steady, then once more, watched."""
+    """Run `step` until it is steady, then watch one more step."""
     x = torch.randn(4, 6)
     with queued_operations():
         for _ in range(WARM):
@@ -104,32 +104,32 @@ def test_a_steady_step_never_waits_for_the_device(gloo: Pools, case: str) -> Non
         assert stops == [], f"rank {rank}"
 
 
-def test_sync_batch_norm_waits_once_a_layer_and_forward(gloo: Pools) -> None:
-    """As torch's does; it was three times. Backward does not wait."""
+def test_sync_batch_norm_waits_once_per_layer_in_forward(gloo: Pools) -> None:
+    """The same as torch; it used to wait three times. Backward does not wait."""
     for stops in gloo.run(2, train, "SyncBatchNorm"):
         assert len(stops) == 2  # layers
         assert all("tolist at nn/normalize.py" in stop for stop in stops)
 
 
-def test_a_check_for_nan_waits_once_a_step(gloo: Pools) -> None:
-    """It was once for each bucket."""
+def test_nan_check_waits_once_per_step(gloo: Pools) -> None:
+    """It used to wait once per bucket."""
     for stops in gloo.run(2, train, "check_finite"):
         assert len(stops) == 1
         assert "tolist at ddp/extensions.py" in stops[0]
 
 
 def train_in_the_trainer(world: World) -> list[str]:
-    """Two steps of a Trainer: after the first, which finds the order of gradients, before the last, which is logged."""
+    """Watch two steps of a Trainer: not the first, which records the order of gradients, nor the last, which logs."""
     os.environ[TEST_HOST_CHANNEL] = "1"
     samples = TensorDataset(torch.randn(64, 6), torch.randn(64, 3))
-    model = DistributedDataParallel(net(), init_sync=False)  # else the host reads digests of the weights at times
+    model = DistributedDataParallel(net(), init_sync=False)  # otherwise the host sometimes reads digests of the weights
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     watch = DeviceWatch()
-    found: list[int] = []
+    stops_before: list[int] = []
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         x, y = batch
-        found.append(len(watch.stops))
+        stops_before.append(len(watch.stops))
         watch.on_device([x, y, *model.parameters(), *(parameter.grad for parameter in model.parameters())])
         watch.on_device(bucket.flat for bucket in storage_of(model).buckets)
         return (model(x) - y).square().sum(), len(x)
@@ -138,18 +138,18 @@ def train_in_the_trainer(world: World) -> list[str]:
     trainer = Trainer(model, optimizer, loss, loader, TrainConfig(epochs=1, accumulate=2, clip_norm=1.0, log_every=100))
     with queued_operations(), watch:
         trainer.fit()
-    assert len(found) == 8  # micro-batches
-    return watch.stops[found[2] : found[-2]]
+    assert len(stops_before) == 8  # micro-batches
+    return watch.stops[stops_before[2] : stops_before[-2]]
 
 
-def test_the_trainers_steps_wait_for_the_device_to_check_for_nan_alone(gloo: Pools) -> None:
+def test_trainer_steps_wait_only_for_the_nan_check(gloo: Pools) -> None:
     for stops in gloo.run(2, train_in_the_trainer):
         assert len(stops) == 2  # steps
         assert all("tolist at ddp/extensions.py" in stop for stop in stops)
 
 
 def test_a_replica_check_waits_once(gloo: Pools) -> None:
-    """It was once for each tensor: 900 times for 300 parameters with Adam."""
+    """It used to wait once per tensor: 900 times for 300 parameters with Adam."""
     for stops in gloo.run(2, train, "replica check"):
         assert len(stops) == 1
         assert "tolist at ddp/replica_check.py" in stops[0]
@@ -158,8 +158,8 @@ def test_a_replica_check_waits_once(gloo: Pools) -> None:
 # -- the watch itself --------------------------------------------------------------------------------------------------
 
 
-def asked_for(world: World) -> dict[str, list[str]]:
-    """A communication hook of paceline's tree that asks for a value, which is what must be noticed."""
+def stops_of_reads(world: World) -> dict[str, list[str]]:
+    """Read a value in each possible way from code that seems to be in paceline; return the recorded stops."""
     os.environ[TEST_HOST_CHANNEL] = "1"
     model = DistributedDataParallel(net())
     finisher: Any = engine_of(model).finisher
@@ -180,17 +180,17 @@ def asked_for(world: World) -> dict[str, list[str]]:
     stops = {}
     for how, way in ways.items():
 
-        def asking(bucket: Any, at: int, way: Any = way) -> Any:
+        def reading(bucket: Any, at: int, way: Any = way) -> Any:
             eval(code, {"way": way, "flat": bucket.flat})
             return launch(bucket, at)
 
-        finisher.launch = asking
+        finisher.launch = reading
         stops[how] = stops_of(model, lambda x: model(x).sum().backward())
     return stops
 
 
-def test_the_watch_notices_each_way_to_wait(gloo: Pools) -> None:
-    for stops in gloo.run(2, asked_for):
+def test_watch_detects_every_kind_of_wait(gloo: Pools) -> None:
+    for stops in gloo.run(2, stops_of_reads):
         for how, places in stops.items():
             assert places, how
             assert all("ddp/hook.py" in place for place in places)

@@ -1,4 +1,4 @@
-"""Virtual ranks and modules with a state of their own: buffers, copies, and changes after the module was wrapped."""
+"""Virtual ranks and stateful modules: buffers, copies, and changes after wrapping."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLES, BATCH, COUNT = 2 * 16 + 10, 16, 4
 
 
 class Twice(nn.Module):
-    """A block that is checkpointed twice in a way that gives its gradient in two parts."""
+    """A block checkpointed twice, so that its gradient arrives in two parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def network(kind: str) -> nn.Module:
 
 
 class Average8(Average):
-    """An average of the first 8 of its inputs' numbers."""
+    """Averages the first 8 features."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x[:, :8])
@@ -80,7 +80,7 @@ def change(kind: str, module: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def train(world: World, kind: str, forwards: int = 1, check: int | None = None) -> bytes:
-    """Train; weights and buffers."""
+    """Train and return weights and buffers."""
     module = network(kind)
     model = DistributedDataParallel(module, virtual_ranks=COUNT, check_compute_every=check)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -110,7 +110,7 @@ def test_bits_are_the_same_on_1_2_and_4_ranks(pools: Pools, kind: str, forwards:
 
 
 @pytest.mark.parametrize("kind", ["buffers", "thawed"])
-def test_slices_that_are_computed_twice_leave_nothing_else(pools: Pools, kind: str) -> None:
+def test_repeated_slices_do_not_change_the_result(pools: Pools, kind: str) -> None:
     assert pools.run(4, train, kind, 1, 1) == pools.run(1, train, kind) * 4
 
 
@@ -125,16 +125,16 @@ def buffers_after_a_step(world: World) -> tuple[int, Tensor, Tensor]:
     return int(average.calls), average.mean, 0.1 * data().tensors[0][: BATCH // COUNT].mean(0)
 
 
-def test_buffers_are_those_that_the_first_slice_leaves(pools: Pools) -> None:
+def test_buffers_are_those_of_the_first_slice(pools: Pools) -> None:
     for size in (1, 4):
         for calls, mean, expected in pools.run(size, buffers_after_a_step):
             assert calls == 1
             torch.testing.assert_close(mean, expected)
 
 
-def beside_whole_batch(world: World) -> float:
-    """Thaw a layer before the second step; the largest difference of that step's gradients from a plain backward's."""
-    module = network("thawed").eval()  # BatchNorm would look across a slice's samples
+def compare_with_whole_batch(world: World) -> float:
+    """Thaw a layer before step 2; return the largest difference of its gradients from a plain backward."""
+    module = network("thawed").eval()  # BatchNorm would depend on the slices
     model = DistributedDataParallel(module, virtual_ranks=COUNT)
     for x, y in accumulate(model, DataLoader(data(), BATCH)):
         F.cross_entropy(model(x), y).backward()
@@ -151,13 +151,13 @@ def beside_whole_batch(world: World) -> float:
     return max(float((ours.grad - theirs.grad).abs().max()) for ours, theirs in pairs)  # type: ignore[operator]
 
 
-def test_a_thawed_layers_first_gradient_is_that_of_the_whole_batch(pools: Pools) -> None:
+def test_first_gradient_of_a_thawed_layer_covers_the_whole_batch(pools: Pools) -> None:
     for size in (1, 4):
-        assert max(pools.run(size, beside_whole_batch)) < 1e-6
+        assert max(pools.run(size, compare_with_whole_batch)) < 1e-6
 
 
 class Normed(nn.Module):
-    """A class outside of torch, as torch.compile begins graphs only there."""
+    """A class outside of torch, because torch.compile starts graphs only there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Normed(nn.Module):
 
 
 def compilations(world: World) -> list[int]:
-    """Numbers of graphs that were made by the end of each slice."""
+    """Return the number of compiled graphs after each slice."""
     graphs: list[Any] = []
 
     def count(graph: Any, _inputs: Any) -> Any:
@@ -184,8 +184,8 @@ def compilations(world: World) -> list[int]:
     return after
 
 
-def test_a_compiled_model_with_batch_norm_is_not_compiled_again_for_each_slice(pools: Pools) -> None:
-    # It once was, so that torch gave up at a slice that depends on the number of ranks, and went on with other bits.
+def test_compiled_model_with_batch_norm_is_not_recompiled_for_each_slice(pools: Pools) -> None:
+    # Recompilation made torch fall back to eager mode at a slice that depends on the number of ranks, changing bits.
     [after] = pools.run(1, compilations)
     assert after == [after[0]] * 16
 
@@ -193,8 +193,8 @@ def test_a_compiled_model_with_batch_norm_is_not_compiled_again_for_each_slice(p
 # -- wrappers and copies --------------------------------------------------------------------------------------------
 
 
-def moved(module: Any) -> bool:
-    """Whether a plain forward in training changes the running statistics."""
+def updates(module: Any) -> bool:
+    """Return whether a plain forward in training mode updates the running statistics."""
     before = module[1].running_mean.clone()
     module.train()(torch.randn(4, 8))
     return not torch.equal(before, module[1].running_mean)
@@ -209,7 +209,7 @@ def copies(world: World) -> list[bool]:
     copied, saved = copy.deepcopy(module), io.BytesIO()  # in the middle of a step
     torch.save(module, saved)
     saved.seek(0)
-    return [moved(copied), moved(torch.load(saved, weights_only=False)), moved(copy.deepcopy(model).module)]
+    return [updates(copied), updates(torch.load(saved, weights_only=False)), updates(copy.deepcopy(model).module)]
 
 
 def test_copies_of_the_module_update_their_own_statistics(pools: Pools) -> None:
@@ -217,7 +217,7 @@ def test_copies_of_the_module_update_their_own_statistics(pools: Pools) -> None:
 
 
 def wrapped_again(world: World) -> tuple[bool, float]:
-    """Wrap a module twice; whether it is plain afterwards, and the difference of its statistics from one wrapper's."""
+    """Wrap a module twice; return whether it is plain afterwards and how its statistics differ from wrapping once."""
     statistics = []
     for times in (1, 2):
         module: Any = network("thawed")
@@ -229,10 +229,10 @@ def wrapped_again(world: World) -> tuple[bool, float]:
                 model.zero_grad()
         statistics.append(module[1].running_mean.clone())
         del model
-    return moved(module), float((statistics[0] - statistics[1]).abs().max())
+    return updates(module), float((statistics[0] - statistics[1]).abs().max())
 
 
-def test_a_wrapper_that_is_gone_leaves_the_statistics_alone(pools: Pools) -> None:
+def test_deleted_wrapper_leaves_the_statistics_alone(pools: Pools) -> None:
     assert pools.run(1, wrapped_again) == [(True, 0.0)]
 
 
@@ -246,7 +246,7 @@ def weighted_in_part(world: World) -> None:
             F.cross_entropy(model(x), y, reduction="sum").backward()
 
 
-def test_slices_of_which_only_some_are_weighted_are_refused(pools: Pools) -> None:
+def test_weighting_only_some_slices_is_refused(pools: Pools) -> None:
     for size in (1, 2):
         with pytest.raises(RankFailed, match=r"outside model\.weight\(\)"):
             pools.run(size, weighted_in_part)
@@ -256,7 +256,7 @@ def test_slices_of_which_only_some_are_weighted_are_refused(pools: Pools) -> Non
 
 
 class Rows(nn.Module):
-    """A table whose sparse gradient no layer announces."""
+    """A table with sparse gradients; `announces` uses a layer, which makes them visible in advance."""
 
     def __init__(self, *, announces: bool) -> None:
         super().__init__()
@@ -268,9 +268,9 @@ class Rows(nn.Module):
 
 
 def refusal(world: World, mistake: str) -> str:
-    gc.collect()  # the refused wrapper of the case before: a rank that has it alone would wait for the others
+    gc.collect()  # free the refused wrapper of the previous case: a rank that alone has it would wait for the others
     with pytest.raises(UsageError) as refused:
-        make_mistake(mistake, virtual_ranks=world.size)  # a slice for each rank, which nothing is added to
+        make_mistake(mistake, virtual_ranks=world.size)  # one slice per rank, without accumulation
     return str(refused.value)
 
 
@@ -287,7 +287,7 @@ def make_mistake(mistake: str, virtual_ranks: int) -> None:
     if "buffer" in mistake:
         module = network("buffers")
         if "data" in mistake:
-            module[0].calls, module[3].calls = None, None  # only the writes through .data are left
+            module[0].calls, module[3].calls = None, None  # leaves only the writes through .data
         if "ignored" in mistake:
             module._ddp_params_and_buffers_to_ignore = ["3.mean"]
     broadcast = {"broadcast_buffers": False} if mistake.startswith("buffers") else {}
@@ -321,7 +321,7 @@ def make_mistake(mistake: str, virtual_ranks: int) -> None:
         ("no backward", "the last slice of a step did not run backward"),
     ],
 )
-def test_it_is_refused_on_every_rank_in_one_line(pools: Pools, mistake: str, words: str) -> None:
+def test_mistake_is_refused_on_every_rank_in_one_line(pools: Pools, mistake: str, words: str) -> None:
     for size in (1, 2):
         for message in pools.run(size, refusal, mistake):
             assert words in message

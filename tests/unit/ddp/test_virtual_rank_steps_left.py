@@ -1,7 +1,7 @@
-"""Steps of virtual ranks that are left in the middle, by ``break`` or an exception: the next ones are as without them.
+"""Steps of virtual ranks that are abandoned by ``break`` or an exception do not affect later steps.
 
-Such a step once went on: the statistics of later forwards were kept apart for it, so that ``update_bn`` failed, and
-buffers stayed those of each rank's own slice.
+An abandoned step used to stay open: later forwards collected statistics for it, so ``update_bn`` failed, and buffers
+stayed local.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sliced import bits
 
 
 class Training:
-    """A model, and data for two steps."""
+    """A model and data for two steps."""
 
     def __init__(self, virtual_ranks: int) -> None:
         torch.manual_seed(3)
@@ -33,7 +33,7 @@ class Training:
         self.data = TensorDataset(torch.randn(32, 8), torch.arange(32) % 4)
 
     def leave(self, way: str, number: int) -> None:
-        """Leave the first step in yield `number` of the loop."""
+        """Abandon the first step at slice `number` of the loop."""
         try:
             for count, (x, y) in enumerate(accumulate(self.model, DataLoader(self.data, 16))):
                 out = self.model(x)
@@ -47,7 +47,7 @@ class Training:
         self.model.zero_grad()
 
     def train(self) -> bytes:
-        """Train two steps; weights and buffers."""
+        """Train two steps and return weights and buffers."""
         optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
         for x, y in accumulate(self.model, DataLoader(self.data, 16)):
             F.cross_entropy(self.model(x), y).backward()
@@ -57,36 +57,36 @@ class Training:
         return bits(self.module)
 
 
-def left(world: World, virtual_ranks: int, leaves: list[tuple[str, list[int]]]) -> set[Any]:
-    """Train after a step was left, in each of several ways; weights, and what else is not as without such a step."""
-    found: set[Any] = set()
+def train_after_abandoned_step(world: World, virtual_ranks: int, leaves: list[tuple[str, list[int]]]) -> set[Any]:
+    """Train after abandoning a step in several ways; return the weights and the names of changed buffers."""
+    results: set[Any] = set()
     for way, numbers in leaves:
         training = Training(virtual_ranks)
         module, before = training.module, copy.deepcopy(training.module.state_dict())
         if numbers:
             training.leave(way, numbers[world.rank % len(numbers)])
-            if virtual_ranks > world.size:  # else buffers are made equal as the next step begins
-                found |= {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+            if virtual_ranks > world.size:  # otherwise buffers are synchronized when the next step begins
+                results |= {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
             plain, batches = copy.deepcopy(module), list(torch.randn(2, 16, 8))
             torch.optim.swa_utils.update_bn(batches, training.model)
             torch.optim.swa_utils.update_bn(batches, plain)
             if not torch.equal(module[2].running_mean, plain[2].running_mean):
-                found.add("statistics that were computed again")
+                results.add("recomputed statistics")
         module.load_state_dict(before)
-        found.add(training.train())
-    return found
+        results.add(training.train())
+    return results
 
 
 LAST_OF_FOUR = {1: 3, 2: 1}
-"""The last slice of a rank, by the number of ranks, for four virtual ranks."""
+"""Index of a rank's last slice by number of ranks, for four virtual ranks."""
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_steps_after_one_that_was_left_are_as_without_it(pools: Pools, size: int) -> None:
+def test_abandoned_step_does_not_affect_later_steps(pools: Pools, size: int) -> None:
     leaves: list[tuple[str, list[int]]] = [("", []), ("break", [0]), ("exception", [0]), ("backward", [0])]
     last = LAST_OF_FOUR[size]
     leaves += [("exception", [last]), ("backward", [last]), ("break", [0, last])]
-    assert [len(found) for found in pools.run(size, left, 4, leaves)] == [1] * size
+    assert [len(results) for results in pools.run(size, train_after_abandoned_step, 4, leaves)] == [1] * size
     if size == 2:
         leaves = [("", []), ("break", [0]), ("backward", [0])]
-        assert [len(found) for found in pools.run(size, left, 2, leaves)] == [1] * size
+        assert [len(results) for results in pools.run(size, train_after_abandoned_step, 2, leaves)] == [1] * size

@@ -1,4 +1,4 @@
-"""Virtual ranks: one training, whose weights have the same bits on any number of ranks."""
+"""Virtual ranks: a training gives the same bits on any number of ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COUNT = 4
 
 
 def train(world: World, kind: str, options: dict[str, Any]) -> bytes:
-    """Train an epoch and a step; weights and buffers."""
+    """Train one epoch and one step; return weights and buffers."""
     return Steps(kind, options).run(5)
 
 
@@ -58,8 +58,8 @@ def test_weights_have_the_same_bits_over_gloo_and_on_8_ranks() -> None:
 # -- against a plain loop -------------------------------------------------------------------------------------------
 
 
-def beside_plain_loop(world: World, kind: str) -> float:
-    """Train an epoch; the largest difference of weights and buffers from a plain loop over all slices."""
+def compare_with_plain_loop(world: World, kind: str) -> float:
+    """Train one epoch; return the largest difference of weights and buffers from a plain loop over all slices."""
     module, data = model_and_data(kind)
     model = DistributedDataParallel(module, virtual_ranks=COUNT)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -71,7 +71,7 @@ def beside_plain_loop(world: World, kind: str) -> float:
             optimizer.zero_grad()
     plain, _ = model_and_data(kind)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    alone = [DataLoader(data, batch_sampler=sampler(rank)) for rank in range(COUNT)]  # as each of four ranks fetches
+    alone = [DataLoader(data, batch_sampler=sampler(rank)) for rank in range(COUNT)]  # like the loaders of four ranks
     for number, slices in enumerate(zip(*alone, strict=True)):
         total = sum(len(x) for x in slices)
         for at, x in enumerate(slices):
@@ -87,9 +87,9 @@ def sampler(rank: int) -> Any:
     return paceline.data.GlobalBatchSampler(SAMPLES, BATCH, shuffle=False, rank=rank, world_size=COUNT)
 
 
-def test_a_step_is_that_of_a_plain_loop_over_all_slices(pools: Pools) -> None:
+def test_step_equals_a_plain_loop_over_all_slices(pools: Pools) -> None:
     for size in (1, 2):
-        assert max(pools.run(size, beside_plain_loop, "cnn")) < 1e-5
+        assert max(pools.run(size, compare_with_plain_loop, "cnn")) < 1e-5
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "join": (lambda: wrap().join(), "join cannot be combined with virtual_ranks=4"),
     "plain loop": (plain_loop, LOOP),
     "sync_gradients": (lambda: wrap().sync_gradients(), LOOP),
-    # It was told to loop over accumulate(), which it did.
+    # The error used to suggest accumulate(), which the loop already used.
     "two backwards": (two_backwards, "add up the losses of a slice before its one backward()"),
-    # It was told to call the wrapper and not model.module.
+    # The error used to suggest calling the wrapper instead of model.module.
     "step in a hook": (lambda: step_in_a_hook(4), IN_A_HOOK),
     "step in a hook, one slice": (lambda: step_in_a_hook(2), IN_A_HOOK),
     "other loader": (lambda: next(accumulate(wrap(), [torch.ones(2, 4)])), "needs a loader that cuts each batch"),
@@ -171,7 +171,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def refusal(world: World, mistake: str) -> str:
-    gc.collect()  # on both ranks, or one would make up for a wrapper of the test before that the other has not any more
+    gc.collect()  # on both ranks: a wrapper of the previous test left on one rank only would wait for the other
     with pytest.raises(UsageError) as refused:
         MISTAKES[mistake][0]()
     return str(refused.value)
@@ -184,8 +184,8 @@ def test_a_mistake_is_refused_in_one_line(pools: Pools, mistake: str) -> None:
         assert "\n" not in message
 
 
-def with_skipped_slices(world: World, weighted: bool) -> list[list[float]]:
-    """The gradients of two steps, in which the second slice, and then the two last, run no backward."""
+def train_with_skipped_slices(world: World, weighted: bool) -> list[list[float]]:
+    """Return the gradients of two steps that skip the second slice and the two last slices, respectively."""
     module = nn.Linear(1, 1, bias=False).double()
     model, gradients = DistributedDataParallel(module, virtual_ranks=4), []
     for x in accumulate(model, DataLoader(torch.arange(1, 33).double()[:, None], 16)):
@@ -203,10 +203,10 @@ def with_skipped_slices(world: World, weighted: bool) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("weighted", "expected"), [(False, [[6.875], [10.25]]), (True, [[110 / 12], [20.5]])])
-def test_skipped_slices_count_alike_on_any_number_of_ranks(
+def test_skipped_slices_count_equally_on_any_number_of_ranks(
     pools: Pools, weighted: bool, expected: list[list[float]]
 ) -> None:
-    """A rank whose only slice was skipped left itself out of the mean, so that 4 ranks had another gradient than 1."""
+    """A rank that skipped its only slice did not count in the mean, so 4 ranks had a different gradient than 1."""
     for size in 1, 2, 4:
-        for gradients in pools.run(size, with_skipped_slices, weighted):
-            assert [each for (each,) in gradients] == pytest.approx([each for (each,) in expected])
+        for gradients in pools.run(size, train_with_skipped_slices, weighted):
+            assert [value for (value,) in gradients] == pytest.approx([value for (value,) in expected])
