@@ -6,8 +6,8 @@ The trace (InfiniteHBD, arXiv 2502.03885) has the fault_start and fault_end even
 several sizes run on servers drawn at random. A job stops at each fault of its servers, loses everything since its last
 save, and takes a while to restart. Two replays:
 
-    same    the faulty server counts as repaired after the restart, so its later faults stop the job, too
-    spare   a server that works and is not in use takes the place of the faulty one, until none is left
+    same    the faulty server counts as repaired after the restart, so its later faults also stop the job
+    spare   a working spare server replaces the faulty one until no spare is left
 
 The prediction knows the number of servers, the times of a save and of a restart, and a failure rate: the default, which
 is another cluster's, or the one of the jobs themselves.
@@ -48,7 +48,7 @@ def events_of(path: str) -> list[Event]:
 
 
 def stops(events: Sequence[Event], members: set[int], draw: random.Random, has_spares: bool) -> Iterator[float]:
-    """Yield the times at which a job on `members` stops."""
+    """Yield the times when a job on `members` stops."""
     faults = dict.fromkeys(range(SERVERS), 0)
     for time, server, begins in events:
         faults[server] += 1 if begins else -1

@@ -29,7 +29,7 @@ def train(workload: str, rows: int, variant: dict[str, Any], steps: int) -> list
 
     Args:
         workload: name of the model.
-        rows: factor by which the batch is larger than the workload's.
+        rows: batch size as a multiple of the workload's.
         variant: ``bucket_cap_mb``, ``accumulate``, ``hook`` (name of a compressor), ``sharded``.
         steps: number of steps to time.
     """

@@ -39,7 +39,7 @@ from paceline.planner.profiles import MOST_RANKS, Profiled, from_profiles, from_
 SCRIPT = Path(__file__).with_name("planned_training.py")
 CABLE = "cable"
 PAYLOAD = 1448 / 1514
-"""Share of a full Ethernet frame that TCP carries, which is what the shaper counts."""
+"""Share of a full Ethernet frame that TCP carries; the shaper counts whole frames."""
 LATENCY_S = 1e-4
 """Assumed latency of a link between namespaces."""
 MOST_OTHERS, TRIES = 0.3, 3
@@ -154,7 +154,7 @@ def here(ranks: int) -> Where:
 
 
 class Record:
-    """Rows of predictions and measurements of one part, kept in the dated file with those of the other parts."""
+    """Rows of predictions and measurements of one part, stored with the other parts in the dated file."""
 
     def __init__(self, part: str) -> None:
         self.part, self.rows = part, list[dict[str, Any]]()
@@ -252,7 +252,7 @@ def links_part(rounds: int) -> Record:
 SAVINGS_ON: dict[str, Any] = {"workload": "gpt-17M", "rows": 4, "backend": "gloo"}
 MBIT = 300
 BASE = 400.0
-"""Bucket size in MiB from which smaller buckets are tried: nearly nothing overlaps."""
+"""Bucket size in MiB to which smaller buckets are compared; almost no communication overlaps."""
 
 CHANGES: dict[str, dict[str, Any]] = {
     "accumulate 2 batches": {"accumulate": 2},

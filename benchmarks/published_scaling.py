@@ -28,7 +28,7 @@ from published.validation import Checked, by_source, cross_validate, score
 
 WORST = 10
 NAMED = 7
-"""Sources with a color of their own."""
+"""Number of sources with a separate color."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How many stragglers `find_stragglers` finds in tables of compute times, with which spans, and its false alarms.
+"""Stragglers that `find_stragglers` detects in tables of compute times, their spans, and its false alarms.
 
 python benchmarks/straggler_detection.py --workers 2
 """

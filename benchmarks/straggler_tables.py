@@ -85,7 +85,7 @@ def missing(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
 
 
 def spikes(draw: Generator, steps: int, ranks: int, scale: float) -> Array:
-    """Return noise with occasional steps in which a rank waits for late data."""
+    """Return noise with occasional steps that wait for late data on one rank."""
     return gaussian(draw, steps, ranks, scale) + (draw.random((steps, ranks)) < 0.03) * draw.uniform(
         0.5, 4, (steps, ranks)
     )

@@ -23,7 +23,7 @@ from paceline.data import DataLoader
 from paceline.train import Evaluation, evaluate
 
 SIDE = 16
-"""Width and height in pixels to which images are resized."""
+"""Width and height of resized images in pixels."""
 
 
 class Images(Dataset[tuple[Tensor, int]]):

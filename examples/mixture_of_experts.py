@@ -4,7 +4,7 @@ python examples/mixture_of_experts.py                               one process
 paceline run --nproc 4 examples/mixture_of_experts.py --top 2       four ranks, two experts for each token
 
 The text is in eight made-up languages. The next token depends on the current token and on the language. Two things are
-different from an ordinary model. First, an expert has no gradient on a rank if it received no token there;
+different from an ordinary model. First, an expert has no gradient on ranks where it received no token;
 ``unused_parameters="allow"`` silences the warning. Second, the load-balancing loss (Fedus et al. 2021, Switch
 Transformers, eq. 4-6) is a product of two means over the batch, so it needs each expert's share of the *global* batch.
 With the shares of its local batch, every rank would minimize a different loss. Tests on GPUs: docs/gpu-status.md.

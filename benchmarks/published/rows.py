@@ -34,11 +34,11 @@ COLUMNS = (
 MOST = 1.5
 """Efficiencies above this are mistakes of the source."""
 UNKNOWN_STEP_S = 0.3
-"""Median step of the rows that tell theirs."""
+"""Median step time of the rows that state one."""
 HOST = 8
 """Devices of a host, if unknown."""
 OWN_REDUCER = re.compile("no horovod|replicated|parameter.?server|distributed tensorflow|mirrored|paddle")
-"""Frameworks that reduce gradients with code of their own, which does not use NVLink."""
+"""Frameworks that reduce gradients with custom code, which does not use NVLink."""
 LIBRARY = re.compile("(?<!no )horovod|ddp|apex")
 NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
 STATED_PARAMS = re.compile(rf"\b({NUMBER}) ?(m|b)\b")
@@ -54,7 +54,7 @@ class Row:
     job: Job
     devices: int
     baseline: int
-    """Number of devices to whose throughput `efficiency` is relative."""
+    """Number of devices whose throughput is the baseline of `efficiency`."""
     efficiency: float
 
     def predict(self, calibration: Calibration = PUBLISHED) -> Prediction:
@@ -174,9 +174,9 @@ def _job(text: _Text, baseline: int) -> Job:
 
 
 def _measured_s(text: _Text, baseline: int, batch: float | None, units: float) -> float | None:
-    """Return the seconds of a micro-batch on a device of the baseline; None if the row does not tell.
+    """Return the seconds of a micro-batch on a device of the baseline; None if the row does not state it.
 
-    `units` is the number of tokens, or whatever else the throughput counts, in a sample.
+    `units` is the number of tokens, or other units of the throughput, in a sample.
     """
     single = text.number("single_device_throughput") or 0.0
     single = text.noted(r"baseline_throughput=(#)", single * baseline) / baseline

@@ -1,4 +1,4 @@
-"""Cross-validation by source: what the planner predicts for published rows that it was not fitted to."""
+"""Cross-validation by source: predictions of the planner for published rows outside its fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from published.rows import Row
 
 @dataclass(frozen=True)
 class Checked:
-    """A row, and what was predicted for it."""
+    """A row and its prediction."""
 
     row: Row
     predicted: float

@@ -1,4 +1,4 @@
-"""Ranks of the Checkpointer's tests."""
+"""Rank pools for the Checkpointer tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from ranks import Pools
 
 @pytest.fixture(scope="package")
 def pools() -> Iterator[Pools]:
-    """Worlds of every size asked for, which stay up for the folder's tests."""
+    """Pools of ranks of any size, kept alive for all tests in this folder."""
     with Pools() as pools:
         yield pools

@@ -1,4 +1,4 @@
-"""Saves in the background: the states as they were at save(), durable before anything counts on it, no error lost."""
+"""Background saves capture the state at save(), count only once they are durable, and report every error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from twins import Pools
 
 @contextmanager
 def held_writer() -> Iterator[threading.Event]:
-    """Hold the writer before its first file, until the event is set or the block ends."""
+    """Block the writer before its first file until the event is set or the block ends."""
     go_on, write_file = threading.Event(), step_folders.write_file
 
     def held(*arguments: Any) -> Any:
@@ -51,7 +51,7 @@ def open_with(folder: Path, fill: float = 0.0, **options: Any) -> tuple[Checkpoi
     return checkpointer, model
 
 
-def test_latest_and_pruning_count_what_is_durable(tmp_path: Path) -> None:
+def test_latest_and_pruning_only_count_durable_saves(tmp_path: Path) -> None:
     checkpointer, _ = open_with(tmp_path, keep=1)
     checkpointer.save(1)
     checkpointer.wait()
@@ -72,10 +72,10 @@ def due_save(checkpointer: Checkpointer) -> None:
 
 
 @pytest.mark.parametrize("call", [Checkpointer.restore, Checkpointer.close, due_save])
-def test_a_wait_for_a_slow_disk_is_no_hang_of_the_script(
+def test_waiting_for_a_slow_disk_does_not_count_as_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Checkpointer], Any]
 ) -> None:
-    # The launcher took it for the script's own code, and killed rank 0 at every save.
+    # The launcher blamed the script for the wait and killed rank 0 at every save.
     (tmp_path / "rank-0").write_bytes(bytes(black_box.SIZE))
     monkeypatch.setattr(recorder, "box", BlackBox(tmp_path / "rank-0", 0, 1))
     checkpointer, _ = open_with(tmp_path)
@@ -94,7 +94,7 @@ def test_a_wait_for_a_slow_disk_is_no_hang_of_the_script(
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
-    # Or the copies would grow in number, and the second would overwrite the memory that the first is written from.
+    # Otherwise copies would pile up, or the second save would overwrite the memory that the first is written from.
     checkpointer, model = open_with(tmp_path, fill=1.0)
     with held_writer() as go_on:
         checkpointer.save(1)
@@ -132,7 +132,7 @@ def save_onto_a_full_disk(world: World, folder: str, how: str) -> tuple[Any, ...
 
 
 @pytest.mark.parametrize("how", ["wait", "close"])
-def test_a_failed_write_is_known_on_every_rank_and_saving_goes_on(pools: Pools, tmp_path: Path, how: str) -> None:
+def test_a_failed_write_is_reported_on_every_rank_and_later_saves_work(pools: Pools, tmp_path: Path, how: str) -> None:
     found = pools.run(2, save_onto_a_full_disk, str(tmp_path), how)
     for (kind, message), steps, step in found:
         assert kind == "CheckpointError"
@@ -141,7 +141,7 @@ def test_a_failed_write_is_known_on_every_rank_and_saving_goes_on(pools: Pools, 
         assert (steps, step) == ([1], 3)
 
 
-def own_states_at_save(world: World, folder: str) -> float:
+def per_rank_state_at_save(world: World, folder: str) -> float:
     checkpointer = Checkpointer(folder, async_save=True)
     own = checkpointer.register("own", Holder({"residual": torch.full((1000,), world.rank + 1.0)}), per_rank=True)
     with held_writer() as go_on:
@@ -154,14 +154,12 @@ def own_states_at_save(world: World, folder: str) -> float:
     return float(own.state["residual"].mean())
 
 
-def test_what_other_ranks_own_is_handed_over_before_save_returns(pools: Pools, tmp_path: Path) -> None:
-    assert pools.run(2, own_states_at_save, str(tmp_path)) == [1.0, 2.0]
+def test_save_collects_state_of_other_ranks_before_it_returns(pools: Pools, tmp_path: Path) -> None:
+    assert pools.run(2, per_rank_state_at_save, str(tmp_path)) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), SystemExit(3)])
-def test_however_the_writer_dies_it_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+def test_a_dead_writer_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     checkpointer, _ = open_with(tmp_path)
     checkpointer.save(1)
 
@@ -182,8 +180,8 @@ def test_however_the_writer_dies_it_is_told_once(
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-def test_an_exception_that_leaves_the_block_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nor do the other ranks, which may not have it, have to come.
+def test_an_exception_in_the_block_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The other ranks, which may not have raised, need not take part.
     fail_at(monkeypatch, "fsync", 3)
 
     def leave_by_exception() -> None:
@@ -217,7 +215,7 @@ print("saved", flush=True)
 
 
 @pytest.mark.slow
-def test_the_end_of_the_process_waits_for_the_write_and_says_that_it_is_lost(tmp_path: Path) -> None:
+def test_process_exit_waits_for_the_write_and_reports_its_failure(tmp_path: Path) -> None:
     points = tmp_path / "points"
     result = paceline(tmp_path, str(points), program=("-c", PROGRAM), fork="all", **{REAL_END: "1"})
     assert (result.returncode, result.stdout, names(points)) == (0, "saved\n", ["step-00000001"]), result.stderr

@@ -1,4 +1,4 @@
-"""What is kept at a step boundary, and that it is found again whole, or not at all."""
+"""State kept in memory at a step boundary is restored in full or not at all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from paceline.errors import CheckpointError, CommunicationError
 
 
 def together(size: int, function: Callable[[int], None]) -> None:
-    """Call `function` with each rank at the same time."""
+    """Call `function` for every rank, each in its own thread."""
     with ThreadPoolExecutor(size) as ranks:
         list(ranks.map(function, range(size), timeout=60))
 
@@ -47,12 +47,12 @@ def entry(name: str, object: Any, per_rank: bool = False) -> Registered:
     return Registered.of(name, object, per_rank, {})
 
 
-# -- own states --------------------------------------------------------------------------------------------------------
+# -- per-rank state ----------------------------------------------------------------------------------------------------
 
 
-def test_generators_come_back_as_they_were(tmp_path: Path) -> None:
+def test_generators_are_restored(tmp_path: Path) -> None:
     random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
-    numpy.random.randn()  # leaves the second number of a pair
+    numpy.random.randn()  # draws a pair and keeps the second number
     OwnStatesFiles(tmp_path / "states").write(7, [], [])
     drawn = random.random(), numpy.random.randn(3).tolist(), torch.randn(3).tolist()
     found = read_own_states(tmp_path / "states", 7)
@@ -61,14 +61,14 @@ def test_generators_come_back_as_they_were(tmp_path: Path) -> None:
     assert generators_in(found).keys() == rng_state().keys()
 
 
-def test_objects_and_buffers_of_any_size_come_back(tmp_path: Path) -> None:
+def test_objects_and_buffers_of_any_size_are_restored(tmp_path: Path) -> None:
     large, empty = torch.arange(100_000.0), torch.zeros(0, 3)
     states = {"residual": large, "none": empty, "flags": torch.tensor([True, False]), "phase": torch.tensor([1 + 2j])}
     own = captures.own([entry("hook", Holder(states), per_rank=True)])
     buffers = [torch.tensor(5), torch.randn(3, 4).bfloat16()]
     files = OwnStatesFiles(tmp_path / "states")
     files.write(1, [], [])
-    files.write(2, [own], buffers)  # larger than the file was
+    files.write(2, [own], buffers)  # larger than the existing file
     found = read_own_states(tmp_path / "states", 2)
     assert all(torch.equal(one, other) for one, other in zip(buffers_in(found), buffers, strict=True))
     objects = objects_in(found)
@@ -77,7 +77,7 @@ def test_objects_and_buffers_of_any_size_come_back(tmp_path: Path) -> None:
     assert objects.tensors["hook.none"].shape == (0, 3)
 
 
-def test_the_step_before_is_there_whenever_the_rank_ends(tmp_path: Path) -> None:
+def test_the_previous_step_survives_a_kill_at_any_point(tmp_path: Path) -> None:
     files = OwnStatesFiles(tmp_path / "states")
     for step in (4, 5, 5, 6, 6):  # each is prepared, then completed
         files.write(step, [], [torch.tensor(step)])
@@ -86,16 +86,16 @@ def test_the_step_before_is_there_whenever_the_rank_ends(tmp_path: Path) -> None
         assert buffers_in(read_own_states(tmp_path / "states", step)) == [step]
 
 
-def test_a_write_that_was_cut_off_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = OwnStatesFiles(tmp_path / "states")
     for step in (1, 2, 3, 4):
         files.write(step, [], [])
     monkeypatch.setattr(struct, "pack_into", lambda *_: None)  # the rank is killed before its last write
-    files.write(5, [], [])  # over step 1
+    files.write(5, [], [])  # overwrites step 1
     assert [step for step in range(1, 6) if read_own_states(tmp_path / "states", step)] == [2, 3, 4]
 
 
-def test_memory_that_does_not_suffice_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_releases_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     room = iter(range(2))
 
     def allocate(descriptor: int, _: int, size: int) -> None:
@@ -112,7 +112,7 @@ def test_memory_that_does_not_suffice_is_given_back(tmp_path: Path, monkeypatch:
 # -- frozen ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_changes_in_place_is_copied() -> None:
+def test_values_that_change_in_place_are_copied() -> None:
     state: Any = {"list": [1, {"deep": torch.zeros(2)}], "ordered": OrderedDict(a=1), "tuple": (torch.ones(1),)}
     frozen = snapshot(state)
     state["list"][1]["deep"] += 1
@@ -123,10 +123,10 @@ def test_what_changes_in_place_is_copied() -> None:
     assert type(thawed["tuple"]) is tuple
 
 
-# -- the barrier -----------------------------------------------------------------------------------------------
+# -- the barrier -------------------------------------------------------------------------------------------------------
 
 
-def test_a_buffer_of_nine_dimensions_is_not_taken_for_none() -> None:
+def test_a_buffer_with_nine_dimensions_is_kept() -> None:
     module = nn.Module()
     module.register_buffer("deep", torch.ones((1,) * 9))
     module.register_buffer("nothing", None)
@@ -136,27 +136,27 @@ def test_a_buffer_of_nine_dimensions_is_not_taken_for_none() -> None:
     assert module.nothing is None
 
 
-def test_no_rank_passes_before_all_have_come_and_all_hear_the_same_wishes(tmp_path: Path) -> None:
+def test_ranks_leave_the_barrier_together_with_the_same_requests(tmp_path: Path) -> None:
     barriers = [StepBarrier(tmp_path, rank, 3, 30) for rank in range(3)]
-    heard: dict[int, list[int]] = {rank: [] for rank in range(3)}
+    requests: dict[int, list[int]] = {rank: [] for rank in range(3)}
 
     def come(rank: int) -> None:
         for step in range(1, 30):
-            heard[rank].append(barriers[rank].prepare(step, [], [], wish=4 * (rank == 1 and step == 20)))
+            requests[rank].append(barriers[rank].prepare(step, [], [], wish=4 * (rank == 1 and step == 20)))
             assert min(StepRecord(record_path(tmp_path, other)).prepared for other in range(3)) >= step
             barriers[rank].complete(step, [], [])
 
     together(3, come)
-    assert heard[0] == heard[1] == heard[2] == [4 * (step == 20) for step in range(1, 30)]
+    assert requests[0] == requests[1] == requests[2] == [4 * (step == 20) for step in range(1, 30)]
 
 
-def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_misses_the_barrier_is_named(tmp_path: Path) -> None:
     barrier = StepBarrier(tmp_path, 0, 2, 0.2)
     with pytest.raises(CommunicationError, match=r"rank 0: rank 1 did not reach optimizer step 3 within 0\.2 s"):
         barrier.prepare(3, [], [])
 
 
-def test_a_rank_that_has_ended_is_named_at_once(tmp_path: Path) -> None:
+def test_an_exited_rank_is_named_immediately(tmp_path: Path) -> None:
     ended = multiprocessing.get_context("fork").Process(target=lambda: StepBarrier(tmp_path, 1, 2, 60) and None)
     ended.start()
     ended.join()
@@ -168,7 +168,7 @@ def test_a_rank_that_has_ended_is_named_at_once(tmp_path: Path) -> None:
 # -- the boundary ------------------------------------------------------------------------------------------------------
 
 
-def turning(tmp_path: Path) -> tuple[Boundary, torch.optim.Optimizer, nn.Parameter]:
+def boundary_of_one_rank(tmp_path: Path) -> tuple[Boundary, torch.optim.Optimizer, nn.Parameter]:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     entries = [entry("optimizer", optimizer)]
@@ -182,13 +182,13 @@ def step(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:
     optimizer.step()
 
 
-def test_states_that_outgrow_the_memory_by_the_end_of_a_step_do_not_end_the_training(
+def test_training_continues_when_state_outgrows_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    boundary, optimizer, weight = turning(tmp_path)
+    boundary, optimizer, weight = boundary_of_one_rank(tmp_path)
     assert boundary.barrier is not None
     record = boundary.barrier.record
     boundary.mark()
@@ -197,27 +197,27 @@ def test_states_that_outgrow_the_memory_by_the_end_of_a_step_do_not_end_the_trai
     assert boundary.mark()
     assert (boundary.step, boundary.can_be_saved, boundary.barrier) == (1, False, None)
     assert "rank 0: a failure will cost the steps since the last save on disk" in caplog.text
-    assert record.completed == 0, "its states at the end of the step are not stored"
+    assert record.completed == 0, "state at the end of the step was not stored"
     step(optimizer, weight)
     assert boundary.mark()
     assert (record.completed, record.is_alone) == (2, True)
 
 
-def test_a_turn_in_which_no_optimizer_steps_belongs_to_the_next_step(tmp_path: Path) -> None:
-    boundary, optimizer, weight = turning(tmp_path)
+def test_an_iteration_without_an_optimizer_step_belongs_to_the_next_step(tmp_path: Path) -> None:
+    boundary, optimizer, weight = boundary_of_one_rank(tmp_path)
     assert not boundary.mark()  # before the first step
     assert (boundary.step, boundary.can_be_saved) == (0, True)
     assert not boundary.mark()
     step(optimizer, weight)
-    assert not boundary.can_be_saved  # parameters are those of the next step
+    assert not boundary.can_be_saved  # the parameters already belong to the next step
     assert boundary.mark()
     assert (boundary.step, boundary.can_be_saved) == (1, True)
     assert not boundary.mark()
     assert boundary.step == 1
 
 
-def test_parameters_that_change_without_an_optimizer_are_no_state_to_go_back_to(tmp_path: Path) -> None:
-    boundary, optimizer, weight = turning(tmp_path)
+def test_parameters_changed_outside_an_optimizer_are_not_restorable(tmp_path: Path) -> None:
+    boundary, optimizer, weight = boundary_of_one_rank(tmp_path)
     step(optimizer, weight)
     boundary.mark()
     assert [each.name for each in boundary.states()] == ["optimizer"]
@@ -227,8 +227,8 @@ def test_parameters_that_change_without_an_optimizer_are_no_state_to_go_back_to(
         list(boundary.states())
 
 
-def test_own_states_are_stored_for_the_step_that_the_optimizer_takes_and_again_at_its_end(tmp_path: Path) -> None:
-    boundary, optimizer, weight = turning(tmp_path)
+def test_per_rank_state_is_stored_before_and_after_the_optimizer_step(tmp_path: Path) -> None:
+    boundary, optimizer, weight = boundary_of_one_rank(tmp_path)
     boundary.mark()
     torch.manual_seed(1)
     step(optimizer, weight)

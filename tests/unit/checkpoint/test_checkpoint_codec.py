@@ -1,4 +1,4 @@
-"""Whatever is encoded comes back the same; whatever cannot be is refused by its path."""
+"""Encoding round-trips bit for bit; a value that cannot be encoded is named by its path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def through_json(value: Any) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal to the last bit, types and order of keys included."""
+    """Whether both values are bit-equal, including types and key order."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):
@@ -89,16 +89,14 @@ trees = st.recursive(
 
 @draws(80)
 @given(trees)
-def test_a_nested_value_comes_back_the_same(value: Any) -> None:
+def test_nested_values_round_trip(value: Any) -> None:
     assert same(through_json(value), value)
 
 
 @draws(40)
 @given(found=st.dictionaries(text, tensors(), max_size=4))
 @example(found={"a\udcff": torch.ones(1)})  # a file name that is not UTF-8
-def test_a_written_file_is_read_by_the_safetensors_library(
-    tmp_path_factory: pytest.TempPathFactory, found: dict[str, torch.Tensor]
-) -> None:
+def test_safetensors_reads_our_files(tmp_path_factory: pytest.TempPathFactory, found: dict[str, torch.Tensor]) -> None:
     path = tmp_path_factory.mktemp("file") / "some.safetensors"
     encoder = Encoder()
     encoder.encode(found)
@@ -113,12 +111,12 @@ def test_a_written_file_is_read_by_the_safetensors_library(
     assert all(same(safetensors_file.read(path, loaded)[name], loaded[name]) for name in loaded)
 
 
-def test_equal_paths_do_not_make_tensors_collide() -> None:
+def test_tensors_with_equal_paths_do_not_collide() -> None:
     value = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, "__metadata__": torch.ones(2), "": torch.ones(3)}
     assert same(through_json(value), value)
 
 
-def test_tied_tensors_are_stored_once_and_come_back_as_one() -> None:
+def test_tied_tensors_are_stored_once_and_restored_tied() -> None:
     weight = torch.ones(2, 3)
     encoder = Encoder()
     node = encoder.encode({"embed": weight, "head": weight, "transposed": weight.T, "part": weight[0]})
@@ -128,7 +126,7 @@ def test_tied_tensors_are_stored_once_and_come_back_as_one() -> None:
     assert back["embed"] is back["head"]
 
 
-def test_numpy_scalars_come_back_as_numbers() -> None:
+def test_numpy_scalars_are_restored_as_numbers() -> None:
     back = through_json([numpy.float64(0.1), numpy.int64(3), numpy.bool_(True)])
     assert same(back, [0.1, 3, True])
 
@@ -157,7 +155,7 @@ UNENCODABLE = [
 
 
 @pytest.mark.parametrize(("value", "path", "why"), UNENCODABLE, ids=[row[2] for row in UNENCODABLE])
-def test_what_cannot_be_encoded_is_named_with_its_path(value: Any, path: str, why: str) -> None:
+def test_an_unsupported_value_is_named_with_its_path(value: Any, path: str, why: str) -> None:
     with pytest.raises(Unencodable) as caught:
         Encoder().encode(value)
     assert path in caught.value.path

@@ -1,4 +1,4 @@
-"""``paceline checkpoint``: tells what is there and what is damaged, exports what torch and safetensors read."""
+"""``paceline checkpoint``: lists and verifies checkpoints, and exports files for torch and safetensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Command = Callable[..., Done]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Runs ``paceline checkpoint …`` in this process."""
+    """Return a function that runs ``paceline checkpoint …`` in this process."""
 
     def run(*arguments: Any) -> Done:
         capfd.readouterr()
@@ -44,7 +44,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 
 
 def refused(done: Done) -> str:
-    """The one line of a command that refused its input."""
+    """Return the one-line error of a command that refused its input."""
     assert (done.code, done.out) == (2, ""), done
     [line] = done.err.splitlines()
     assert line.startswith("error: ")
@@ -57,7 +57,7 @@ def normalized() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, nn.Module]]:
-    """Steps 1, 2 and 3 of a run, of which 2 is the best, and its modules."""
+    """A run with steps 1, 2 and 3 (the best is 2), and its modules."""
     folder = tmp_path_factory.mktemp("saved") / "run"
     model, tied = normalized(), Tied()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -88,7 +88,7 @@ def flip(path: Path, at: int = -1) -> None:
 # list
 
 
-def test_a_list_says_what_is_complete_latest_best_and_protected(run_folder: Path, command: Command) -> None:
+def test_list_marks_complete_latest_best_and_protected_steps(run_folder: Path, command: Command) -> None:
     done = command("list", run_folder)
     assert (done.code, done.err) == (0, "")
     heading, *rows = [line.split() for line in done.out.splitlines()]
@@ -96,9 +96,9 @@ def test_a_list_says_what_is_complete_latest_best_and_protected(run_folder: Path
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert [row[6] for row in rows] == ["protected", "best", "latest"]
     assert all(row[5] == "complete" and "curve=(nan," in row for row in rows)
-    told = json.loads(command("list", run_folder, "--json").out)
-    assert (told["latest"], told["best"]) == (3, 2)
-    rows = told["checkpoints"]
+    report = json.loads(command("list", run_folder, "--json").out)
+    assert (report["latest"], report["best"]) == (3, 2)
+    rows = report["checkpoints"]
     assert [row["metadata"]["acc"] for row in rows] == [1.0, 5.0, 2.0]
     assert rows[0]["metadata"]["curve"] == ["nan", 1]  # JSON has no NaN
     for row in rows:
@@ -110,14 +110,14 @@ def test_a_list_says_what_is_complete_latest_best_and_protected(run_folder: Path
 # verify
 
 
-def test_verify_says_that_all_is_complete(run_folder: Path, command: Command) -> None:
+def test_verify_accepts_an_undamaged_run(run_folder: Path, command: Command) -> None:
     done = command("verify", run_folder)
     assert (done.code, done.err) == (0, "")
     assert [line.split(" (")[0] for line in done.out.splitlines()] == [f"step {step}: complete" for step in (1, 2, 3)]
     assert command("verify", run_folder / "step-00000002").out.startswith("step 2: complete")
 
 
-def test_verify_names_every_damaged_file_and_whose_tensors_it_holds(run_folder: Path, command: Command) -> None:
+def test_verify_names_damaged_files_and_the_objects_in_them(run_folder: Path, command: Command) -> None:
     path = run_folder / "step-00000002"
     flip(path / "model.safetensors")
     flip(path / "rank-00000.safetensors", at=-9)
@@ -135,10 +135,10 @@ def test_verify_names_every_damaged_file_and_whose_tensors_it_holds(run_folder: 
     assert "metadata.json" in text
     assert "step 1: complete" in done.out
     assert command("verify", run_folder / "step-00000001").code == 0
-    told = command("verify", run_folder, "--json")
-    assert told.code == 1
-    assert json.loads(told.out)["damaged"] == [2]
-    assert len(json.loads(told.out)["checkpoints"][1]["damages"]) == 4
+    report = command("verify", run_folder, "--json")
+    assert report.code == 1
+    assert json.loads(report.out)["damaged"] == [2]
+    assert len(json.loads(report.out)["checkpoints"][1]["damages"]) == 4
 
 
 def test_a_newer_format_is_refused_with_the_remedy(run_folder: Path, command: Command) -> None:
@@ -150,7 +150,7 @@ def test_a_newer_format_is_refused_with_the_remedy(run_folder: Path, command: Co
         assert "step-00000003 has format 2, but this version of Paceline reads formats up to 1; update" in done.err
 
 
-def test_what_a_terminal_would_obey_is_shown_as_text(tmp_path: Path, command: Command) -> None:
+def test_terminal_control_characters_are_escaped(tmp_path: Path, command: Command) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.register("model", Holder({}))
         checkpointer.save(1, {"\x1b]0;title\x07": "[bold]\nnext"})
@@ -164,7 +164,7 @@ def test_what_a_terminal_would_obey_is_shown_as_text(tmp_path: Path, command: Co
 
 
 @pytest.mark.parametrize(("name", "file"), [("model", "w.pt"), ("tied", "w.pt"), ("tied", "w.safetensors")])
-def test_an_export_is_the_state_dict_and_unpickles_nothing(
+def test_export_writes_the_state_dict_without_unpickling(
     saved: tuple[Path, dict[str, nn.Module]],
     command: Command,
     tmp_path: Path,
@@ -184,16 +184,14 @@ def test_an_export_is_the_state_dict_and_unpickles_nothing(
     as_torch = file == "w.pt"
     state = torch.load(tmp_path / file, weights_only=True) if as_torch else load_file(tmp_path / file)
     expected = modules[name].state_dict()
-    assert equal(dict(sorted(state.items())), dict(sorted(expected.items())))  # names of tied weights, too
+    assert equal(dict(sorted(state.items())), dict(sorted(expected.items())))  # including the names of tied weights
     if as_torch:
         assert list(state) == list(expected)
         assert metadata_of(state) == metadata_of(expected)
     assert os.listdir(tmp_path) == [file]
 
 
-def test_an_export_takes_the_newest_that_is_whole_to_the_last_byte(
-    run_folder: Path, command: Command, tmp_path: Path
-) -> None:
+def test_export_takes_the_newest_undamaged_step(run_folder: Path, command: Command, tmp_path: Path) -> None:
     flip(run_folder / "step-00000003" / "model.safetensors")
     done = command("export", run_folder, "--out", tmp_path / "m.pt")
     assert "'model' of step 2, 7 tensors" in done.out
@@ -209,7 +207,7 @@ def test_an_export_takes_the_newest_that_is_whole_to_the_last_byte(
     assert "step-00000003 is damaged: the content of model.safetensors" in line
 
 
-def test_an_export_never_replaces_a_file_or_enters_a_checkpoint(
+def test_export_never_overwrites_a_file_or_writes_into_a_checkpoint(
     run_folder: Path, command: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "m.pt").write_text("mine")
@@ -224,7 +222,7 @@ def test_an_export_never_replaces_a_file_or_enters_a_checkpoint(
     assert command("verify", run_folder).code == 0
 
 
-def test_a_link_to_a_checkpoint_is_verified_and_never_written_into(
+def test_a_linked_checkpoint_is_verified_but_never_written_to(
     run_folder: Path, command: Command, tmp_path: Path
 ) -> None:
     moved = (run_folder / "step-00000003").rename(tmp_path / "moved")
@@ -241,7 +239,7 @@ def test_a_link_to_a_checkpoint_is_verified_and_never_written_into(
 # bad input
 
 
-def test_a_folder_without_checkpoints_is_one_line(tmp_path: Path, command: Command) -> None:
+def test_a_folder_without_checkpoints_is_a_one_line_error(tmp_path: Path, command: Command) -> None:
     out = ("--out", tmp_path / "out.pt")
     (tmp_path / "file").write_text("")
     for name in ("empty", "step-00000007"):
@@ -254,7 +252,7 @@ def test_a_folder_without_checkpoints_is_one_line(tmp_path: Path, command: Comma
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_bad_targets_and_names_are_one_line(run_folder: Path, tmp_path: Path, command: Command) -> None:
+def test_bad_targets_and_names_are_one_line_errors(run_folder: Path, tmp_path: Path, command: Command) -> None:
     def line(*arguments: Any) -> str:
         return refused(command("export", run_folder, *arguments))
 

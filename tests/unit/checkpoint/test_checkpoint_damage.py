@@ -1,7 +1,7 @@
-"""Damage of any kind is detected, named, and the checkpoint before is used.
+"""Damage of any kind is detected and named, and the previous checkpoint is used instead.
 
-What a stranger may have written is read in linear time and bounded memory, or refused by name: a manifest is parsed
-before any checksum can vouch for it, and checksums can be forged.
+Untrusted files are read in linear time and bounded memory, or refused by name: a manifest is parsed before any checksum
+can be verified, and checksums can be forged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.errors import CheckpointError, NoCheckpoint
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of steps 1 and 2; the bias is the step."""
+    """Checkpoints of steps 1 and 2; the bias equals the step number."""
     folder = tmp_path_factory.mktemp("saved")
     with Checkpointer(folder) as checkpointer:
         model = checkpointer.register("model", nn.Linear(1, 2))
@@ -52,7 +52,7 @@ FILES = ["manifest.json", "model.safetensors", "rank-00000.safetensors", "state.
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_cut_off_longer_or_altered_anywhere_is_detected(folder: Path, name: str) -> None:
+def test_a_truncated_extended_or_altered_file_is_detected(folder: Path, name: str) -> None:
     path = folder / "step-00000002" / name
     whole = path.read_bytes()
     offsets = sorted({0, 1, 7, 8, 9, *range(0, len(whole), max(1, len(whole) // 12)), len(whole) - 1})
@@ -72,7 +72,7 @@ def flip(folder: Path) -> None:
     path.write_bytes(raw)
 
 
-def mix_wholly(folder: Path) -> None:
+def swap_steps(folder: Path) -> None:
     shutil.rmtree(folder)
     shutil.copytree(folder.parent / "step-00000001", folder)
 
@@ -99,7 +99,7 @@ def grow(folder: Path) -> None:
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (flip, "model.safetensors does not have the SHA-256"),
-    (mix_wholly, "belongs to step 1, not to step 2"),
+    (swap_steps, "belongs to step 1, not to step 2"),
     (empty, "manifest.json is missing"),
     (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
     (link, "model.safetensors cannot be read"),
@@ -109,7 +109,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "why"), DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used_unless_it_was_chosen(
+def test_a_damaged_checkpoint_is_skipped_by_name_unless_it_was_requested(
     folder: Path, damage: Callable[[Path], None], why: str
 ) -> None:
     path = folder / "step-00000002"
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used_unless_it_was_cho
         load_weights(path)
 
 
-def test_when_all_are_damaged_nothing_is_restored_and_all_are_named(folder: Path) -> None:
+def test_if_every_checkpoint_is_damaged_all_are_named_and_none_restored(folder: Path) -> None:
     flip(folder / "step-00000001")
     empty(folder / "step-00000002")
     with (
@@ -135,7 +135,7 @@ def test_when_all_are_damaged_nothing_is_restored_and_all_are_named(folder: Path
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the manifest and make its checksum right again, as an attacker would."""
+    """Change the manifest and recompute its checksum, as an attacker would."""
     path = folder / "manifest.json"
     body = json.loads(path.read_text())
     del body["sha256"]
@@ -184,8 +184,8 @@ def test_a_forged_manifest_is_refused(folder: Path, change: Callable[[dict[str, 
         assert restored(folder) == (1, 1.0)
 
 
-def test_a_newer_format_is_refused_by_name_and_nothing_is_saved_beside_it(folder: Path) -> None:
-    # It counted as damaged: a run went on from an older checkpoint, and replaced this one or rotated it away.
+def test_a_newer_format_is_refused_and_blocks_saving(folder: Path) -> None:
+    # It counted as damaged, so a run resumed from an older checkpoint and overwrote or pruned this one.
     newer, elsewhere = folder / "step-00000002", folder / "elsewhere"
     forge(newer, lambda body: body.update(format_version=2))
     refused = f"{newer} has format 2, but this version of Paceline reads formats up to 1; update Paceline"
@@ -194,7 +194,7 @@ def test_a_newer_format_is_refused_by_name_and_nothing_is_saved_beside_it(folder
             use(folder)
     with Checkpointer(elsewhere) as checkpointer:
         shutil.rmtree(elsewhere)
-        shutil.copytree(newer, elsewhere / newer.name)  # another disk is mounted in its place
+        shutil.copytree(newer, elsewhere / newer.name)  # as if another disk were mounted there
         for _ in range(2):
             with pytest.raises(CheckpointError, match="has format 2"):
                 checkpointer.save(2)
@@ -218,7 +218,7 @@ def test_a_forged_state_is_refused(folder: Path, change: Callable[[dict[str, Any
         restored(folder)
 
 
-def test_a_pickle_in_the_place_of_a_file_is_never_loaded(folder: Path) -> None:
+def test_a_pickle_in_place_of_a_tensor_file_is_never_loaded(folder: Path) -> None:
     path = folder / "step-00000002" / "model.safetensors"
     torch.save({"weight": torch.ones(1)}, path)
     raw = path.read_bytes()
@@ -228,7 +228,7 @@ def test_a_pickle_in_the_place_of_a_file_is_never_loaded(folder: Path) -> None:
         assert restored(folder) == (1, 1.0)
 
 
-# -- what a stranger may have written ----------------------------------------------------------------------------------
+# -- untrusted files ---------------------------------------------------------------------------------------------------
 
 
 AMPLIFIED = {
@@ -241,7 +241,7 @@ AMPLIFIED = {
 
 
 @pytest.mark.parametrize("raw", AMPLIFIED.values(), ids=AMPLIFIED)
-def test_json_that_takes_many_times_its_size_in_memory_is_refused_before_it_does(raw: bytes) -> None:
+def test_json_that_would_expand_in_memory_is_refused_before_parsing(raw: bytes) -> None:
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"up to \d+ values|number of \d+ digits"):
         strict_json.parse(raw, limit=2**23)
@@ -277,8 +277,8 @@ def test_a_hostile_header_is_refused(tmp_path: Path, tensors: Any, data: int) ->
         safetensors_file.read(path, safetensors_file.read_specs(path))
 
 
-def test_keys_that_are_made_to_collide_are_refused() -> None:
-    # Whole numbers are hashed modulo 2**61 - 1, without a secret: 100,000 equal hashes took minutes.
+def test_hash_colliding_keys_are_refused() -> None:
+    # Integers hash modulo 2**61 - 1 without a secret, so 100,000 colliding keys took minutes.
     node = {"items": [[{"int": hex(index * (2**61 - 1))}, 0] for index in range(2000)]}
     with pytest.raises(ValueError, match="2000 of a dict's keys have the same hash"):
         state_codec.decode(node, {})

@@ -1,4 +1,4 @@
-"""The folder: one run at a time, nothing foreign, whole checkpoints only, whatever fails in between."""
+"""The checkpoint folder serves one run at a time and holds only complete checkpoints, whatever fails along the way."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_with_the_reason() -> None
         Checkpointer("/proc/self/task")
 
 
-def test_whatever_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     # metrics.jsonl in the checkpoint folder, or the .DS_Store of a file manager, made every resume refuse.
     mine = [tmp_path / name for name in (".DS_Store", "step-1", "step-2x/inside", ".writing-notes/inside")]
     for path in mine:
@@ -84,8 +84,8 @@ def test_whatever_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([*before, "step-00000002"])
 
 
-def test_links_to_checkpoints_are_read_and_nothing_behind_them_is_touched(tmp_path: Path) -> None:
-    # Steps that were moved to another disk and linked back were ignored, so a run began again at step 0.
+def test_linked_checkpoints_are_read_and_never_modified(tmp_path: Path) -> None:
+    # Steps moved to another disk and linked back were ignored, so a run restarted at step 0.
     run, archive = tmp_path / "run", tmp_path / "archive"
     with open_with(run, fill=1.0)[0] as checkpointer:
         for step in (1, 2):
@@ -101,23 +101,21 @@ def test_links_to_checkpoints_are_read_and_nothing_behind_them_is_touched(tmp_pa
     assert names(run) == ["step-00000002"]
     assert not (run / "step-00000002").is_symlink()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("old-*/*")} == before
-    for step, target in ((8, "x" * 300), (9, archive)):  # the error of 8 is not that the target is missing
+    for step, target in ((8, "x" * 300), (9, archive)):  # the error for 8 is not a missing target
         (run / step_name(step)).symlink_to(target)
     checkpointer, _ = open_with(run, keep=1)
     with pytest.warns(CheckpointWarning) as warned:
         assert (checkpointer.restore(), len(load_weights(run))) == (2, 2)
-    said = [str(warning.message) for warning in warned]
-    for message, target in zip(said, [archive, "x" * 300] * 2, strict=True):
+    messages = [str(warning.message) for warning in warned]
+    for message, target in zip(messages, [archive, "x" * 300] * 2, strict=True):
         assert f"is damaged and skipped: it is a link to {target}, which cannot be opened" in message
     checkpointer.save(10)
-    # What they lead to may be protected and only away for a while.
+    # Their targets may be protected checkpoints that are only temporarily unavailable.
     assert names(run) == ["step-00000008", "step-00000009", "step-00000010"]
 
 
-def test_leftovers_that_cannot_be_deleted_stop_no_save_and_no_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A reader on NFS, a mount or another owner made every later save fail, and the next start too.
+def test_undeletable_leftovers_do_not_block_saves_or_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A reader on NFS, a mount or another owner made every later save fail, as well as the next start.
     rmtree = shutil.rmtree
 
     def refuse_busy(path: Path, **options: Any) -> None:
@@ -130,7 +128,7 @@ def test_leftovers_that_cannot_be_deleted_stop_no_save_and_no_start(
     (checkpointer.save(1) / "busy").touch()
     with pytest.warns(CheckpointWarning, match=r"/.deleted-step-00000001 cannot be deleted: Device or resource busy"):
         checkpointer.save(2)
-    checkpointer.save(3)  # without another warning
+    checkpointer.save(3)  # does not warn again
     checkpointer.close()
     for left in (".writing-step-00000004", ".replaced-step-00000003", "step-00000001"):
         (tmp_path / left).mkdir()
@@ -163,8 +161,8 @@ def test_a_file_system_that_cannot_sync_folders_is_named_once(tmp_path: Path, mo
     assert checkpointer.restore() == 1
 
 
-def test_a_name_that_is_not_utf_8_is_as_good_as_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Its checkpoints were called damaged, because safetensors opens no such path.
+def test_a_folder_name_that_is_not_utf_8_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its checkpoints were reported as damaged, because safetensors cannot open such a path.
     folder = tmp_path / os.fsdecode(b"run-\xff")
     with open_with(folder, fill=1.0)[0] as checkpointer:
         checkpointer.save(1)
@@ -184,8 +182,8 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     os.umask(before)
 
 
-def test_checkpoints_are_for_their_owner_alone_whatever_the_umask_allows(tmp_path: Path, umask: int) -> None:
-    # They were 0644 in 0755 folders: weights, data positions and generators for every user of the host to read.
+def test_only_the_owner_can_read_checkpoints_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    # They were 0644 in 0755 folders, so every user of the host could read the weights.
     checkpointer, _ = open_with(tmp_path / "new")
     path = checkpointer.save(1)
     modes = {each.name: each.stat().st_mode & 0o777 for each in (tmp_path / "new", path, *path.iterdir())}
@@ -216,7 +214,7 @@ checkpointers: list[Checkpointer] = []
 
 
 def leave_a_worker(folder: Path) -> int:
-    """Open the folder, fork a worker that lives on, and end without closing it."""
+    """Open the folder, fork a worker that outlives this process, and exit without closing the folder."""
     checkpointers.append(Checkpointer(folder))
     if (worker := os.fork()) == 0:
         time.sleep(60)
@@ -224,11 +222,11 @@ def leave_a_worker(folder: Path) -> int:
     return worker
 
 
-def test_a_forked_worker_that_outlives_the_run_does_not_keep_the_folder(tmp_path: Path) -> None:
+def test_a_forked_worker_that_outlives_the_run_does_not_hold_the_lock(tmp_path: Path) -> None:
     worker = call(leave_a_worker, tmp_path)
     try:
         os.kill(worker, 0)
-        deadline = time.monotonic() + PATIENCE_S  # the worker may not have come to close its descriptor yet
+        deadline = time.monotonic() + PATIENCE_S  # the worker may not have closed its descriptor yet
         while True:
             try:
                 Checkpointer(tmp_path).close()
@@ -240,7 +238,7 @@ def test_a_forked_worker_that_outlives_the_run_does_not_keep_the_folder(tmp_path
         os.kill(worker, signal.SIGKILL)
 
 
-def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     checkpointer, _ = open_with(tmp_path)
     checkpointer.save(1)
     checkpointer.close()
@@ -261,7 +259,7 @@ def test_a_save_killed_between_its_two_renames_loses_nothing(tmp_path: Path) -> 
     assert model.weight.mean().item() == 1.0
 
 
-def test_kill_9_in_the_midst_of_saving_leaves_the_earlier_intact(tmp_path: Path) -> None:
+def test_kill_9_during_a_save_leaves_earlier_checkpoints_intact(tmp_path: Path) -> None:
     script = f"""
 import torch
 from paceline.checkpoint import Checkpointer
@@ -278,7 +276,7 @@ while True:
     process = Forked(["-c", script], tmp_path, os.environ, out, tmp_path / "err")
     deadline = time.monotonic() + PATIENCE_S
     while not (out.exists() and out.read_text()):
-        assert time.monotonic() < deadline, "nothing is saved"
+        assert time.monotonic() < deadline, "no checkpoint was saved"
         time.sleep(0.005)
     process.kill()
     process.wait(PATIENCE_S)
@@ -300,7 +298,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
-    # It used to fill the disk first, so that for a moment nobody else could write there either.
+    # The save used to fill the disk before failing, which briefly blocked other users of the disk.
     checkpointer, model = open_with(small_disk, fill=1.0, keep=1, size=35_000)
     checkpointer.save(1)
     before = os.stat(small_disk).st_mtime_ns
@@ -309,14 +307,14 @@ def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
         with pytest.raises(CheckpointError, match=rf"step {step} .*{figures}"):
             checkpointer.save(step)
     assert names(small_disk) == ["step-00000001"]
-    assert os.stat(small_disk).st_mtime_ns == before  # no entry was made and removed again
+    assert os.stat(small_disk).st_mtime_ns == before  # no entry was created, even temporarily
     nn.init.constant_(model.weight, 2.0)
     assert checkpointer.restore() == 1
     assert model.weight.mean().item() == 1.0
     checkpointer.close()
 
 
-def test_room_that_a_killed_save_left_taken_counts_as_free(small_disk: Path) -> None:
+def test_space_taken_by_a_killed_save_counts_as_free(small_disk: Path) -> None:
     checkpointer, _ = open_with(small_disk, size=35_000)
     leftover = small_disk / ".writing-step-00000009"
     leftover.mkdir()
@@ -327,7 +325,7 @@ def test_room_that_a_killed_save_left_taken_counts_as_free(small_disk: Path) -> 
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
-    """Let the `call`-th call of ``os.<function>`` or ``Path.<function>`` fail as on a full disk."""
+    """Make the `call`-th call of ``os.<function>`` or ``Path.<function>`` fail as if the disk were full."""
     owner: Any = os if hasattr(os, function) and function == "fsync" else Path
     original, calls = getattr(owner, function), [0]
 
@@ -342,7 +340,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
 
 @pytest.mark.parametrize(
     ("function", "call", "step"),
-    # With a new step the second rename belongs to pruning, and a failure to prune fails no save.
+    # For a new step the second rename belongs to pruning, whose failure does not fail the save.
     [("fsync", 1, 2), ("fsync", 4, 1), ("fsync", 6, 2), ("rename", 1, 2), ("rename", 1, 1), ("rename", 2, 1)],
 )
 def test_a_failed_fsync_or_rename_is_reported_and_loses_nothing(
@@ -362,9 +360,7 @@ def test_a_failed_fsync_or_rename_is_reported_and_loses_nothing(
     assert names(tmp_path) == ["step-00000003"]
 
 
-def test_every_file_and_both_folders_are_synced_before_anything_is_pruned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_and_folders_are_synced_before_pruning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer, _ = open_with(tmp_path, keep=1)
     checkpointer.save(1)
     events: list[str] = []
@@ -393,7 +389,7 @@ def test_every_file_and_both_folders_are_synced_before_anything_is_pruned(
     ]
 
 
-def test_saving_goes_on_in_a_folder_that_was_removed_and_made_again(tmp_path: Path) -> None:
+def test_saving_continues_after_the_folder_is_recreated(tmp_path: Path) -> None:
     checkpointer, _ = open_with(tmp_path / "runs")
     checkpointer.save(1)
     shutil.rmtree(tmp_path / "runs")

@@ -1,4 +1,4 @@
-"""Which checkpoint to restore, which ones stay, and what was written down about them."""
+"""Choosing the checkpoint to restore, keeping the best ones, and metadata."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def save(checkpointer: Checkpointer, model: nn.Module, *steps: int, **options: A
         checkpointer.save(step, **options)
 
 
-def test_a_chosen_step_is_restored(tmp_path: Path) -> None:
+def test_a_requested_step_is_restored(tmp_path: Path) -> None:
     checkpointer, model = open_with(tmp_path)
     save(checkpointer, model, 1, 2, 3)
     assert checkpointer.restore(2) == 2
@@ -40,13 +40,13 @@ def test_a_chosen_step_is_restored(tmp_path: Path) -> None:
         checkpointer.restore(step=7)
 
 
-def test_some_of_the_objects_are_restored_and_all_else_stays(tmp_path: Path) -> None:
+def test_a_partial_restore_leaves_other_objects_unchanged(tmp_path: Path) -> None:
     checkpointer, model = open_with(tmp_path)
     other = checkpointer.register("other", nn.Linear(2, 1))
     for step in (1, 2):
         nn.init.constant_(other.weight, step)
         save(checkpointer, model, step)
-    torch.rand(1)  # so that the generator is not as it was saved
+    torch.rand(1)  # moves the generator on from its saved state
     generator = torch.get_rng_state()
     assert checkpointer.restore(1, only=["model"]) == 1
     assert (model.weight.mean(), other.weight.mean()) == (1, 2)
@@ -64,7 +64,7 @@ VALUES: dict[str, Any] = {
 }
 
 
-def test_metadata_come_back(tmp_path: Path) -> None:
+def test_metadata_round_trips(tmp_path: Path) -> None:
     checkpointer, model = open_with(tmp_path)
     save(checkpointer, model, 1, metadata=VALUES)
     save(checkpointer, model, 2, metadata={"acc": torch.tensor(0.5), "best": numpy.float64(0.25)})
@@ -89,7 +89,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_metadata_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
+def test_metadata_that_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     checkpointer, _ = open_with(tmp_path)
     for options, message in BAD:
         with pytest.raises(UsageError, match=message):
@@ -97,7 +97,7 @@ def test_metadata_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
     assert checkpointer.steps() == []
 
 
-def test_the_best_one_and_protected_ones_stay(tmp_path: Path) -> None:
+def test_best_and_protected_checkpoints_are_kept(tmp_path: Path) -> None:
     checkpointer, model = open_with(tmp_path, keep=2, keep_best="acc")
     for step, acc in enumerate((0.1, 0.5, 0.9, 0.9, math.nan, 0.2, 0.3), start=1):
         with (
@@ -110,14 +110,14 @@ def test_the_best_one_and_protected_ones_stay(tmp_path: Path) -> None:
     assert checkpointer.best() == 3
     assert checkpointer.restore(checkpointer.best()) == 3
     checkpointer.close()
-    checkpointer, model = open_with(tmp_path, keep=1, keep_best="acc")  # a resumed run knows them, too
+    checkpointer, model = open_with(tmp_path, keep=1, keep_best="acc")  # a resumed run remembers them
     save(checkpointer, model, 8, metadata={"acc": 1})
     save(checkpointer, model, 9)
     assert checkpointer.steps() == [2, 8, 9]
 
 
-def test_a_metric_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    # It was saved and never the best, so the checkpoint that the user meant to keep was deleted.
+def test_a_metric_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    # It was saved but never counted as the best, so the checkpoint that the user wanted was deleted.
     checkpointer, model = open_with(tmp_path, keep_best="acc")
     for acc in ("71.2", True, [71.2], {"top1": 71.2}):
         with pytest.raises(UsageError, match=r"compares numbers, but metadata\['acc'\] is .*; give a number"):
@@ -128,7 +128,7 @@ def test_a_metric_that_is_no_number_is_refused(tmp_path: Path) -> None:
     assert checkpointer.best() == 2
 
 
-def test_the_smallest_can_be_the_best(tmp_path: Path) -> None:
+def test_the_best_metric_can_be_the_smallest(tmp_path: Path) -> None:
     checkpointer, model = open_with(tmp_path, keep=1, keep_best="loss", best="min")
     assert checkpointer.best() is None
     for step, loss in enumerate((3.0, 1.0, 2.0), start=1):
@@ -150,7 +150,7 @@ def on_two_ranks(world: World, folder: str) -> tuple[Any, ...]:
     return (*found, model.weight.mean().item(), mistakes)
 
 
-def test_every_rank_is_told_the_same(pools: Pools, tmp_path: Path) -> None:
+def test_every_rank_gets_the_same_answers(pools: Pools, tmp_path: Path) -> None:
     for *found, mistakes in pools.run(2, on_two_ranks, str(tmp_path)):
         assert found == [1, {"acc": 5.0}, [1, 3], 1, 1.0]
         (kind, message), (other, unencodable) = mistakes

@@ -1,7 +1,7 @@
-"""A saved optimizer is this run's, or refused by name; and its state comes back in the dtype that it had.
+"""A saved optimizer that differs from this run's is refused by name; its state is restored in its own dtype.
 
-torch's ``load_state_dict`` compares counts only: it took the saved momentum in place of a changed one, Adam's state for
-SGD (a ``KeyError`` in ``step()``), and one group's state for another's.
+torch's ``load_state_dict`` only compares counts. It silently replaced a changed momentum, accepted Adam's state for SGD
+(a ``KeyError`` in ``step()``), and mixed up the state of parameter groups.
 """
 
 from __future__ import annotations
@@ -94,15 +94,15 @@ OTHERS: dict[str, tuple[Make, Make, str]] = {
 
 
 @pytest.mark.parametrize(("before", "now", "message"), OTHERS.values(), ids=OTHERS)
-def test_another_optimizer_is_refused_by_name(tmp_path: Path, before: Make, now: Make, message: str) -> None:
+def test_a_different_optimizer_is_refused_by_name(tmp_path: Path, before: Make, now: Make, message: str) -> None:
     save(tmp_path, before)
     for allow in (False, True):
         with pytest.raises(CheckpointMismatch, match=message):
             restored(tmp_path, now, allow)
 
 
-def test_only_an_optimizer_has_the_settings_of_an_optimizer(tmp_path: Path) -> None:
-    # Anything else that loaded an optimizer's state ended in an AttributeError if settings were allowed to change.
+def test_only_optimizers_have_their_settings_compared(tmp_path: Path) -> None:
+    # With changed settings allowed, any other object that loaded an optimizer's state raised an AttributeError.
     save(tmp_path, sgd())
     for model, error in ((sgd()(net()), "'model' is an optimizer in this run, but not in the"), (net(), "")):
         with Checkpointer(tmp_path) as checkpointer:
@@ -132,7 +132,7 @@ CHANGES: dict[str, tuple[Make, Make, str]] = {
 
 
 @pytest.mark.parametrize(("before", "now", "message"), CHANGES.values(), ids=CHANGES)
-def test_a_changed_setting_is_refused_by_name_or_taken_over_and_said(
+def test_a_changed_setting_is_refused_or_adopted_with_a_warning(
     tmp_path: Path, before: Make, now: Make, message: str
 ) -> None:
     save(tmp_path, before)
@@ -159,8 +159,8 @@ SCHEDULES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_what_a_schedule_changes_is_no_changed_setting(tmp_path: Path, schedule: Any) -> None:
-    # OneCycleLR and CyclicLR change momentum, too; a weight decay that follows a schedule is the user's own.
+def test_values_changed_by_a_schedule_do_not_count_as_changed_settings(tmp_path: Path, schedule: Any) -> None:
+    # OneCycleLR and CyclicLR also change momentum; the weight decay schedule is user code.
     def run(steps: int, resume: bool, folder: Path = tmp_path / "cut") -> list[Any]:
         model = net()
         optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -187,7 +187,7 @@ def test_what_a_schedule_changes_is_no_changed_setting(tmp_path: Path, schedule:
 
 
 @pytest.mark.parametrize("name", ["step", "in turn"])
-def test_a_learning_rate_that_is_taken_over_stays_with_its_schedule(tmp_path: Path, name: str) -> None:
+def test_an_adopted_learning_rate_still_follows_its_schedule(tmp_path: Path, name: str) -> None:
     rates: dict[tuple[float, ...], list[float]] = {}
     for lrs in ((0.1,), (0.2,), (0.1, 0.2)):
         rates[lrs] = []
@@ -209,9 +209,9 @@ def test_a_learning_rate_that_is_taken_over_stays_with_its_schedule(tmp_path: Pa
     assert rates[(0.1, 0.2)] == pytest.approx(rates[(0.1,)][:4] + rates[(0.2,)][4:])
 
 
-def test_a_state_comes_back_in_its_own_dtype(tmp_path: Path) -> None:
-    # torch's own load_state_dict casts an fp32 master copy of a bf16 parameter to bf16: the sums of small steps are
-    # lost on resume.
+def test_state_is_restored_in_its_own_dtype(tmp_path: Path) -> None:
+    # torch's own load_state_dict casts the fp32 master copy of a bf16 parameter to bf16, so resuming loses
+    # accumulated small steps.
     def make(value: float) -> Optimizer:
         parameter = nn.Parameter(torch.full((3,), value, dtype=torch.bfloat16))
         optimizer = SGD([parameter], lr=0.1)
@@ -230,10 +230,10 @@ def test_a_state_comes_back_in_its_own_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "sharded"])
 @pytest.mark.parametrize("is_added_late", [False, True])
-def test_a_group_that_joins_in_mid_training_is_compared_by_the_settings_it_joined_with(
+def test_a_group_added_later_is_compared_by_its_initial_settings(
     tmp_path: Path, kind: str, is_added_late: bool
 ) -> None:
-    # It was described by its settings at the save, which a schedule had changed.
+    # It was compared by its settings at the time of the save, which a schedule had changed.
     def open_with(lr: float | None) -> tuple[Any, Optimizer, Checkpointer]:
         model = net()
         optimizer: Any = ShardedOptimizer(model[1], SGD, lr=0.1) if kind == "sharded" else sgd()(model[1])
@@ -250,7 +250,7 @@ def test_a_group_that_joins_in_mid_training_is_compared_by_the_settings_it_joine
     model, optimizer, checkpointer = open_with(None)
     with checkpointer:
         step(model, optimizer)
-        if kind == "plain":  # a group that is removed again does not count
+        if kind == "plain":  # a removed group does not count
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.3})
             del optimizer.param_groups[-1]
         optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
@@ -260,11 +260,11 @@ def test_a_group_that_joins_in_mid_training_is_compared_by_the_settings_it_joine
         checkpointer.save(2)
     for lr, allow, expected in ((0.01, False, 0.005), (0.01, True, 0.005), (0.02, True, 0.01)):
         _, optimizer, checkpointer = open_with(lr)
-        said = f"lr of group 1 of 'optimizer' is {lr} in this run and 0.01"
-        with checkpointer, nullcontext() if lr == 0.01 else pytest.warns(CheckpointWarning, match=said):
+        message_part = f"lr of group 1 of 'optimizer' is {lr} in this run and 0.01"
+        with checkpointer, nullcontext() if lr == 0.01 else pytest.warns(CheckpointWarning, match=message_part):
             checkpointer.restore(allow_changed_settings=allow)
         assert [group["lr"] for group in optimizer.param_groups] == [0.05, expected]
-    with open_with(0.02)[2] as checkpointer, pytest.raises(CheckpointMismatch, match=said):
+    with open_with(0.02)[2] as checkpointer, pytest.raises(CheckpointMismatch, match=message_part):
         checkpointer.restore()
 
 
@@ -301,10 +301,10 @@ LATE: dict[str, tuple[Make, Any, int, str]] = {
 
 @pytest.mark.parametrize("allow", [False, True])
 @pytest.mark.parametrize(("make", "schedule", "registered_at", "forgotten"), LATE.values(), ids=LATE)
-def test_settings_that_changed_before_the_registration_are_named_and_restored_as_saved(
+def test_settings_changed_before_registration_are_named_and_restored(
     tmp_path: Path, make: Make, schedule: Any, registered_at: int, forgotten: str, allow: bool
 ) -> None:
-    # The save said nothing, and the restore refused the changed betas, momentum or rate.
+    # The save gave no warning, and the restore refused the changed betas, momentum or rate.
     def train(model: nn.Module, optimizer: Optimizer, scheduler: Any, steps: int) -> None:
         for _ in range(steps):
             step(model, optimizer)
@@ -323,8 +323,8 @@ def test_settings_that_changed_before_the_registration_are_named_and_restored_as
 
     parts = started()
     train(*parts, registered_at)
-    said = f"'optimizer' was trained before it was registered, and its {forgotten} may have changed"
-    with pytest.warns(CheckpointWarning, match=said) if forgotten else nullcontext():
+    message_part = f"'optimizer' was trained before it was registered, and its {forgotten} may have changed"
+    with pytest.warns(CheckpointWarning, match=message_part) if forgotten else nullcontext():
         checkpointer = registered(parts)
         train(*parts, 4 - registered_at)
         checkpointer.save(4)

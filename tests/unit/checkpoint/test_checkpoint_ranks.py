@@ -1,4 +1,4 @@
-"""Several ranks: rank 0 decides, an error anywhere is an error everywhere, and each rank gets what is its own."""
+"""Checkpoints on several ranks: rank 0 decides, an error on one rank is raised on all, and per-rank state is kept."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def restore(world: World, folder: str, per_rank: bool = True) -> tuple[Any, ...]
     )
 
 
-def test_every_rank_gets_its_own_state_and_generators_back(pools: Pools, tmp_path: Path) -> None:
+def test_every_rank_restores_its_own_state_and_generators(pools: Pools, tmp_path: Path) -> None:
     saved = pools.run(2, save, str(tmp_path))
     assert {path for path, _, _ in saved} == {str(tmp_path / "step-00000007")}
     assert not torch.equal(saved[0][2], saved[1][2])
@@ -98,7 +98,7 @@ def test_every_rank_gets_its_own_state_and_generators_back(pools: Pools, tmp_pat
         assert torch.equal(drawn, saved[rank][2])
 
 
-def test_another_number_of_ranks_restores_all_but_the_generators_and_says_so(pools: Pools, tmp_path: Path) -> None:
+def test_a_different_world_size_restores_all_but_generators_with_a_warning(pools: Pools, tmp_path: Path) -> None:
     saved = pools.run(2, save, str(tmp_path), False)
     for size in (1, 3):
         outcomes = pools.run(size, restore, str(tmp_path), False)
@@ -121,7 +121,7 @@ def raised(function: Callable[..., Any], *arguments: Any) -> tuple[str, str]:
 
 
 def mistakes(world: World, folder: str) -> dict[str, tuple[str, str]]:
-    """Every mistake in turn; the checkpointer works in between."""
+    """Return the errors of all mistakes, made one by one; the checkpointer keeps working in between."""
     here = Path(folder)
     found = {"keep": raised(Checkpointer, here / "a", 0)}
     found["unwritable"] = raised(Checkpointer, "/proc/self/task/x")
@@ -132,7 +132,7 @@ def mistakes(world: World, folder: str) -> dict[str, tuple[str, str]]:
     found["one bad step"] = raised(checkpointer.save, 3 if world.rank == 0 else -3)
     own.state = {"rank": world.rank, "bad": {1} if world.rank == 1 else 1}
     found["unencodable"] = raised(checkpointer.save, 3)
-    # It was asked for first where errors did not reach the others, who then waited for that rank until the timeout.
+    # An error here did not reach the other ranks, which then waited until the timeout.
     if world.rank == 1:
         model.state_dict = no_state
     found["no state"] = raised(checkpointer.save, 3)
@@ -155,7 +155,7 @@ def mistakes(world: World, folder: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_a_mistake_on_any_rank_is_the_same_error_on_all(pools: Pools, tmp_path: Path) -> None:
+def test_a_mistake_on_any_rank_raises_the_same_error_on_all(pools: Pools, tmp_path: Path) -> None:
     expected = {
         "keep": (UsageError, "keep must be"),
         "unwritable": (UsageError, "cannot be used: No such file"),
@@ -181,14 +181,14 @@ def no_state() -> Any:
     raise RuntimeError("no state now")
 
 
-def restore_elsewhere(world: World, folder: str) -> tuple[str, str]:
+def restore_on_more_ranks(world: World, folder: str) -> tuple[str, str]:
     checkpointer, *_ = make(world, folder, seed=1)
     return raised(checkpointer.restore)
 
 
-def test_state_per_rank_does_not_fit_another_number_of_ranks(pools: Pools, tmp_path: Path) -> None:
+def test_per_rank_state_requires_the_same_world_size(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, save, str(tmp_path))
-    for kind, message in pools.run(3, restore_elsewhere, str(tmp_path)):
+    for kind, message in pools.run(3, restore_on_more_ranks, str(tmp_path)):
         assert kind == "CheckpointMismatch"
         assert "'residual' has a state per rank and was saved by 2 ranks, but this run has 3" in message
 
@@ -208,7 +208,7 @@ def test_a_wrong_model_on_one_rank_is_named_on_all(pools: Pools, tmp_path: Path)
 
 
 class Picky(Holder):
-    """Takes the state in and then refuses it, on the rank that `refuses`."""
+    """Loads the state and then raises, on the rank that `refuses`."""
 
     refuses = False
 
@@ -219,7 +219,7 @@ class Picky(Holder):
             raise RuntimeError("half-way")
 
 
-def refused_half_way(world: World, folder: str, where: str, rank: int) -> tuple[str, str, bool]:
+def refused_midway(world: World, folder: str, where: str, rank: int) -> tuple[str, str, bool]:
     torch.manual_seed(1)
     first, model = Holder({"epoch": 1, "shadow": torch.ones(2)}), nn.Linear(3, 2)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.00001)
@@ -252,7 +252,7 @@ def refused_half_way(world: World, folder: str, where: str, rank: int) -> tuple[
         failure = raised(checkpointer.restore)
         states = {name: digest(each.state_dict()) for name, each in everything.items()}
         same = (states, digest(rng_state())) == before and wrapped.bucket_layout() == layout
-        step()  # it can still be trained
+        step()  # training still works
         assert checkpointer.restore() == 1
     return (*failure, same)
 
@@ -270,12 +270,10 @@ def refusing_once(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize(("where", "rank"), [("model", 0), ("optimizer", 1), ("last", 1)])
-def test_a_restore_that_is_refused_half_way_leaves_everything_as_it_was(
-    pools: Pools, tmp_path: Path, where: str, rank: int
-) -> None:
-    # The objects before the one that refused, and itself, were left with the checkpoint's state: a run that went on
-    # without resuming trained a mixture of both.
-    for kind, message, same in pools.run(2, refused_half_way, str(tmp_path), where, rank):
+def test_a_restore_that_fails_midway_is_rolled_back(pools: Pools, tmp_path: Path, where: str, rank: int) -> None:
+    # The object that raised, and those before it, kept the checkpoint's state, so a run that continued without
+    # resuming trained a mixture of both.
+    for kind, message, same in pools.run(2, refused_midway, str(tmp_path), where, rank):
         assert (kind, same) == ("CheckpointMismatch", True)
         assert f"'{where}' cannot load its state of step 1 (RuntimeError: half-way)" in message
 
@@ -294,9 +292,7 @@ def malformed_for_rank_1(world: World, folder: str) -> tuple[str, str, bool]:
         return (*failure, bool((model.weight == 3.0).all()))
 
 
-def test_a_state_that_is_malformed_for_one_rank_is_refused_before_anything_is_loaded(
-    pools: Pools, tmp_path: Path
-) -> None:
+def test_state_malformed_on_one_rank_is_refused_before_loading(pools: Pools, tmp_path: Path) -> None:
     for kind, message, same in pools.run(2, malformed_for_rank_1, str(tmp_path)):
         assert (kind, same) == ("CheckpointError", True)
         assert "malformed" in message
@@ -323,14 +319,14 @@ FINE_TUNING: dict[str, Callable[[nn.Sequential], object]] = {
 
 
 def fine_tuned(world: World, folder: str, change: str, steps_after: int) -> bool:
-    """Change a wrapped module in mid-training, save, and compare the resumed training with the uninterrupted one."""
+    """Change a wrapped module during training, save, and compare resumed with uninterrupted training."""
 
     def start(seed: int) -> tuple[Checkpointer, Any, Any, Any]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
         net[0].requires_grad_(False)
         model = DistributedDataParallel(net, bucket_cap_mb=1e-4, unused_parameters="allow")
-        torch.manual_seed(seed)  # a new layer may differ between ranks until it is restored
+        torch.manual_seed(seed)  # new layers may differ between ranks until restored
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
         checkpointer = Checkpointer(folder)
         checkpointer.register("model", model)
@@ -368,14 +364,14 @@ def fine_tuned(world: World, folder: str, change: str, steps_after: int) -> bool
 
 @pytest.mark.parametrize("change", FINE_TUNING)
 @pytest.mark.parametrize(("ranks", "steps_after"), [(1, 2), (2, 0), (3, 2)])
-def test_a_module_that_was_changed_after_wrapping_is_resumed_with_the_same_bits(
+def test_a_module_changed_after_wrapping_resumes_bit_equal(
     pools: Pools, tmp_path: Path, change: str, ranks: int, steps_after: int
 ) -> None:
     assert all(pools.run(ranks, fine_tuned, str(tmp_path), change, steps_after))
 
 
 def trained(world: World, folder: str, default: str) -> str:
-    """Train for two steps, then restore and train for two more; return the digest of the weights."""
+    """Train for two steps, restore, train for two more, and return the digest of the weights."""
     data = TensorDataset(torch.arange(96.0).view(24, 4) / 96)
     for last in (2, 4):
         torch.manual_seed(last)
@@ -397,6 +393,6 @@ def trained(world: World, folder: str, default: str) -> str:
 
 
 def test_another_default_device_changes_nothing(pools: Pools, tmp_path: Path) -> None:
-    # torch.set_default_device("cuda") is common. "meta" stands for it, because tests have no GPU.
+    # torch.set_default_device("cuda") is common; "meta" stands in for a GPU.
     runs = [pools.run(2, trained, str(tmp_path / default), default) for default in ("cpu", "meta")]
     assert runs[0] == runs[1]

@@ -1,4 +1,4 @@
-"""One process: what is saved comes back bit-equal, and what does not fit is refused by name."""
+"""Round trips in one process: saved state is restored bit-equal, and a mismatch is refused by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tied(nn.Module):
 
 
 class Holder:
-    """Any state, kept as it is."""
+    """Holds any state as is."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -41,7 +41,7 @@ class Holder:
 
 
 class Run:
-    """A model in training with all that comes along."""
+    """A training run: model, optimizer, scheduler and data."""
 
     names = ("model", "optimizer", "schedule", "steps", "scaler", "average")
 
@@ -129,7 +129,7 @@ WRONG_MODELS = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG_MODELS)
-def test_another_model_is_refused_by_the_first_parameter_that_differs(
+def test_a_different_model_is_refused_naming_the_first_differing_parameter(
     tmp_path: Path, wrong: nn.Module, message: str
 ) -> None:
     save_one(tmp_path, other=Holder({"a": 1}), model=nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
@@ -143,7 +143,7 @@ def test_another_model_is_refused_by_the_first_parameter_that_differs(
     assert equal(wrong.state_dict(), before)
 
 
-def test_a_saved_object_that_is_not_registered_is_named(tmp_path: Path) -> None:
+def test_an_unregistered_saved_object_is_named(tmp_path: Path) -> None:
     save_one(tmp_path, model=nn.Linear(2, 2), schedule=Holder({}))
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.register("model", nn.Linear(2, 2))
@@ -151,7 +151,7 @@ def test_a_saved_object_that_is_not_registered_is_named(tmp_path: Path) -> None:
             checkpointer.restore()
 
 
-def test_what_cannot_be_encoded_is_refused_when_registered(tmp_path: Path) -> None:
+def test_unsupported_state_is_refused_at_registration(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(UsageError, match=r"scheduler\.state_dict\(\)\['lr_lambdas'\]\[0\] is a builtins.func"):
             checkpointer.register("scheduler", Holder({"lr_lambdas": [lambda step: step]}))
@@ -164,7 +164,7 @@ def test_a_malformed_or_reserved_name_is_refused(tmp_path: Path, name: Any) -> N
         checkpointer.register(name, Holder({}))
 
 
-class Around(torch.optim.Optimizer):
+class WrappingOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer as torch's PostLocalSGDOptimizer does."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -177,15 +177,15 @@ class Around(torch.optim.Optimizer):
         self.inner.load_state_dict(state_dict)
 
 
-def test_an_optimizer_around_another_whose_steps_cannot_be_seen_is_refused(tmp_path: Path) -> None:
+def test_an_optimizer_wrapper_that_hides_its_steps_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         inner = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
         with pytest.raises(UsageError, match="register the optimizer inside it"):
-            checkpointer.register("optimizer", Around(inner))
+            checkpointer.register("optimizer", WrappingOptimizer(inner))
         checkpointer.register("optimizer", inner)
 
 
-def test_a_name_is_given_once_and_to_something_with_a_state(tmp_path: Path) -> None:
+def test_register_refuses_duplicate_names_and_stateless_objects(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.register("model", Holder({}))
         with pytest.raises(UsageError, match="already"):

@@ -1,4 +1,4 @@
-"""A sharded optimizer's checkpoint: a shard in every rank's file, loaded by any number of ranks, sharded or not."""
+"""Checkpoints of a sharded optimizer: one shard per rank's file, loadable by any number of ranks, sharded or not."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def resumed(world: World, folder: str, kinds: list[str]) -> list[list[Tensor]]:
     for kind in kinds:
         model, optimizer, scheduler, checkpointer = opened(folder, kind)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CheckpointWarning)  # of random generators
+            warnings.simplefilter("ignore", CheckpointWarning)  # about random generators
             first = checkpointer.restore()
         checkpointer.close()
         train(model, optimizer, scheduler, first, 6)
@@ -104,7 +104,7 @@ def resumed(world: World, folder: str, kinds: list[str]) -> list[list[Tensor]]:
 
 
 @pytest.mark.slow
-def test_it_is_loaded_by_any_number_of_ranks_and_sharded_or_not(pools: Pools, tmp_path: Path) -> None:
+def test_any_number_of_ranks_loads_it_sharded_or_not(pools: Pools, tmp_path: Path) -> None:
     for size, kinds in ((1, ["sharded"]), (2, ["plain", "sharded", "tensor"]), (4, ["sharded"])):
         pools.run(size, saved, str(tmp_path), kinds)
     for size, saves in ((1, ("plain2", "sharded2", "tensor2", "sharded4")), (2, ("plain2", "sharded1", "sharded4"))):
@@ -117,37 +117,37 @@ def test_it_is_loaded_by_any_number_of_ranks_and_sharded_or_not(pools: Pools, tm
     every = [
         pools.run(1, resumed, str(tmp_path / name), ["plain"])[0][0] for name in ("plain2", "sharded2", "sharded4")
     ]
-    assert all(all(map(torch.equal, each, every[0])) for each in every)  # halves and quarters of equal sums are exact
+    assert all(all(map(torch.equal, each, every[0])) for each in every)  # dividing equal sums by two or four is exact
 
 
 def moments(file: Path) -> int:
-    """Elements of Adam's moments in a file of tensors."""
+    """Count the elements of Adam's moments in a tensor file."""
     return sum(math.prod(spec.shape) for name, spec in read_specs(file).items() if "exp_avg" in name)
 
 
-def of_another_class(world: World, folder: str) -> str:
+def restore_other_class(world: World, folder: str) -> str:
     *_, checkpointer = opened(folder, "sharded", kind_of_optimizer=torch.optim.SGD)
     with checkpointer, pytest.raises(CheckpointMismatch) as caught:
         checkpointer.restore()
     return str(caught.value)
 
 
-def test_every_rank_writes_its_share_alone_and_the_sharded_class_is_compared(pools: Pools, tmp_path: Path) -> None:
+def test_each_rank_writes_only_its_shard_and_the_sharded_class_is_compared(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, saved, str(tmp_path), ["plain", "sharded"])
     folder = tmp_path / "sharded2" / "step-00000003"
     shares = [moments(folder / f"rank-0000{rank}.safetensors") for rank in range(2)]
     assert not (folder / "optimizer.safetensors").exists()
     assert sum(shares) == moments(tmp_path / "plain2" / "step-00000003" / "optimizer.safetensors")
     assert max(shares) - min(shares) <= 2 * 2 * 128
-    for message in pools.run(2, of_another_class, str(tmp_path / "sharded2")):
+    for message in pools.run(2, restore_other_class, str(tmp_path / "sharded2")):
         assert "'optimizer' is of class SGD in this run but of class AdamW in the checkpoint" in message
 
 
-def test_the_commands_know_shards(
+def test_commands_handle_shards(
     pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def of_command(*arguments: object) -> Any:
-        """Return what `paceline checkpoint` prints as JSON; an exit code of its own is an error."""
+        """Return the JSON output of `paceline checkpoint`, which must exit with code 0."""
         assert not run_here(monkeypatch, "checkpoint", *map(str, arguments))
         out = capfd.readouterr().out
         return json.loads(out) if "--json" in arguments else out
@@ -165,7 +165,7 @@ def test_the_commands_know_shards(
     AdamW(net.parameters()).load_state_dict(whole)
 
 
-def test_a_run_goes_on_from_disk_as_nobody_has_a_lost_shard(tmp_path: Path) -> None:
+def test_a_lost_shard_makes_the_run_resume_from_disk(tmp_path: Path) -> None:
     name = script(tmp_path, LOOP)
     done = command(tmp_path, "run", "--nproc", "2", "--max-restarts", "1", name, fork="all", OMP_NUM_THREADS="1")
     assert "no other rank has a copy of a shard" in done.stderr

@@ -1,4 +1,4 @@
-"""Tensor parallelism: DTensors are saved whole, and loaded onto meshes of any shape."""
+"""Tensor parallelism: DTensors are saved unsharded and loaded onto meshes of any shape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from twins import Pools
 
 
 def model_on(world: World) -> nn.Module:
-    """A feed-forward net, of whose parameters each rank has its shard."""
+    """Return a feed-forward net whose parameters are sharded over the ranks."""
     torch.manual_seed(5)
     module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     if world.size > 1:
@@ -45,7 +45,7 @@ def whole_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def run(world: World, folder: str, async_save: bool) -> tuple[dict[str, torch.Tensor], bool]:
-    """Restore if there is a checkpoint; train and save if not. Return the whole state."""
+    """Restore a checkpoint if there is one, else train and save. Return the unsharded state."""
     module = model_on(world)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     with Checkpointer(folder, async_save=async_save) as checkpointer, warnings.catch_warnings():
@@ -62,7 +62,7 @@ def run(world: World, folder: str, async_save: bool) -> tuple[dict[str, torch.Te
 
 
 @pytest.mark.parametrize(("async_save", "before", "now"), [(False, 1, 2), (True, 2, 1)])
-def test_the_number_of_ranks_may_change(pools: Pools, tmp_path: Path, async_save: bool, before: int, now: int) -> None:
+def test_the_world_size_may_change(pools: Pools, tmp_path: Path, async_save: bool, before: int, now: int) -> None:
     saved = pools.run(before, run, str(tmp_path), async_save)[0][0]
     for restored, are_sharded in pools.run(now, run, str(tmp_path), async_save):
         assert are_sharded
@@ -82,7 +82,7 @@ def one_rank_fails(world: World, folder: str) -> tuple[str, str]:
         return raised(checkpointer.save, 1)
 
 
-def test_an_error_on_one_rank_leaves_no_other_waiting_for_its_shards(pools: Pools, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_does_not_leave_others_waiting_for_shards(pools: Pools, tmp_path: Path) -> None:
     for kind, message in pools.run(2, one_rank_fails, str(tmp_path)):
         assert kind in ("UsageError", "CheckpointError")
         assert "own.state_dict()['cannot'] is a builtins.object" in message
@@ -103,7 +103,7 @@ def refused(world: World, folder: str) -> tuple[tuple[str, str], bool]:
         return failure, all(not whole_of(each).any() for each in module.parameters() if is_sharded(each))
 
 
-def test_a_refused_restore_puts_shards_back(pools: Pools, tmp_path: Path) -> None:
+def test_a_refused_restore_rolls_back_shards(pools: Pools, tmp_path: Path) -> None:
     for (kind, _), is_as_before in pools.run(2, refused, str(tmp_path)):
         assert kind == "CheckpointMismatch"
         assert is_as_before

@@ -1,4 +1,4 @@
-"""Weights for others: tied ones are named in the file, compiled parts leave no trace, and one call reads them."""
+"""Portable weights: tied weights are named in the file, compiled modules leave no prefix, and one call loads them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def save(folder: Path, step: int = 1, keep: int = 3, **objects: Any) -> Path:
         return checkpointer.save(step)
 
 
-def test_tied_weights_are_named_in_the_files_own_metadata(tmp_path: Path) -> None:
-    # load_file and a strict load_state_dict failed with "Missing key head.weight", and nothing in the file said why.
+def test_tied_weights_are_named_in_the_file_metadata(tmp_path: Path) -> None:
+    # load_file and a strict load_state_dict failed with "Missing key head.weight" and no explanation.
     model, fresh = Tied(), Tied()
     path = save(tmp_path, model=model) / "model.safetensors"
     with safe_open(path, framework="pt") as file:
@@ -44,7 +44,7 @@ def test_tied_weights_are_named_in_the_files_own_metadata(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("what", ["run", "step", "file", "file alone"])
-def test_load_weights_needs_nothing_but_a_path(tmp_path: Path, what: str) -> None:
+def test_load_weights_only_needs_a_path(tmp_path: Path, what: str) -> None:
     model, fresh, other = Tied(), Tied(), Tied()
     path = save(tmp_path / "run", model=model)
     shutil.copy(path / "model.safetensors", tmp_path)
@@ -58,7 +58,7 @@ def test_load_weights_needs_nothing_but_a_path(tmp_path: Path, what: str) -> Non
     assert list(weights) == list(model.state_dict()) or what.startswith("file")
 
 
-def test_what_is_not_there_or_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+def test_missing_and_mismatched_weights_are_refused_by_name(tmp_path: Path) -> None:
     path = save(tmp_path / "run", model=nn.Linear(2, 2), notes=Holder([1]))
     (tmp_path / "text").write_text("hello, world")
     with pytest.raises(NoCheckpoint, match=r"there is no checkpoint at .*nowhere"):
@@ -79,7 +79,7 @@ def test_what_is_not_there_or_does_not_fit_is_refused_by_name(tmp_path: Path) ->
 
 
 class Body(nn.Linear):
-    """A layer with a version and an extra state, which is None until it is set."""
+    """A layer with a version and extra state (initially None)."""
 
     _version = 5
     extra: Any = None
@@ -97,16 +97,14 @@ class Body(nn.Linear):
 
 
 def parts(compiled: bool) -> tuple[nn.Module, Body]:
-    """A model, and the part of it that may be compiled."""
+    """Return a model and its submodule that may be compiled."""
     body = Body(2, 2)
     return nn.Sequential(torch.compile(body, backend="eager") if compiled else body, nn.Linear(2, 1)), body
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["plain to compiled", "compiled to plain"])
-def test_a_compiled_sub_module_leaves_no_trace_in_names_and_its_version_and_extra_state_come_back(
-    tmp_path: Path, before: bool
-) -> None:
-    # Its keys had "_orig_mod." in them: a run with and one without compilation could not read each other.
+def test_compiling_a_submodule_keeps_names_version_and_extra_state(tmp_path: Path, before: bool) -> None:
+    # Its keys contained "_orig_mod.", so compiled and uncompiled runs could not load each other's checkpoints.
     def objects(compiled: bool) -> tuple[Body, dict[str, Any]]:
         model, body = parts(compiled)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -137,7 +135,7 @@ def test_a_compiled_sub_module_leaves_no_trace_in_names_and_its_version_and_extr
     [("read_manifest", False, 2), ("read_manifest", True, 2), ("read_manifest", True, 1), ("read_whole", True, 2)],
 )
 @pytest.mark.parametrize("load", [load_weights, export])
-def test_a_checkpoint_that_a_run_deletes_or_replaces_while_it_is_read_is_followed_by_the_newer_one(
+def test_reading_a_checkpoint_deleted_meanwhile_falls_back_to_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, reads_first: bool, newer: int, load: Any
 ) -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -159,9 +157,7 @@ def test_a_checkpoint_that_a_run_deletes_or_replaces_while_it_is_read_is_followe
     assert calls[-1] == newer
 
 
-def test_a_run_whose_checkpoints_are_all_deleted_while_they_are_read_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deleting_every_checkpoint_while_reading_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(folder: Path, step: int) -> Any:
         shutil.rmtree(folder)
         raise verify.Damaged("model.safetensors is missing")

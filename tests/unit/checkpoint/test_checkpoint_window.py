@@ -1,4 +1,4 @@
-"""A save in the middle of an accumulation window, whose gradients no checkpoint holds, is refused."""
+"""Saving in the middle of an accumulation window is refused, because checkpoints do not hold gradients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def saves(world: World, folder: str, module: nn.Module, batch: Any) -> list[bool
                 optimizer.step()
                 optimizer.zero_grad()
             found.append(saved(checkpointer, number))
-        # On one rank alone: refused on all of them. Then what was accumulated is dropped, in either way.
+        # One rank is inside a window, so all refuse. Then both ways to drop the accumulated gradients.
         for set_to_none in (False, True):
             if world.rank == 0:
                 with model.no_sync():
@@ -56,7 +56,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_only_between_windows_is_a_model_saved(pools: Pools, tmp_path: Path, kind: str) -> None:
-    # The resumed run went on behind the micro-batches whose gradients were lost.
+def test_saving_is_only_allowed_between_windows(pools: Pools, tmp_path: Path, kind: str) -> None:
+    # The resumed run skipped the micro-batches whose gradients were lost.
     for found in pools.run(2, saves, str(tmp_path), *MODELS[kind]):
         assert found == [False, True, False, True, True, False, True, False, True]

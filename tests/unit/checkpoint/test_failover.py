@@ -1,6 +1,6 @@
-"""A run whose ranks are struck at exact moments ends with the bits of an undisturbed one; ``make chaos`` has more.
+"""A run with ranks killed at exact moments ends bit-equal to an undisturbed run; ``make chaos`` covers more.
 
-What is decided on the way, about ranks that are gone and optimizers that have stepped, is tested without ranks.
+Decisions about lost ranks and optimizers that have already stepped are tested without ranks.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ TORCH = {"wrapper": "torch", "backend": "paceline"}
 GLOO = {"wrapper": "ours", "backend": "gloo"}
 
 
-# -- whole runs ----------------------------------------------------------------------------------------------------
+# -- whole runs --------------------------------------------------------------------------------------------------------
 
 
 def trained(folder: Path, settings: dict[str, Any], orders: str = "") -> list[dict[str, Any]]:
-    """Return what each of two ranks ends with."""
+    """Return the final results of both ranks."""
     folder.mkdir()
     arguments = ("run", "--nproc", "2", str(LOOP), str(folder), json.dumps({"steps": 5, **settings}))
     first = partial(strike, orders) if orders else None
@@ -56,15 +56,15 @@ def trained(folder: Path, settings: dict[str, Any], orders: str = "") -> list[di
 @pytest.mark.parametrize(
     ("settings", "orders"),
     [
-        # Torch's reducer once took the exception of a collective for its value, and the rank that was left crashed.
-        # A start that was struck before it opened the Checkpointer was once the last.
+        # Torch's reducer took a collective's exception for its value, and the surviving rank crashed.
+        # A rank killed before it opened the Checkpointer was not restarted.
         (TORCH, "bucket rank=1 at=3; rendezvous rank=0 start=1"),
-        # All steps were once counted as redone if a rank ended while it restored them.
+        # All steps counted as redone if a rank died while restoring them.
         (GLOO, "optimizer rank=1 at=3; restore rank=0 at=2 start=1"),
     ],
     ids=["mid-reduction, then in the rendezvous", "inside the optimizer, then in the restore"],
 )
-def test_a_struck_run_ends_with_the_bits_of_an_undisturbed_one(
+def test_a_run_with_killed_ranks_ends_bit_equal_to_an_undisturbed_one(
     tmp_path: Path, settings: dict[str, Any], orders: str
 ) -> None:
     undisturbed = trained(tmp_path / "undisturbed", settings)
@@ -76,7 +76,7 @@ def test_a_struck_run_ends_with_the_bits_of_an_undisturbed_one(
     }
 
 
-# -- several optimizers in a turn ----------------------------------------------------------------------------------
+# -- several optimizers per iteration ----------------------------------------------------------------------------------
 
 
 GAN = """
@@ -105,10 +105,10 @@ with paceline.Checkpointer("saved", every=2) as checkpointer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("order", "orders", "history", "said"),
+    ("order", "orders", "history", "messages"),
     [
-        # Struck in the critic's forward for the generator: in the first step, then in step 6. Then at the end of step
-        # 7, which the other rank completes without knowing what the lost one drew for its generator.
+        # Killed in the critic's forward for the generator: in the first step, then in step 6. Then at the end of step
+        # 7, which the other rank completes although it does not know the lost rank's random state.
         ("in turn", "forward rank=1 at=4; forward rank=0 at=24 start=1 do=raise; stepped rank=1 at=3 start=2",
          "restarts=3, steps_redone=2, rescued_from='disk'", [
              "4, which is on disk, 1 step back, because no rank could save step 5 after optimizers had begun step 6 (",
@@ -121,8 +121,8 @@ with paceline.Checkpointer("saved", every=2) as checkpointer:
     ],
     ids=["in turn", "back to back"],
 )  # fmt: skip
-def test_two_optimizers_lose_a_step_only_between_them_and_never_a_bit(
-    tmp_path: Path, order: str, orders: str, history: str, said: list[str]
+def test_two_optimizers_only_lose_a_step_if_killed_between_them_and_end_bit_equal(
+    tmp_path: Path, order: str, orders: str, history: str, messages: list[str]
 ) -> None:
     undisturbed, struck = tmp_path / "undisturbed", tmp_path / "struck"
     for folder, first in ((undisturbed, None), (struck, partial(strike, orders))):
@@ -130,13 +130,13 @@ def test_two_optimizers_lose_a_step_only_between_them_and_never_a_bit(
         done = paceline(folder, "run", "--nproc", "2", script(folder, GAN), order, fork="all", first=first)
         assert done.returncode == 0, done.stderr
     assert history in done.stdout
-    assert [text for text in said if text not in done.stderr] == []
+    assert [text for text in messages if text not in done.stderr] == []
     for name in ("generator", "critic", "generators", "critics", "rank-00000", "rank-00001"):
         file = f"saved/step-00000008/{name}.safetensors"
         assert (struck / file).read_bytes() == (undisturbed / file).read_bytes(), name
 
 
-# -- ranks that are gone -------------------------------------------------------------------------------------------
+# -- lost ranks --------------------------------------------------------------------------------------------------------
 
 
 def states(seed: int, buffer: int, count: int) -> OwnStates:
@@ -146,8 +146,8 @@ def states(seed: int, buffer: int, count: int) -> OwnStates:
 @pytest.mark.parametrize(
     ("lost", "before", "after", "kept"),
     [
-        (7, 1, 1, 7),  # no rank changes it behind the gate, so it stays the lost rank's own
-        (1, 1, 2, 2),  # equal at the gate, as the count of an averaged model's updates, which is a buffer
+        (7, 1, 1, 7),  # no rank changed it after the gate, so the lost rank's value is kept
+        (1, 1, 2, 2),  # equal at the gate, like an averaged model's update counter
     ],
 )
 def test_the_states_of_a_lost_rank_are_carried_over(lost: int, before: int, after: int, kept: int) -> None:
@@ -156,21 +156,21 @@ def test_the_states_of_a_lost_rank_are_carried_over(lost: int, before: int, afte
 
 
 @pytest.mark.parametrize(("after", "name"), [((2, 1, 1), "'torch'"), ((1, 2, 1), "buffer 0"), ((1, 1, 2), "'hook'")])
-def test_an_unknown_state_of_a_lost_rank_is_not_guessed(after: tuple[int, int, int], name: str) -> None:
-    """Training once went on with the lost rank's earlier state, and a note."""
+def test_unknown_state_of_a_lost_rank_is_not_guessed(after: tuple[int, int, int], name: str) -> None:
+    """Training continued with the lost rank's outdated state and only logged a note."""
     with pytest.raises(ValueError, match=f"{name} of rank 0 changed .*, and its new state is lost"):
         carry_over(0, states(7, 7, 7), states(1, 1, 1), states(*after))
 
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """The only rank of a job that starts its ranks again."""
+    """The only rank of a job with restarts enabled."""
     for name, value in ((FOLDER, str(tmp_path)), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), (RESTARTS, "3")):
         monkeypatch.setenv(name, value)
     return World(0, 1, 0, 1, 0, torch.device("cpu"))
 
 
-def test_steps_are_not_redone_because_a_start_ended_before_it_restored_them(tmp_path: Path, alone: World) -> None:
+def test_a_start_killed_before_it_restored_does_not_redo_steps(tmp_path: Path, alone: World) -> None:
     folder = tmp_path / "checkpoints"
     before = tmp_path / BEFORE / key_of(folder)
     before.mkdir(parents=True)
@@ -181,7 +181,7 @@ def test_steps_are_not_redone_because_a_start_ended_before_it_restored_them(tmp_
 
     recovery = start()
     recovery.close(failing=False)
-    record_path(tmp_path / STEPS / key_of(folder), 0).replace(record_path(before, 0))  # it ended here
+    record_path(tmp_path / STEPS / key_of(folder), 0).replace(record_path(before, 0))  # killed here
     recovery = start()
     recovery.go_on_from(48, "disk")
     assert recovery.history().steps_redone == 2
@@ -190,12 +190,12 @@ def test_steps_are_not_redone_because_a_start_ended_before_it_restored_them(tmp_
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize("may_save", [False, True])
-def test_a_rank_whose_device_is_wrong_does_not_save_for_the_next_start(
+def test_a_rank_with_a_faulty_device_saves_nothing_for_the_next_start(
     tmp_path: Path, alone: World, may_save: bool, is_wrapped: bool
 ) -> None:
-    """A flipped bit in one rank's weights was once in those of all ranks after the restart, where nobody finds it.
+    """After the restart, one rank's flipped bit was in every rank's weights and thus undetectable.
 
-    Also where the script catches the error, and raises one of its own.
+    This includes a script that catches the error and raises a different one.
     """
     folder, optimizer = tmp_path / "checkpoints", torch.optim.SGD([nn.Parameter(torch.ones(3))])
     contents = Contents(folder, {"optimizer": Registered("optimizer", optimizer, per_rank=False)}, lambda: None)
@@ -216,7 +216,7 @@ def test_a_rank_whose_device_is_wrong_does_not_save_for_the_next_start(
 
 
 class Changing(nn.Module):
-    """Buffers of every kind that a forward replaces by others."""
+    """Buffers of every kind, replaced in every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,8 +232,8 @@ class Changing(nn.Module):
         return x * self.weight
 
 
-def test_buffers_that_a_forward_replaced_are_rescued_as_of_the_last_step(tmp_path: Path, alone: World) -> None:
-    """A queue that grew could not be rescued, and a large buffer was once that of the step that failed, in silence."""
+def test_replaced_buffers_are_rescued_as_of_the_last_step(tmp_path: Path, alone: World) -> None:
+    """A queue that grew could not be rescued, and a large buffer silently came from the failed step."""
     folder, model = tmp_path / "checkpoints", Changing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     registered: dict[str, Registered] = {}
@@ -256,11 +256,11 @@ def test_buffers_that_a_forward_replaced_are_rescued_as_of_the_last_step(tmp_pat
     recovery.close(failing=True)
 
 
-def marking_in_turns(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the warnings of trainings one after the other, and those of two in turns."""
-    said: list[str] = []
+def mark_in_turns(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the warnings of sequential and of interleaved trainings."""
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
     one, other, later = (
         Recovery(World(0, 1, 0, 1, 0, torch.device("cpu")), Contents(folder / name, {}, lambda: None))
@@ -269,47 +269,47 @@ def marking_in_turns(folder: Path) -> tuple[list[str], list[str]]:
     for each in (one, one, other, other):  # trainings one after the other
         each.mark()
     other.close(failing=False)
-    one.mark()  # another one in between, which is over
-    first = said.copy()
+    one.mark()  # continues after the other training has ended
+    first = messages.copy()
     for each in (later, one, later):
         each.mark()
-    return first, said
+    return first, messages
 
 
-def test_two_checkpointers_that_mark_steps_in_turns_are_told_that_a_failure_parts_them(tmp_path: Path) -> None:
-    """A rank once died between the two, and training went on with one model a step ahead of the other, in silence."""
-    first, said = call(marking_in_turns, tmp_path)
+def test_interleaved_checkpointers_warn_that_a_failure_separates_them(tmp_path: Path) -> None:
+    """When a rank died between the two, training silently continued with one model a step ahead of the other."""
+    first, messages = call(mark_in_turns, tmp_path)
     assert first == []
-    assert len(said) == 1
-    assert said[0].startswith("two Checkpointers mark steps in turn")
+    assert len(messages) == 1
+    assert messages[0].startswith("two Checkpointers mark steps in turn")
 
 
 def test_the_launcher_waits_for_slow_steps(tmp_path: Path) -> None:
-    """Ranks notice that one is gone when they meet, which takes them a step: they were once ended before."""
+    """Ranks notice a lost rank at their next collective, up to a step later; they were killed before that."""
     restarts, folder = Restarts(tmp_path, None), tmp_path / STEPS / "key"
     folder.mkdir(parents=True)
     StepRecord(record_path(folder, 0), make=True).complete(5, seconds=7.5)
     assert [each.pace for each in restarts.reached()] == [7.5]
 
 
-def test_ranks_that_are_far_from_meeting_the_others_are_told_before_they_are_ended(
+def test_ranks_far_from_a_collective_are_notified_before_they_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a long evaluation nobody notices that a rank is gone; the last step was once lost, as all were killed."""
+    """During a long evaluation no rank notices a lost one; all were killed and the last step was lost."""
     monkeypatch.setattr("paceline.launch.restart_policy.RESCUE_S", 0.1)
     monkeypatch.setattr("paceline.launch.restart_policy.SIGNALLED_S", 60.0)
     restarts, folder = Restarts(tmp_path, None), tmp_path / STEPS / "key"
     folder.mkdir(parents=True)
     record = StepRecord(record_path(folder, 0), make=True)
     record.complete(5, seconds=0.01)
-    told: list[int] = []
+    notified: list[int] = []
 
-    def tell() -> None:
-        told.append(len(told))
+    def notify() -> None:
+        notified.append(len(notified))
         (tmp_path / RESCUE / "key" / step_name(5)).mkdir(parents=True)
 
-    restarts.wait_for_rescue(lambda: [0], time.sleep, tell)
-    assert told == [0]
+    restarts.wait_for_rescue(lambda: [0], time.sleep, notify)
+    assert notified == [0]
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
@@ -326,13 +326,11 @@ def test_any_second_signal_ends_a_rank_at_once_unless_it_is_an_echo(
         assert sent == [(os.getpid(), second)] * count
 
 
-def test_a_rank_that_is_told_to_end_looks_whether_another_one_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_asked_to_stop_checks_for_lost_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.checkpoint.signals.ECHO_S", 60.0)
     barrier = StepBarrier(tmp_path, 0, 2, 30)
     stops = StopRequests(Boundary(list, barrier), barrier.record, saves=True)
-    stops.note(signal.SIGTERM, None)  # nobody is: it ends after the step
+    stops.note(signal.SIGTERM, None)  # none is lost, so it stops after the step
     if not (other := os.fork()):
         StepRecord(record_path(tmp_path, 1), make=True)
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Full memory and full disks: what is lost is said, training goes on, and a job that saved nothing is no success."""
+"""Full memory and full disks: losses are reported, training continues, and a job without any save fails."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if world.rank == 1 and step == given.get("kill") and start == 0:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB, of which 64 KiB are free."""
+    """A file system of 2 MiB with 64 KiB free."""
     (place := tmp_path / "small").mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)], capture_output=True)
     if mounted.returncode != 0:
@@ -54,14 +54,14 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def train(where: Path, environment: dict[str, str], **given: Any) -> tuple[int, list[str], str]:
-    """Run the loop on two ranks; exit code, lines on stdout, and stderr."""
+    """Run the loop on two ranks; return the exit code, stdout lines and stderr."""
     text = json.dumps({"folder": str(where / "checkpoints")} | given)
     done = paceline(where, "run", "--nproc", "2", script(where, LOOP), text, fork="all", **environment)
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
-def test_a_job_whose_memory_is_too_small_restarts_from_disk_and_says_so(tmp_path: Path, small: Path) -> None:
-    # A rank without room for its copies switched all restarts off.
+def test_a_job_with_too_little_memory_restarts_from_disk_with_a_warning(tmp_path: Path, small: Path) -> None:
+    # One rank without room for its copies disabled all restarts.
     code, out, err = train(tmp_path, {PARENT: str(small)}, kill=7)
     assert (code, out) == (0, ["begins at 0 0 None", "begins at 5 2 disk"]), err
     assert "ranks 0, 1: a failure will cost the steps since the last save on disk" in err
@@ -71,7 +71,7 @@ def test_a_job_whose_memory_is_too_small_restarts_from_disk_and_says_so(tmp_path
     assert [path.name for path in small.iterdir()] == ["ballast"]
 
 
-def test_a_full_place_of_the_users_choice_does_not_switch_restarts_off(tmp_path: Path, small: Path) -> None:
+def test_a_full_user_chosen_folder_does_not_disable_restarts(tmp_path: Path, small: Path) -> None:
     with (small / "ballast").open("ab") as ballast:
         ballast.write(bytes(2**16))
     code, out, err = train(tmp_path, {PARENT: str(small)}, kill=7)
@@ -81,8 +81,8 @@ def test_a_full_place_of_the_users_choice_does_not_switch_restarts_off(tmp_path:
 
 
 @pytest.mark.slow
-def test_memory_that_fills_up_on_the_way_sends_the_last_step_to_disk(tmp_path: Path, small: Path) -> None:
-    # The message was that nobody could save the step.
+def test_memory_that_fills_up_during_training_saves_the_last_step_to_disk(tmp_path: Path, small: Path) -> None:
+    # The message claimed that no rank could save the step.
     (small / "ballast").unlink()
     code, out, err = train(tmp_path, {PARENT: str(small)}, kill=7, fill=str(small))
     assert (code, out) == (0, ["begins at 0 0 None", "begins at 7 0 disk"]), err
@@ -91,10 +91,8 @@ def test_memory_that_fills_up_on_the_way_sends_the_last_step_to_disk(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_full_disk_does_not_end_the_training_and_an_end_without_a_save_is_a_failure(
-    tmp_path: Path, small: Path
-) -> None:
-    # Every failed save restarted all ranks, and the job ended with exit code 0 and an empty folder.
+def test_training_continues_on_a_full_disk_but_ending_unsaved_is_a_failure(tmp_path: Path, small: Path) -> None:
+    # Every failed save restarted all ranks, and the job exited with code 0 and an empty folder.
     code, out, err = train(tmp_path, {}, close=False, folder=str(small))
     assert (code, out) == (1, ["begins at 0 0 None"]), err
     assert "error: the job ended, but no step is saved in " in err
@@ -106,12 +104,12 @@ def test_a_full_disk_does_not_end_the_training_and_an_end_without_a_save_is_a_fa
 
 
 def full(_: int) -> None:
-    """Fail as on a full disk."""
+    """Raise the error of a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["", "async"])
-def test_a_save_that_is_due_and_fails_is_said_once_and_the_next_one_tries_again(
+def test_a_failed_scheduled_save_warns_once_and_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
 ) -> None:
     checkpointer = Checkpointer(tmp_path, every=1, async_save=async_save)
@@ -131,9 +129,7 @@ def test_a_save_that_is_due_and_fails_is_said_once_and_the_next_one_tries_again(
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000005"]
 
 
-def test_closing_a_training_that_saved_nothing_is_an_error_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_without_any_save_raises_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer = Checkpointer(tmp_path, every=1)
     checkpointer.register("model", nn.Linear(2, 2))
     with monkeypatch.context() as patch:
@@ -171,11 +167,11 @@ if step == 7 and start == 2 and world.rank == 0:
 )
 
 
-def test_a_job_whose_folder_becomes_unusable_goes_on_from_the_rescued_step_and_saves_once_it_is_back(
+def test_a_job_survives_a_temporarily_unusable_folder(
     tmp_path: Path,
 ) -> None:
-    # The restart ended the job with a usage error, although the step was in memory. First the folder has no parent,
-    # then it is read-only.
+    # The restart failed with a usage error although the step was in memory. First the folder's parent is missing,
+    # then the folder is read-only.
     name = script(tmp_path, LOSES_ITS_FOLDER)
     try:
         done = paceline(tmp_path, "run", "--nproc", "2", name, fork="all")

@@ -1,4 +1,4 @@
-"""What becomes of a step in memory when the job has failed for good: a path is printed only if something is there."""
+"""A step in memory when the job has failed for good: a path is printed only if the step was saved there."""
 
 from __future__ import annotations
 
@@ -47,10 +47,8 @@ LOST = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", [(), ("runs",)], ids=["without a folder", "with one"])
-def test_a_step_in_memory_is_kept_where_the_run_has_a_folder_and_is_said_to_be_lost_elsewhere(
-    tmp_path: Path, folder: tuple[str, ...]
-) -> None:
-    # It was said to be saved in the job's folder, which is gone with the job.
+def test_a_step_in_memory_is_kept_in_the_run_folder_or_reported_lost(tmp_path: Path, folder: tuple[str, ...]) -> None:
+    # It was reported as saved in the job's folder, which is deleted with the job.
     done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAINER), *folder, fork="all")
     assert done.returncode == 1, done.stderr
     assert "starting all ranks again from step 2, which is in memory" in done.stderr
@@ -60,8 +58,8 @@ def test_a_step_in_memory_is_kept_where_the_run_has_a_folder_and_is_said_to_be_l
     assert all(Path(path).is_dir() for path in paths)
 
 
-def test_a_save_that_a_kill_cut_off_is_made_after_the_restart(tmp_path: Path) -> None:
-    # The restarted job had the step in memory and never wrote it: it ended with exit code 0 and an empty folder.
+def test_a_save_interrupted_by_a_kill_is_repeated_after_the_restart(tmp_path: Path) -> None:
+    # The restarted job never wrote the step that it had in memory; it exited with code 0 and an empty folder.
     first = partial(strike, "before-rename rank=0 at=1")
     done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, LOOP), fork="all", first=first)
     assert done.returncode == 0, done.stderr
@@ -71,7 +69,7 @@ def test_a_save_that_a_kill_cut_off_is_made_after_the_restart(tmp_path: Path) ->
 
 @pytest.fixture
 def rescued(tmp_path: Path) -> Path:
-    """A folder with a rescued step, whose checkpoint folder cannot be made."""
+    """A rescued step whose checkpoint folder cannot be created."""
     with Checkpointer(tmp_path / "made") as checkpointer:
         checkpointer.register("model", nn.Linear(2, 2))
         made = checkpointer.save(7)
@@ -83,10 +81,10 @@ def rescued(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_cannot_be_saved_is_kept_at_home_each_time(
+def test_steps_that_cannot_be_saved_are_kept_in_the_home_folder(
     tmp_path: Path, rescued: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The second time ended in a traceback, as the first one's folder was there.
+    # The second one failed with a traceback because the first one's folder existed.
     monkeypatch.setenv("HOME", str(tmp_path))
     for _ in range(2):
         line, is_saved = keep(rescued) or ("", True)
@@ -99,7 +97,7 @@ def test_what_cannot_be_saved_is_kept_at_home_each_time(
         assert {file.name for file in kept.iterdir()} == {file.name for file in (rescued / step_name(7)).iterdir()}
 
 
-def test_a_step_in_memory_is_kept_even_if_the_working_folder_has_modules_with_other_modules_names(
+def test_modules_in_the_working_folder_do_not_shadow_those_of_the_rescue(
     tmp_path: Path, rescued: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
@@ -119,10 +117,10 @@ def test_a_folder_whose_name_is_not_utf_8_is_found(tmp_path: Path, rescued: Path
     assert keep(rescued) == (f"the last completed step, 7, is saved to {folder / step_name(7)}", True)
 
 
-def test_what_cannot_be_kept_anywhere_is_said_to_be_lost(
+def test_a_step_that_cannot_be_kept_is_reported_lost(
     tmp_path: Path, rescued: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It was the end of a traceback.
+    # The report was buried at the end of a traceback.
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     line, is_saved = keep(rescued) or ("", True)
     assert not is_saved

@@ -1,4 +1,4 @@
-"""When `step()` saves: automatic intervals follow the cost of the job's own saves, and are the same on every rank."""
+"""Save intervals of `step()`: automatic ones follow the measured cost of a save and are equal on every rank."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from twins import Pools
         (None, 1, 60),  # the first save measures the cost
         (0.01, 1, 674),
         (1.0, 1, 3600),  # 6,743 s without the upper bound
-        (100.0, 1, 5000),  # an hour would cost 2.8 %
+        (100.0, 1, 5000),  # saving hourly would cost 2.8 %
         (1.0, 64, 843),
         (30.0, 2048, 816),
         (0.1, 2048, 60),  # 47 s without the lower bound
     ],
 )
-def test_an_automatic_interval_is_youngs_between_a_minute_and_an_hour(
+def test_automatic_intervals_follow_youngs_formula_within_bounds(
     save_s: float | None, hosts: int, interval_s: float
 ) -> None:
     assert automatic_interval(save_s, hosts) == pytest.approx(interval_s, rel=1e-3)
@@ -41,7 +41,7 @@ STEP_S = 20.0
 
 
 def trained(world: World, folder: Path) -> tuple[list[int], int]:
-    """Return the saved steps of 400, by a clock that only steps and saves move, and the number of decisions."""
+    """Train 400 steps on a fake clock; return the saved steps and the number of decisions."""
     now, decisions, decide, save = 0.0, 0, consensus.decide, RunFolder.save
 
     def counted(*arguments: Any) -> Any:
@@ -69,7 +69,7 @@ def trained(world: World, folder: Path) -> tuple[list[int], int]:
     return saved, decisions
 
 
-def test_the_interval_follows_the_cost_of_saves_and_is_the_same_on_every_rank(pools: Pools, tmp_path: Path) -> None:
+def test_the_interval_follows_the_save_cost_and_is_equal_on_every_rank(pools: Pools, tmp_path: Path) -> None:
     interval_s = automatic_interval(0.1, 1)
     (saved, decisions), other = pools.run(2, trained, tmp_path)
     assert other == (saved, decisions)

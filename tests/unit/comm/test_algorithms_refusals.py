@@ -53,16 +53,16 @@ CASES: dict[str, tuple[Callable[[int, Any], Any], str]] = {
 
 
 def refusal(group: Any, call: Callable[[int, Any], Any]) -> str:
-    """What a rank says; then all reduce something, which shows that nothing of the refused call is under way."""
-    said = "nothing"
+    """Return a rank's error; a following all-reduce proves that the refused call left no operation pending."""
+    answer = "nothing"
     try:
         call(group.rank(), group)
     except PacelineError as error:
-        said = f"{type(error).__name__}: {error}"
+        answer = f"{type(error).__name__}: {error}"
     after = ones(7)
     algorithms.ring_all_reduce(after, group=group)
     assert torch.equal(after, ones(7) * group.size())
-    return said
+    return answer
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +71,13 @@ def three() -> ThreadRanks:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_named_on_every_rank_before_anything_is_sent(case: str, three: ThreadRanks) -> None:
+def test_mismatched_calls_are_named_on_every_rank_before_sending(case: str, three: ThreadRanks) -> None:
     call, message = CASES[case]
-    for rank, said in enumerate(three.run(refusal, call)):
-        assert said.startswith(message.format(rank=rank))
+    for rank, answer in enumerate(three.run(refusal, call)):
+        assert answer.startswith(message.format(rank=rank))
 
 
-def test_a_rank_that_refuses_its_tensor_is_named_to_the_others(three: ThreadRanks) -> None:
+def test_other_ranks_name_the_rank_that_refused_its_tensor(three: ThreadRanks) -> None:
     first, second, third = three.run(
         refusal, lambda rank, group: algorithms.ring_all_reduce([ones(3, 4), ones(4, 3).t()][rank % 2], group=group)
     )
@@ -87,7 +87,7 @@ def test_a_rank_that_refuses_its_tensor_is_named_to_the_others(three: ThreadRank
     )
 
 
-def test_without_a_process_group_it_says_what_to_call() -> None:
+def test_without_a_process_group_the_error_says_what_to_call() -> None:
     with pytest.raises(WorldError, match=re.escape("no process group exists yet; call paceline.init() first")):
         algorithms.ring_all_reduce(ones(3))
 
@@ -108,12 +108,12 @@ def outside(world: World) -> str:
     return ""
 
 
-def test_a_rank_outside_the_group_is_told_so(pools: Pools) -> None:
-    said = pools.run(3, outside)
-    assert said[0] == "rank 0 is not in the group; call the collective only on the group's ranks"
+def test_a_rank_outside_the_group_gets_a_clear_error(pools: Pools) -> None:
+    answer = pools.run(3, outside)
+    assert answer[0] == "rank 0 is not in the group; call the collective only on the group's ranks"
 
 
-def test_a_rank_that_has_gone_is_a_communication_error() -> None:
+def test_a_lost_rank_raises_a_communication_error() -> None:
     ranks = ThreadRanks(2)
     ranks.leave(1)
     with pytest.raises(CommunicationError, match=r"rank 0: the agreement with rank 1 failed"):

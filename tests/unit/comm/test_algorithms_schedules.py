@@ -13,7 +13,7 @@ ROOTED = [name for name in NAMES if name.endswith("broadcast") or name in ("line
 
 
 def hosts_of(size: int) -> list[list[int] | None]:
-    """Ways to spread ranks over hosts: one, blocks, dealt out, one rank apart, all apart, no two alike."""
+    """Return placements of ranks on hosts: one host, blocks, round-robin, one rank apart, all apart, unequal hosts."""
     return [
         None,
         [rank // 3 for rank in range(size)],
@@ -37,7 +37,7 @@ def every_schedule() -> list[Any]:
 EVERY = every_schedule()
 
 
-def test_every_chunk_arrives_and_every_contribution_counts_once() -> None:
+def test_every_contribution_is_counted_once() -> None:
     for schedule in EVERY:
         end, everyone = holdings(schedule)[-1], tuple(range(schedule.size))
         where = f"{schedule.name} of {schedule.size} ranks, root {schedule.root}"
@@ -54,7 +54,7 @@ def test_every_chunk_arrives_and_every_contribution_counts_once() -> None:
             assert all(end[rank][chunk] == (chunk,) for rank in everyone for chunk in everyone), where
 
 
-def test_a_rank_sends_one_message_and_receives_one_in_a_step_and_none_of_what_it_sends() -> None:
+def test_a_step_sends_and_receives_at_most_one_message_of_disjoint_chunks() -> None:
     for schedule in EVERY:
         for step in schedule.steps:
             assert step, f"{schedule.name}: a step without a message"
@@ -64,8 +64,8 @@ def test_a_rank_sends_one_message_and_receives_one_in_a_step_and_none_of_what_it
             assert not going & {(one.dst, chunk) for one in step for chunk in one.chunks}
 
 
-def test_every_rank_ends_with_the_very_same_sum_not_only_the_same_terms() -> None:
-    """The order of operands is part of a sum's bits: all ranks must hold one rank's expression."""
+def test_every_rank_sums_in_the_same_order() -> None:
+    """The order of operands affects the bits of a sum, so all ranks must evaluate the same expression."""
     for schedule in EVERY:
         if schedule.result != "all-reduce":
             continue
@@ -79,7 +79,7 @@ def test_every_rank_ends_with_the_very_same_sum_not_only_the_same_terms() -> Non
         assert all(chunks == held[0] for chunks in held), f"{schedule.name} of {schedule.size}"
 
 
-def test_hosts_send_each_byte_over_the_network_once_each_way() -> None:
+def test_each_byte_crosses_the_network_once_each_way() -> None:
     hosts = [0, 0, 0, 0, 1, 1, 1, 1]
     schedule = build("hierarchical_all_reduce", 8, hosts=hosts)
     across = [0, 0]
@@ -90,7 +90,7 @@ def test_hosts_send_each_byte_over_the_network_once_each_way() -> None:
     assert across == [800, 800]  # 2 (h−1)/h · n
 
 
-def test_chunks_cover_a_tensor_of_any_length_evenly() -> None:
+def test_chunks_split_any_length_evenly() -> None:
     for count, chunks in product([0, 1, 2, 5, 6, 7, 100], [1, 2, 6, 7]):
         parts = [bounds(count, chunks, chunk) for chunk in range(chunks)]
         assert [index for part in parts for index in range(count)[part]] == list(range(count))
@@ -108,6 +108,6 @@ def test_chunks_cover_a_tensor_of_any_length_evenly() -> None:
         (("hierarchical_all_reduce", 3, 0, "ab"), "hosts names 2 hosts for 3 ranks"),
     ],
 )
-def test_what_cannot_be_built_is_refused_by_name(arguments: Any, message: str) -> None:
+def test_invalid_schedules_are_refused_by_name(arguments: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build(*arguments)

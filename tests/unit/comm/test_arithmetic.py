@@ -1,4 +1,4 @@
-"""Sums in a binary tree: whoever adds up its subtrees gets the same bits."""
+"""Binary-tree sums give the same bits no matter who adds up the subtrees."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def summed(parts: list[Tensor]) -> Tensor:
 
 def parts_of(count: int, seed: int, length: int = 33) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    scales = torch.randn(count, length, generator=generator).mul(4).exp()  # so that every order rounds differently
+    scales = torch.randn(count, length, generator=generator).mul(4).exp()  # every order rounds differently
     return list(torch.randn(count, length, generator=generator) * scales)
 
 
 @given(st.integers(1, 17), st.integers(0, 2**20))
-def test_a_tree_sums_all_parts_once(count: int, seed: int) -> None:
+def test_a_tree_sums_every_part_once(count: int, seed: int) -> None:
     parts = parts_of(count, seed)
     exact = torch.stack(parts).double().sum(0)
     bound = torch.stack(parts).double().abs().sum(0) * count * 2.0**-24
@@ -41,14 +41,14 @@ def test_sums_of_subtrees_give_the_bits_of_the_whole(depth: int, cut: int, seed:
 
 
 @given(st.integers(1, 17), st.integers(0, 16), st.integers(0, 2**20))
-def test_a_result_may_lie_in_any_part(count: int, place: int, seed: int) -> None:
+def test_the_result_can_be_stored_in_any_part(count: int, place: int, seed: int) -> None:
     expected = summed(parts_of(count, seed))
     parts = parts_of(count, seed)
     reduce_into([parts[place % count]], parts, ReduceOp.SUM)
     assert torch.equal(parts[place % count], expected)
 
 
-def test_pieces_change_no_bit() -> None:
+def test_splitting_into_pieces_keeps_the_bits() -> None:
     length = arithmetic.PIECE_BYTES // 4 + 5
     parts = parts_of(6, 0, length)
     heads, tails = [part[:9] for part in parts], [part[-9:] for part in parts]

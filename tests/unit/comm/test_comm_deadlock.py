@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in different operations raise long before the timeout; other waiting ranks do not."""
+"""Ranks that wait for each other in different operations raise long before the timeout; ranks that just wait do not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def join(groups: dict[Group, Any], *ranks: int, count: int = 1) -> None:
 
 def subgroups(world: World) -> dict[Group, Any]:
     """The groups of two or more ranks."""
-    shm_engine._NAP_S = NAP_S  # so that ranks look for deadlocks often
+    shm_engine._NAP_S = NAP_S  # ranks look for deadlocks often
     every = [ranks for size in range(2, world.size + 1) for ranks in combinations(range(world.size), size)]
     return {ranks: dist.new_group(list(ranks)) for ranks in every}
 
@@ -64,19 +64,19 @@ def cross(world: World, case: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["an evaluation", "a large tensor", "an asynchronous sum", "a circle of groups"])
-def test_ranks_that_wait_for_each_other_all_name_the_places(case: str) -> None:
-    for rank, said in enumerate(run_ranks(3, cross, case, timeout=60, backend="paceline")):
-        assert said.startswith(f"rank {rank}: ranks wait for each other in different operations (rank"), said
-        places = re.findall(rf"(ranks? [\d, ]+): [\w ]*all_reduce of [^(]* \({__file__}, line \d+\)", said)
+def test_every_deadlocked_rank_names_the_operations(case: str) -> None:
+    for rank, message in enumerate(run_ranks(3, cross, case, timeout=60, backend="paceline")):
+        assert message.startswith(f"rank {rank}: ranks wait for each other in different operations (rank"), message
+        places = re.findall(rf"(ranks? [\d, ]+): [\w ]*all_reduce of [^(]* \({__file__}, line \d+\)", message)
         named = {*re.findall(r"\d", " ".join(places))}
-        # Two ranks are a deadlock, so they do not wait for the third. A circle of groups needs all of them.
+        # Two ranks already form a deadlock without the third. A cycle of groups needs all three.
         third = {"12"[rank == 1]} if "circle" in case else set()
-        assert named >= {"0", str(rank)} | third, said
-        assert len(named) >= 2, said
+        assert named >= {"0", str(rank)} | third, message
+        assert len(named) >= 2, message
 
 
 def no_deadlock(world: World, seed: int) -> None:
-    """Ranks join random groups in the same order, and often wait for one that is late."""
+    """Join random groups in the same order on all ranks, often waiting for a late one."""
     groups, order, delays = subgroups(world), random.Random(seed), random.Random(f"{seed} {world.rank}")
     for _ in range(150):
         ranks = order.choice(list(groups))
@@ -88,12 +88,12 @@ def no_deadlock(world: World, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_ranks_in_nested_and_disjoint_groups_that_wait_for_a_late_rank_raise_nothing(seed: int) -> None:
+def test_waiting_for_a_late_rank_in_several_groups_is_not_a_deadlock(seed: int) -> None:
     run_ranks(4, no_deadlock, seed, backend="paceline")
 
 
 def stopped(world: World, pids: Path) -> None:
-    """Rank 0 waits for rank 1 and is stopped; meanwhile rank 1 releases it, and waits for it elsewhere."""
+    """Rank 0 waits for rank 1 and is stopped; meanwhile rank 1 releases it and waits for it in another operation."""
     groups = subgroups(world)
     (pids / str(world.rank)).write_text(str(os.getpid()))
     dist.barrier()
@@ -108,12 +108,12 @@ def stopped(world: World, pids: Path) -> None:
     join(groups, 0, 1, 2)
 
 
-def test_a_stopped_rank_that_would_go_on_is_not_in_a_deadlock(tmp_path: Path) -> None:
+def test_a_stopped_rank_that_could_continue_is_not_in_a_deadlock(tmp_path: Path) -> None:
     run_ranks(3, stopped, tmp_path, backend="paceline")
 
 
 def threads(world: World) -> None:
-    """The main threads wait for each other's second thread, which computes meanwhile, and the other way round."""
+    """Main threads wait for each other's second thread, which is computing, and vice versa."""
     groups = subgroups(world)
     groups |= {(0, 1, number): dist.new_group() for number in range(2)}
 
@@ -129,5 +129,5 @@ def threads(world: World) -> None:
     dist.barrier()
 
 
-def test_threads_that_wait_in_separate_groups_are_not_in_a_deadlock() -> None:
+def test_threads_waiting_in_separate_groups_are_not_in_a_deadlock() -> None:
     run_ranks(2, threads, backend="paceline")

@@ -59,7 +59,7 @@ def any_source(world: World) -> Any:
 
 
 def objects(world: World) -> Any:
-    """Gathered and scattered as tensors, too."""
+    """Object collectives, which also gather and scatter tensors internally."""
     gathered: list[Any] = [None] * world.size
     dist.all_gather_object(gathered, {"rank": world.rank, "text": "x" * 1000 * world.rank})
     box: list[Any] = [f"from {world.rank}"]
@@ -95,7 +95,7 @@ def subgroups(world: World) -> Any:
 
 
 def not_native(world: World) -> Any:
-    """What other collectives leave to Gloo because of dtype or layout."""
+    """Native collectives with a dtype or layout that is left to Gloo."""
     truth = torch.tensor([world.rank == 0, True])
     dist.all_reduce(truth, dist.ReduceOp.MAX)
     sparse = torch.tensor([0.0, 1.0, float(world.rank)]).to_sparse()
@@ -116,16 +116,16 @@ def loosely(world: World, operation: Callable[[World], Any]) -> Any:
 @pytest.mark.parametrize(
     "operation", [reduce, all_to_all, ring, any_source, objects, functionals, subgroups, not_native]
 )
-def test_what_is_delegated_gives_gloos_result(pools: Pools, gloo: Pools, operation: Callable[[World], Any]) -> None:
+def test_delegated_collectives_give_gloos_result(pools: Pools, gloo: Pools, operation: Callable[[World], Any]) -> None:
     ours, theirs = pools.run(3, loosely, operation), gloo.run(3, loosely, operation)
-    if isinstance(theirs[0], str):  # torch 2.11's has no all_to_all
+    if isinstance(theirs[0], str):  # torch 2.11's Gloo has no all_to_all
         pytest.skip("Gloo of this torch does not have it")
     for our, their in zip(ours, theirs, strict=True):
         assert _plain(our) == _plain(their)
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as lists, so that results compare."""
+    """Convert tensors to lists for comparison."""
     if isinstance(value, Tensor):
         return value.tolist()
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
@@ -147,20 +147,20 @@ def old_and_new_names(world: World) -> None:
     for name, call in calls.items():
         with patch.object(Engine, "post", autospec=True, side_effect=Engine.post) as post:
             call()
-        assert post.call_count == 1, f"operations of the engine that {name} takes"
+        assert post.call_count == 1, f"{name} is not a native operation"
 
 
-def test_torchs_old_and_new_names_are_native(pools: Pools) -> None:
-    """torch 2.13 calls ``all_gather_single`` for ``all_gather_into_tensor``; with the old name alone it was Gloo's."""
+def test_old_and_new_torch_names_are_both_native(pools: Pools) -> None:
+    """torch 2.13 maps ``all_gather_into_tensor`` to ``all_gather_single``, which went to Gloo."""
     pools.run(3, old_and_new_names)
 
 
 def overtake(world: World) -> None:
-    """Gloo's reduce right behind a native all-reduce of the same tensor that a late rank holds up."""
+    """Launch Gloo's reduce right after a native all-reduce of the same tensor, which a late rank delays."""
     store, tensor = get_default_store(), torch.ones(200_000)
     if world.rank:
         store.get("begun")
-        time.sleep(0.3)  # in which Gloo could begin
+        time.sleep(0.3)  # gives Gloo time to start too early
     work = dist.all_reduce(tensor, async_op=True)
     store.set("begun", "")
     dist.reduce(tensor, 0)
@@ -168,12 +168,12 @@ def overtake(world: World) -> None:
     assert world.rank or tensor.eq(world.size**2).all()
 
 
-def test_a_delegated_collective_does_not_overtake_native_ones(pools: Pools) -> None:
+def test_a_delegated_collective_waits_for_earlier_native_ones(pools: Pools) -> None:
     pools.run(3, overtake)
 
 
 def send_before(world: World) -> None:
-    """Its receiver may come to the receive first; draining the queue before a send would hang both."""
+    """A receiver may receive before it joins the all-reduce, so a send that drained the queue first would deadlock."""
     tensor, letter = torch.ones(5), torch.zeros(1)
     if world.rank == 0:
         work = dist.all_reduce(tensor, async_op=True)
@@ -187,12 +187,12 @@ def send_before(world: World) -> None:
     assert tensor.eq(world.size).all()
 
 
-def test_a_send_does_not_wait_for_native_ones(pools: Pools) -> None:
+def test_a_send_does_not_wait_for_native_collectives(pools: Pools) -> None:
     pools.run(3, send_before)
 
 
 def refusals(world: World) -> None:
-    # Splitting, merging, and hooks are torch's in C++, which crash without a store made there, or never call the hook.
+    # torch implements splitting, merging and hooks in C++; they crash without a C++ store or never call the hook.
     group: Any = dist.group.WORLD
     ours = f"^rank {world.rank}: a process group of the paceline backend cannot be "
     for call, message in {
@@ -206,8 +206,8 @@ def refusals(world: World) -> None:
     group.monitored_barrier(timedelta(seconds=10))
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
-    assert tensor.tolist() == [world.size] * 2  # usable afterwards
+    assert tensor.tolist() == [world.size] * 2  # the group still works
 
 
-def test_refusals_are_torchs_own_or_name_the_rank(pools: Pools) -> None:
+def test_refusals_match_torchs_or_name_the_rank(pools: Pools) -> None:
     pools.run(3, refusals)

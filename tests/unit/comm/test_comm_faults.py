@@ -1,4 +1,4 @@
-"""Peers that die, stop or come late; what is left behind when all are killed."""
+"""Peers that die, stop or arrive late, and cleanup after all ranks are killed."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def pid(world: World) -> int:
     return os.getpid()
 
 
-# -- peers that end ----------------------------------------------------------------------------------------------------
+# -- dead peers --------------------------------------------------------------------------------------------------------
 
 
 def die(world: World, called: str, died: Path) -> tuple[str, float]:
-    """Rank 1 ends before a collective; the others say what they see, and how long after."""
+    """Rank 1 dies before a collective; the others return the error they got and how long it took."""
     sums(world)
     if world.rank == 1:
-        if called == "large":  # and leaves workers behind
+        if called == "large":  # with orphaned data loader workers
             loader: Any = DataLoader(list(range(10**6)), num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
             batches = iter(loader)
             next(batches)
@@ -52,7 +52,7 @@ def die(world: World, called: str, died: Path) -> tuple[str, float]:
         if called == "future":
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(0)
-    errors = (RuntimeError,) if called == "future" else (CommunicationError,)  # C++ makes an error of its own
+    errors = (RuntimeError,) if called == "future" else (CommunicationError,)  # C++ raises its own error type
     try:
         if called == "future":
             dist.all_reduce(torch.ones(7), async_op=True).get_future().wait()
@@ -67,13 +67,13 @@ def die(world: World, called: str, died: Path) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("called", ["large", "future"])
-def test_a_dead_peer_is_named_long_before_the_timeout_also_while_its_workers_live(tmp_path: Path, called: str) -> None:
-    with Ranks(3, 100, "paceline") as ranks:  # the group's timeout is 0.8 of that
+def test_a_dead_peer_is_named_before_the_timeout_even_if_its_workers_live(tmp_path: Path, called: str) -> None:
+    with Ranks(3, 100, "paceline") as ranks:  # the group's timeout is 0.8 times that
         victim = ranks.run(pid)[1]
         ranks.start(die, called, tmp_path / "died")
         for rank in (0, 2):
-            said, took = ranks.answer(rank, 90)
-            assert re.search(rf"(^|: )rank {rank}: rank 1 \(pid {victim}\) has ended in ", said), said
+            message, took = ranks.answer(rank, 90)
+            assert re.search(rf"(^|: )rank {rank}: rank 1 \(pid {victim}\) has ended in ", message), message
             assert took < 40, took
         for process in Path("/proc").glob("[0-9]*"):  # workers that outlived rank 1
             with contextlib.suppress(OSError):
@@ -81,11 +81,11 @@ def test_a_dead_peer_is_named_long_before_the_timeout_also_while_its_workers_liv
                     os.kill(int(process.name), signal.SIGKILL)
 
 
-# -- peers that are late -----------------------------------------------------------------------------------------------
+# -- late peers --------------------------------------------------------------------------------------------------------
 
 
 def impatient(world: World, seconds: float) -> int:
-    """Wait for a rank no longer than that, once both are there."""
+    """Set the group's timeout to `seconds` after a first collective; return the process id."""
     sums(world)
     dist.group.WORLD.set_timeout(timedelta(seconds=seconds))  # type: ignore[union-attr]
     return os.getpid()
@@ -105,12 +105,12 @@ def busy(world: World, enough: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(tmp_path: Path) -> None:
+def test_a_rank_stopped_for_less_than_the_timeout_raises_no_error(tmp_path: Path) -> None:
     with Ranks(2, backend="paceline") as ranks:
         pids = ranks.run(impatient, 3.0)
         ranks.start(busy, tmp_path / "enough")
         until(lambda: all((tmp_path / f"begun-{rank}").exists() for rank in range(2)))
-        # All stopped together, they may stay so for longer than the timeout: nobody was waited for meanwhile.
+        # If all ranks are stopped together, the pause may exceed the timeout, because no rank was waiting.
         for stopped, pause in (([1], 1.0), ([0, 1], 4.0)):
             for rank in stopped:
                 os.kill(pids[rank], signal.SIGSTOP)
@@ -123,11 +123,11 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(tmp_pa
             ranks.answer(rank, 60)
 
 
-# -- what is left ------------------------------------------------------------------------------------------------------
+# -- cleanup -----------------------------------------------------------------------------------------------------------
 
 
 def holders() -> set[int]:
-    """Processes that hold a memory of ours, by descriptor or mapping."""
+    """Return the processes that hold shared memory of Paceline, by descriptor or mapping."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ def hold(world: World) -> int:
     return os.getpid()
 
 
-def test_nothing_is_left_when_all_ranks_are_killed() -> None:
+def test_killing_all_ranks_leaves_no_resources_behind() -> None:
     before = [set(os.listdir(folder)) for folder in ("/dev/shm", "/tmp")]
     with Ranks(2, backend="paceline") as ranks:
         pids = set(ranks.run(hold))
@@ -157,12 +157,12 @@ def test_nothing_is_left_when_all_ranks_are_killed() -> None:
     assert not pids & holders()
     ours = [set(os.listdir(folder)) - old for folder, old in zip(("/dev/shm", "/tmp"), before, strict=True)]
     left = {name for names in ours for name in names if "paceline" in name or any(str(pid) in name for pid in pids)}
-    of_others = ("paceline-test-", "paceline-job-")  # of tests beside this one; these ranks have no launcher
+    of_others = ("paceline-test-", "paceline-job-")  # of concurrent tests; these ranks have no launcher
     assert not {name for name in left if not name.startswith(of_others)}
 
 
-def test_a_rank_that_never_comes_to_the_handshake_is_named_and_nothing_stays_open() -> None:
-    gc.collect()  # what tests before this one left to be collected has descriptors, too
+def test_a_rank_missing_from_the_handshake_is_named_and_descriptors_are_closed() -> None:
+    gc.collect()  # garbage of earlier tests may hold descriptors
     before = len(os.listdir("/proc/self/fd"))
     arena = Arena()
     with pytest.raises(CommunicationError, match=r"rank 0: rank 1 did not arrive .* within 0\.2 s"):

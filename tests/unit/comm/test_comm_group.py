@@ -1,4 +1,4 @@
-"""The group's shared memory, its handles and thread, and what it leaves: nothing."""
+"""The process group's shared memory, work handles and thread, and their complete cleanup."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def blocks(arena: Arena) -> int:
     return os.fstat(arena.descriptor).st_blocks * 512
 
 
-def test_freed_memory_goes_back_to_the_host_and_comes_again_as_zeros(arena: Arena) -> None:
+def test_freed_memory_returns_to_the_host_and_is_zeroed(arena: Arena) -> None:
     for _ in range(3):
         tensor = arena.allocate(1_000_000, torch.float32)
         assert not tensor.any()
@@ -58,7 +58,7 @@ def test_freed_memory_goes_back_to_the_host_and_comes_again_as_zeros(arena: Aren
         assert blocks(arena) == 0
 
 
-def test_pieces_are_joined_again_so_that_memory_never_runs_out(arena: Arena) -> None:
+def test_freed_blocks_are_merged(arena: Arena) -> None:
     for turn in range(60):
         several = [arena.allocate(1 + (turn * k) % 50_000, torch.float32) for k in range(1, 8)]
         starts = sorted((one.data_ptr(), one.data_ptr() + one.numel() * 4) for one in several)
@@ -66,11 +66,11 @@ def test_pieces_are_joined_again_so_that_memory_never_runs_out(arena: Arena) -> 
         assert starts[0][0] >= arena.address + HEADER_BYTES
         for one in sorted(several, key=lambda one: (one.data_ptr() >> 12) * 7919 % (turn + 5)):
             arena.free(one)
-    # The first piece that is free is long enough for more than all of them took together.
+    # The first free block is larger than all of them together.
     assert arena.allocate(1_000_000, torch.float64).data_ptr() == arena.address + HEADER_BYTES
 
 
-def test_what_is_not_there_cannot_be_freed_and_too_much_cannot_be_had(arena: Arena) -> None:
+def test_freeing_unknown_memory_and_oversized_requests_are_refused(arena: Arena) -> None:
     tensor = arena.allocate(10, torch.float32)
     arena.free(tensor)
     other = arena.allocate(5000, torch.float32)
@@ -89,7 +89,7 @@ def test_what_is_not_there_cannot_be_freed_and_too_much_cannot_be_had(arena: Are
     arena.free(empty)
 
 
-def test_memory_is_on_the_cpu_and_no_inference_tensor_whatever_the_context(arena: Arena) -> None:
+def test_allocation_ignores_default_device_and_inference_mode(arena: Arena) -> None:
     with torch.inference_mode(), torch.device("meta"):
         tensor = arena.allocate(4, torch.float32)
         assert arena.allocate(0, torch.float32).device.type == "cpu"
@@ -107,7 +107,7 @@ def runner() -> Iterator[Runner]:
     runner.close()
 
 
-def test_operations_run_in_order_whether_waited_for_or_not(runner: Runner) -> None:
+def test_operations_run_in_order_waited_for_or_not(runner: Runner) -> None:
     done: list[int] = []
 
     def slowly(number: int) -> None:
@@ -123,28 +123,28 @@ def test_operations_run_in_order_whether_waited_for_or_not(runner: Runner) -> No
     assert done == list(range(60))
 
 
-def test_an_error_comes_through_wait_and_future_and_the_next_operation_runs(runner: Runner) -> None:
+def test_an_error_is_raised_by_wait_and_future_and_the_next_operation_runs(runner: Runner) -> None:
 
     def fail() -> None:
-        raise CommunicationError("as told")
+        raise CommunicationError("on purpose")
 
     for asynchronous in (True, False):
         handle = runner.submit(fail, [], asynchronous=asynchronous)
         for wait in (handle.wait, handle.synchronize):
-            with pytest.raises(CommunicationError, match="as told"):
+            with pytest.raises(CommunicationError, match="on purpose"):
                 wait()
-        # C++ code, such as torch DDP's reducer, must see an error, too; what it makes of ours is its own RuntimeError.
-        with pytest.raises(RuntimeError, match="CommunicationError: as told"):
+        # C++ code, such as torch DDP's reducer, must see the error as well; it converts ours to a RuntimeError.
+        with pytest.raises(RuntimeError, match="CommunicationError: on purpose"):
             handle.get_future().wait()
         assert handle.is_completed()
         assert not handle.is_success()
-        assert "as told" in str(handle.exception())
+        assert "on purpose" in str(handle.exception())
     fine = runner.submit(lambda: None, [torch.ones(1)], asynchronous=True)
     assert fine.get_future().wait()[0].item() == 1
     assert fine.is_success()
 
 
-def test_a_wait_with_a_timeout_ends_and_the_operation_goes_on(runner: Runner) -> None:
+def test_a_wait_that_times_out_does_not_cancel_the_operation(runner: Runner) -> None:
     gate = threading.Event()
     handle = runner.submit(lambda: gate.wait(10) and None, [], asynchronous=True)  # type: ignore[func-returns-value]
     with pytest.raises(CommunicationError, match=r"did not finish within 0\.05 s"):
@@ -153,25 +153,25 @@ def test_a_wait_with_a_timeout_ends_and_the_operation_goes_on(runner: Runner) ->
     assert handle.wait(timedelta(seconds=5))
 
 
-def test_a_futures_callback_may_begin_and_wait_for_operations(runner: Runner) -> None:
-    said: list[str] = []
+def test_a_future_callback_may_start_and_wait_for_operations(runner: Runner) -> None:
+    events: list[str] = []
 
     def then(future: Any) -> None:
-        runner.submit(lambda: said.append("inside"), [], asynchronous=False).wait()
-        said.append("after")
+        runner.submit(lambda: events.append("inside"), [], asynchronous=False).wait()
+        events.append("after")
         handle.get_future()
 
     gate = threading.Event()
     handle = runner.submit(lambda: gate.wait(10) and None, [], asynchronous=True)  # type: ignore[func-returns-value]
     chained = handle.get_future().then(then)
-    runner.submit(lambda: said.append("next"), [], asynchronous=True)
+    runner.submit(lambda: events.append("next"), [], asynchronous=True)
     gate.set()
     chained.wait()
     runner.drain()
-    assert said == ["inside", "after", "next"]
+    assert events == ["inside", "after", "next"]
 
 
-def test_tensors_are_let_go_when_their_operation_is_over(runner: Runner) -> None:
+def test_a_finished_operation_releases_its_tensors(runner: Runner) -> None:
     for asynchronous in (True, False):
         tensor = torch.ones(10)
         alive = weakref.ref(tensor)
@@ -212,9 +212,9 @@ def fork(world: World) -> None:
     before = len(ours())
     assert before
     for batch in DataLoader(Spy(), num_workers=2, multiprocessing_context="fork"):
-        assert batch.item() < 3, "a worker holds the rank's eventfds"  # what multiprocessing itself needs
+        assert batch.item() < 3, "a worker holds the rank's eventfds"  # multiprocessing itself needs up to two
     if world.rank == 1:
-        dist.recv(torch.ones(1), 0)  # when rank 0's child has asked
+        dist.recv(torch.ones(1), 0)  # after rank 0's child has finished its queries
     work = dist.all_reduce(torch.ones(5), async_op=True)
     child = os.fork()
     if child == 0:
@@ -238,15 +238,15 @@ def fork(world: World) -> None:
     assert tensor.eq(world.size).all()
 
 
-def test_forked_children_close_what_is_the_ranks_own_and_are_refused_results(pools: Pools) -> None:
+def test_forked_children_close_the_ranks_descriptors_and_get_no_results(pools: Pools) -> None:
     pools.run(2, fork)
 
 
-# -- no drift, no leak -------------------------------------------------------------------------------------------------
+# -- leaks -------------------------------------------------------------------------------------------------------------
 
 
 def footprint() -> tuple[int, int, int]:
-    """Resident anonymous and shared KiB, descriptors, threads."""
+    """Return resident anonymous and shared KiB, descriptors and threads."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     resident = int(status["VmRSS"].split()[0])
@@ -254,7 +254,7 @@ def footprint() -> tuple[int, int, int]:
 
 
 def mix(world: World, rounds: int) -> None:
-    """Collectives of every kind, in the same drawn order on every rank; others test their results."""
+    """Run collectives of every kind in the same random order on every rank; other tests check the results."""
     n = world.size
     generator = torch.Generator().manual_seed(5)
     group = default()
@@ -291,7 +291,7 @@ def thousands(world: World) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-def test_thousands_of_mixed_collectives_leave_memory_descriptors_and_threads_as_they_were() -> None:
+def test_thousands_of_collectives_do_not_leak_memory_descriptors_or_threads() -> None:
     for before, after in run_ranks(2, thousands, backend="paceline"):
         assert after[1:] == before[1:]
         assert after[0] - before[0] < 3000, f"{before[0]} → {after[0]} KiB"
@@ -311,7 +311,7 @@ def destroy_while_waiting(world: World) -> str:
     return str(caught.value)
 
 
-def groups_of_ones_own(world: World) -> list[float]:
+def single_rank_groups(world: World) -> list[float]:
     found = []
     for turn in range(10):
         group = dist.new_group([world.rank])
@@ -321,15 +321,15 @@ def groups_of_ones_own(world: World) -> list[float]:
     return found
 
 
-def test_each_rank_makes_groups_of_itself_alone(pools: Pools) -> None:
-    """Torch asks for the same ranks everywhere, and works all the same; ours once met under one name, now and then."""
-    for rank, found in enumerate(pools.run(2, groups_of_ones_own)):
+def test_ranks_create_single_rank_groups_concurrently(pools: Pools) -> None:
+    """torch asks for the same list on every rank but accepts this; our groups sometimes shared a name."""
+    for rank, found in enumerate(pools.run(2, single_rank_groups)):
         assert found == [10.0 * turn + rank for turn in range(10)]
 
 
-def test_whoever_waits_in_a_group_that_is_destroyed_gets_an_error(pools: Pools) -> None:
-    for said in pools.run(2, destroy_while_waiting):
-        assert "cannot be used any longer, because it was destroyed" in said
+def test_waiting_in_a_destroyed_group_raises(pools: Pools) -> None:
+    for message in pools.run(2, destroy_while_waiting):
+        assert "cannot be used any longer, because it was destroyed" in message
 
 
 # -- the end of the process --------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ for _ in range(3000):
 """
 
 
-def test_a_process_may_end_while_its_thread_is_inside_an_operator_of_torch(tmp_path: Path) -> None:
-    """The interpreter took the thread's lock for ever, and C++ code that allows no exception was unwound: SIGABRT."""
+def test_a_process_may_exit_while_its_thread_runs_a_torch_operator(tmp_path: Path) -> None:
+    """At exit, the thread was unwound through C++ code that does not allow exceptions: SIGABRT."""
     done = paceline(tmp_path, program=("-c", UNFINISHED), fork="all", **{REAL_END: "1"})
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""register_comm_hook keeps torch's contract: torch's own hooks run unchanged, and beside torch DDP give the same."""
+"""register_comm_hook keeps torch's contract: torch's hooks run unchanged and give the same results as in torch DDP."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Gradients = list[list[torch.Tensor]]
 
 
 class Net(nn.Module):
-    """Matrices large enough for PowerSGD to compress, and a convolution."""
+    """A net with matrices large enough for PowerSGD and a convolution."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 
 def gradients(model: nn.Module, rank: int, steps: int = 6) -> Gradients:
-    """Of the parameters that are used, in every step of a training."""
+    """Train, and return the gradients of all used parameters for every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found = []
     for step in range(steps):
@@ -68,7 +68,7 @@ def gradients(model: nn.Module, rank: int, steps: int = 6) -> Gradients:
 
 
 def power_state(start: int = 2) -> Any:
-    # Epsilon: without it torch divides by zero where the gradient of an unused parameter is zero.
+    # Without epsilon, torch divides by zero for the zero gradient of an unused parameter.
     return powerSGD_hook.PowerSGDState(
         None,
         matrix_approximation_rank=2,
@@ -83,7 +83,7 @@ def local_sgd_state() -> Any:
 
 
 def one_after_another(state, bucket):  # type: ignore[no-untyped-def]  # which torch's check would read as strings
-    """A hook that a user would write: blocking, and with a result of its own."""
+    """A typical user-written hook: it blocks and returns a new tensor."""
     total = bucket.buffer().clone()
     dist.all_reduce(total)
     future: Future[torch.Tensor] = Future()
@@ -97,11 +97,11 @@ HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "fp16 wrapper": (lambda: None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
     "noop": (lambda: None, debugging_hooks.noop_hook),
     "PowerSGD": (power_state, powerSGD_hook.powerSGD_hook),
-    # It fails in torch 2.13 itself, with an AssertionError, as soon as it compresses.
+    # Fails in torch 2.13 itself with an AssertionError once it compresses.
     "batched PowerSGD": (partial(power_state, 100), powerSGD_hook.batched_powerSGD_hook),
     "fp16 wrapper of PowerSGD": (power_state, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
     "post-local SGD": (local_sgd_state, post_localSGD_hook.post_localSGD_hook),
-    # These two need the all-gather's future to be as NCCL makes it; on Gloo torch's DDP cannot run them.
+    # These two expect NCCL's kind of all-gather future; torch DDP cannot run them on Gloo.
     "quantization per tensor": (lambda: None, quantization_hooks.quantization_pertensor_hook),
     "quantization per channel": (lambda: None, quantization_hooks.quantization_perchannel_hook),
     "blocking": (lambda: None, one_after_another),
@@ -109,7 +109,7 @@ HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
 
 
 def beside_torch(world: World) -> list[str]:
-    """Every hook in ours and in torch's DDP, with the whole model in one bucket, where both see the same bytes."""
+    """Compare every hook with torch DDP, with one bucket for the whole model so that both see the same bytes."""
     failed = []
     torch.manual_seed(0)
     net = Net()
@@ -117,7 +117,7 @@ def beside_torch(world: World) -> list[str]:
         theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(net), find_unused_parameters=True)
         theirs.register_comm_hook(state(), hook)
         ours = DistributedDataParallel(copy.deepcopy(net), unused_parameters="allow")
-        # torch's order within a bucket, which it does not rebuild where parameters may be unused.
+        # torch's order within a bucket; it does not rebuild buckets if parameters may be unused.
         ours.load_bucket_layout([[name for name, _ in net.named_parameters()]])
         ours.register_comm_hook(state(), hook)
         with warnings.catch_warnings():
@@ -133,13 +133,13 @@ def beside_torch(world: World) -> list[str]:
 
 
 @pytest.mark.slow
-def test_torchs_own_hooks_do_in_ours_what_they_do_in_torch_ddp(pools: Pools) -> None:
+def test_torch_hooks_give_the_same_results_as_in_torch_ddp(pools: Pools) -> None:
     for failed in pools.run(2, beside_torch):
         assert failed == []
 
 
 def near_the_mean(world: World) -> None:
-    """Hooks that torch refuses on a CPU, and every way to register one, with many buckets."""
+    """Hooks that torch refuses on CPU, registered in every possible way, with many buckets."""
     torch.manual_seed(0)
     net = Net()
     plain = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
@@ -170,11 +170,11 @@ def test_every_way_to_register_a_hook_gives_the_mean(pools: Pools) -> None:
     pools.run(2, near_the_mean)
 
 
-# -- what a hook sees --------------------------------------------------------------------------------------------------
+# -- arguments of hooks ------------------------------------------------------------------------------------------------
 
 
 class Log:
-    """A hook's state that notes what each bucket was."""
+    """Hook state that logs every bucket."""
 
     def __init__(self) -> None:
         self.buckets: list[tuple[int, bool, list[str]]] = []
@@ -189,10 +189,10 @@ class Log:
         self.buckets.append((bucket.index(), bucket.is_last(), shown))
         bucket.set_buffer(bucket.buffer() * 2)
         assert torch.equal(bucket.gradients()[0].flatten(), 2 * flat[: bucket.gradients()[0].numel()])
-        return default_hooks.allreduce_hook(None, bucket)  # of the doubled buffer
+        return default_hooks.allreduce_hook(None, bucket)  # reduces the doubled buffer
 
 
-def what_a_hook_sees(world: World) -> None:
+def log_hook_calls(world: World) -> None:
     torch.manual_seed(0)
     net = Deep()
     plain = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
@@ -222,12 +222,12 @@ def what_a_hook_sees(world: World) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_hook_gets_every_bucket_once_in_order_and_set_buffer_is_what_counts(pools: Pools, size: int) -> None:
-    pools.run(size, what_a_hook_sees)
+def test_a_hook_gets_every_bucket_once_in_order_and_set_buffer_takes_effect(pools: Pools, size: int) -> None:
+    pools.run(size, log_hook_calls)
 
 
 def mean_hook(world: World) -> None:
-    """The allreduce hook equals one process on the whole batch, weights and all."""
+    """With weights, the allreduce hook equals one process on the whole batch."""
     for case in [
         Case(build=Tied, micros=2, window="backward", set_to_none=False, batches=(12, 5)),
         Case(build=partial(Parts, checkpointing="reentrant"), pattern="a part twice", batches=(12, 7)),
@@ -265,7 +265,7 @@ def test_the_documented_hook_averages_with_any_algorithm(pools: Pools, size: int
 
 
 def summed_in_half(world: World) -> None:
-    """Summed losses whose gradients are large: their sum over the ranks overflows in fp16, their mean does not."""
+    """Summed losses have large gradients: their fp16 sum over ranks overflows, their mean does not."""
     for dtype in (torch.float16, torch.bfloat16):
         model = DistributedDataParallel(nn.Linear(8, 1, bias=False, dtype=dtype))
         twin = copy.deepcopy(model.module)
@@ -277,7 +277,7 @@ def summed_in_half(world: World) -> None:
         same_tensor(model.module.weight.grad, twin.weight.grad, 0.01, str(dtype))
 
 
-def test_weights_are_right_where_a_sum_over_ranks_would_overflow(pools: Pools) -> None:
+def test_weighted_means_are_right_even_if_the_sum_would_overflow(pools: Pools) -> None:
     pools.run(2, summed_in_half)
 
 
@@ -311,7 +311,7 @@ def refusals(world: World) -> None:
         DistributedDataParallel(Deep())._register_builtin_comm_hook("fp16")
 
 
-def test_what_is_no_hook_is_refused_when_it_is_registered(pools: Pools) -> None:
+def test_invalid_hooks_are_refused_at_registration(pools: Pools) -> None:
     pools.run(2, refusals)
 
 
@@ -328,7 +328,7 @@ def fails_later(state: object, bucket: Any) -> Any:
 
 
 def answering(change: Callable[[torch.Tensor], Any]) -> Any:
-    """A hook whose collective is in order, and whose answer is not."""
+    """Return a hook that runs its collective correctly but returns a wrong result."""
 
     def hook(state: object, bucket: Any) -> Any:
         return default_hooks.allreduce_hook(None, bucket).then(lambda future: change(future.value()))
@@ -359,7 +359,7 @@ def fail(world: World) -> None:
         assert text.startswith(begin), text
         assert message in text, text
         assert "\n" not in text
-        for _ in range(2):  # the replicas cannot go on
+        for _ in range(2):  # the replicas cannot continue
             with pytest.raises(PacelineError, match="start again from the last checkpoint"):
                 model(data(world.rank, 1)).sum().backward()
 
@@ -380,13 +380,13 @@ def never(world: World) -> None:
         model(torch.ones(1, 3)).sum().backward()
 
 
-def test_a_future_that_is_never_completed_ends_by_the_groups_timeout(pools: Pools) -> None:
+def test_a_future_that_never_completes_times_out(pools: Pools) -> None:
     pools.run(2, never)
 
 
 def zero_step(world: World) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it loads TorchScript
+        warnings.simplefilter("ignore")  # importing it loads TorchScript
         from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -399,12 +399,12 @@ def zero_step(world: World) -> None:
     model.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
 
 
-def test_an_optimizer_that_looks_into_torchs_reducer_is_refused_by_name(pools: Pools) -> None:
+def test_an_optimizer_that_needs_torchs_reducer_is_refused_by_name(pools: Pools) -> None:
     pools.run(1, zero_step)
 
 
 def raises_somewhere(world: World) -> str:
-    """In the second backward, in its second bucket, on rank 1 alone, which lives on."""
+    """Raise in the second bucket of the second backward on rank 1 only, which keeps running."""
     group: Any = dist.new_group(timeout=timedelta(seconds=2))
     calls = []
 
@@ -429,16 +429,16 @@ def raises_somewhere(world: World) -> str:
 
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
-def test_where_one_ranks_hook_fails_it_raises_at_once_and_the_others_at_the_timeout(backend: str) -> None:
+def test_a_failing_hook_raises_immediately_on_its_rank_and_on_others_at_timeout(backend: str) -> None:
     with Ranks(2, backend=backend) as ranks:
         first, second = ranks.run(raises_somewhere)
     assert second.startswith("HookError: rank 1: communication hook 'raises_somewhere.<locals>.hook', called for buck")
     assert "rank 0" in first
-    assert "see the error" in first  # it blamed the hook of rank 0, too
+    assert "see the error" in first  # the hook of rank 0 was blamed
 
 
 def exception_between(world: World) -> None:
-    """An exception of the model's, not the hook's: the others learn of it, and all can go on."""
+    """An exception in the model rather than the hook reaches the other ranks, and training can continue."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
     model.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -460,5 +460,5 @@ def exception_between(world: World) -> None:
         same_tensor(mine.grad, other.grad, 1e-9, "after the exception")
 
 
-def test_after_an_exception_in_backward_hooks_are_in_step_again(pools: Pools) -> None:
+def test_hooks_stay_in_step_after_an_exception_in_backward(pools: Pools) -> None:
     pools.run(2, exception_between)

@@ -26,11 +26,11 @@ from ranks import Pools
 ROOT = Path(__file__).parents[3]
 
 
-# -- one machine, split by force, or without shared memory ------------------------------------------------------------
+# -- one machine, split by force, or without shared memory -------------------------------------------------------------
 
 
 def trained(world: World, hosts: int) -> Tensor:
-    """Parameters after three steps of our DDP, whose channels take the split."""
+    """Return the parameters after three steps of our DDP on a world split into hosts."""
     with patch.dict(os.environ, {SPLIT: str(hosts)}):
         torch.manual_seed(0)
         model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)))
@@ -45,7 +45,7 @@ def trained(world: World, hosts: int) -> Tensor:
 def test_ddp_trains_over_hosts_as_on_one(pools: Pools) -> None:
     one, two = pools.run(2, trained, 1), pools.run(2, trained, 2)
     assert all(torch.equal(result, two[0]) for result in two)
-    # Sums in another order; a weight may be close to zero, and its gradients are not.
+    # The order of sums differs; a weight may be close to zero while its gradients are not.
     torch.testing.assert_close(two[0], one[0], rtol=1e-5, atol=1e-5)
 
 
@@ -54,7 +54,7 @@ def refused(*_: Any) -> Any:
 
 
 def over_gloo(world: World, hosts: int) -> list[str]:
-    """Make a group of `hosts` hosts; on one, the system refuses memory to rank 1. Returns the warnings."""
+    """Create a group of `hosts` hosts and return its warnings. With one host, rank 1 cannot allocate shared memory."""
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {SPLIT: str(hosts)}))
         if hosts == 1 and world.rank == 1:
@@ -78,9 +78,9 @@ def over_gloo(world: World, hosts: int) -> list[str]:
         (1, "rank 1: the system refuses it: [Errno 1] memfd_create is forbidden here"),
     ],
 )
-def test_where_memory_cannot_be_shared_gloo_is_used_and_rank_0_says_why(pools: Pools, hosts: int, why: str) -> None:
-    said = pools.run(2, over_gloo, hosts)
-    assert said == [[f"the process group uses Gloo, not shared memory: {why}"], []]
+def test_without_shared_memory_gloo_is_used_and_rank_0_says_why(pools: Pools, hosts: int, why: str) -> None:
+    messages = pools.run(2, over_gloo, hosts)
+    assert messages == [[f"the process group uses Gloo, not shared memory: {why}"], []]
 
 
 def test_shared_memory_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_shared_memory_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
         memory_identity(0, 2)
 
 
-# -- two hosts as network namespaces --------------------------------------------------------------------------------
+# -- two hosts as network namespaces -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -161,9 +161,7 @@ def ended(processes: list[Forked], folder: Path) -> list[tuple[int, str, str]]:
     return [(code, out, err) for code, (out, err) in zip(codes, streams, strict=True)]
 
 
-def test_two_network_namespaces_train_as_two_hosts_and_a_dead_rank_is_an_error_on_both(
-    hosts: list[Host], tmp_path: Path
-) -> None:
+def test_two_network_namespaces_act_as_two_hosts_and_both_see_a_dead_rank(hosts: list[Host], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     results = ended(start(hosts, script), tmp_path)

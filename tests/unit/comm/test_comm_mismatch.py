@@ -1,4 +1,4 @@
-"""Ranks that call different things get the same named error, none hangs, and the group works afterwards."""
+"""Ranks that call different operations all get the same error, no rank hangs, and the group still works."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DIFFERENT: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
 
 
 def works(world: World) -> None:
-    """The group is usable: small and large, in both directions."""
+    """Check that the group still works, with small and large messages in both directions."""
     for count in (1, 3 * CHUNK + 5):
         tensor = torch.full((count,), float(world.rank + 1))
         dist.all_reduce(tensor)
@@ -74,12 +74,12 @@ def differ(world: World) -> list[str]:
     return told
 
 
-def test_a_difference_is_named_on_every_rank_and_the_group_works_afterwards(pools: Pools) -> None:
+def test_a_mismatch_is_named_on_every_rank_and_the_group_still_works(pools: Pools) -> None:
     for rank, told in enumerate(pools.run(3, differ)):
-        for said, (*_, named) in zip(told, DIFFERENT, strict=True):
-            assert said.startswith(f"rank {rank}: ranks are out of step in operation "), said
-            assert re.search(named, said), said
-            assert "rank 2: " in said.replace(f"rank {rank}: ranks", "")
+        for message, (*_, named) in zip(told, DIFFERENT, strict=True):
+            assert message.startswith(f"rank {rank}: ranks are out of step in operation "), message
+            assert re.search(named, message), message
+            assert "rank 2: " in message.replace(f"rank {rank}: ranks", "")
 
 
 def differ_in_a_subgroup(world: World) -> str:
@@ -91,33 +91,33 @@ def differ_in_a_subgroup(world: World) -> str:
     return str(caught.value)
 
 
-def test_in_a_subgroup_ranks_have_their_names_of_the_world(pools: Pools) -> None:
-    for rank, said in enumerate(pools.run(3, differ_in_a_subgroup)):
+def test_errors_in_a_subgroup_use_global_ranks(pools: Pools) -> None:
+    for rank, message in enumerate(pools.run(3, differ_in_a_subgroup)):
         if rank:
-            assert said.startswith(f"rank {rank}: ")
-            assert "(rank 1: all_reduce of 1 × float32 by SUM; rank 2: all_reduce of 2" in said
+            assert message.startswith(f"rank {rank}: ")
+            assert "(rank 1: all_reduce of 1 × float32 by SUM; rank 2: all_reduce of 2" in message
 
 
 def launch_differently(world: World) -> list[str]:
     group: Any = dist.group.WORLD
     tensors = [group.allocate(8 + (world.rank == 1 and i == 1), torch.float32) for i in range(4)]
-    said = []
+    message = []
     for operation in [group.launch_all_reduce(tensor) for tensor in tensors]:
         try:
             operation.wait()
-            said.append("")
+            message.append("")
         except DesyncError as error:
-            said.append(str(error))
+            message.append(str(error))
     for tensor in tensors:
         group.free(tensor)
     works(world)
-    return said
+    return message
 
 
-def test_one_wrong_launch_of_several_is_named_and_the_others_are_right(pools: Pools) -> None:
-    for said in pools.run(3, launch_differently):
-        assert [bool(one) for one in said] == [False, True, False, False]
-        assert "rank 0, 2: shared all_reduce of 8 × float32 by SUM; rank 1: shared all_reduce of 9" in said[1]
+def test_one_mismatched_launch_is_named_and_the_others_succeed(pools: Pools) -> None:
+    for message in pools.run(3, launch_differently):
+        assert [bool(one) for one in message] == [False, True, False, False]
+        assert "rank 0, 2: shared all_reduce of 8 × float32 by SUM; rank 1: shared all_reduce of 9" in message[1]
 
 
 def skip(world: World) -> tuple[str, float]:
@@ -138,18 +138,18 @@ def skip(world: World) -> tuple[str, float]:
     return first, took
 
 
-def test_a_skipped_collective_is_named_after_the_timeout_with_rank_operation_and_number() -> None:
+def test_a_skipped_collective_is_named_at_timeout_with_rank_and_operation() -> None:
     with Ranks(2, backend="paceline") as ranks:
-        (said, took), _ = ranks.run(skip)
+        (message, took), _ = ranks.run(skip)
     assert re.match(
         r"rank 0: rank 1 \(pid \d+, which has begun \d+ operations of this group\) did not take part within 0\.5 s in "
         r"all_reduce of 3 × float32 by SUM, operation \d+ of this group; see the error",
-        said,
-    ), said
+        message,
+    ), message
     assert took > 0.4
 
 
-# -- arguments that cannot be right ------------------------------------------------------------------------------------
+# -- wrong arguments ---------------------------------------------------------------------------------------------------
 
 
 def wrong(world: World) -> tuple[str, str]:
@@ -176,18 +176,18 @@ def wrong(world: World) -> tuple[str, str]:
         lambda: group.free(ones),
         lambda: group.launch_all_reduce(ones),
     ]
-    said = []
+    message = []
     for call in of_torch + ours:
         with pytest.raises(UsageError if call in ours else (ValueError, TypeError, RuntimeError, UsageError)) as caught:
             call()
         assert not isinstance(caught.value, CommunicationError)
-        said.append(str(caught.value))
+        message.append(str(caught.value))
         dist.barrier()
     works(world)
-    return said[0], said[12]
+    return message[0], message[12]
 
 
-def test_wrong_arguments_are_clear_errors_and_the_group_works_afterwards(pools: Pools) -> None:
+def test_wrong_arguments_raise_clear_errors_and_the_group_still_works(pools: Pools) -> None:
     for root, memory in pools.run(3, wrong):
         assert "from rank 9 of a group of 3" in root
         assert "4,000,000,000,000,000 bytes of shared memory were requested, but the host has" in memory

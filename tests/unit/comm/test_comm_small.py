@@ -1,4 +1,4 @@
-"""Small all-reduces, which every rank computes for itself as soon as all have shown their part."""
+"""Small all-reduces: every rank computes the sum itself once all ranks have published their input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mine(world: World, count: int = 5) -> Tensor:
 
 
 def polled(world: World) -> None:
-    """No thread works on it, so the question has to."""
+    """No thread makes progress on the operation, so is_completed() must."""
     tensor = mine(world)
     work = dist.all_reduce(tensor, async_op=True)
     until(work.is_completed)
@@ -38,7 +38,7 @@ def polled(world: World) -> None:
     assert work.wait()
 
 
-def test_to_ask_whether_it_is_completed_is_enough(pools: Pools) -> None:
+def test_polling_is_completed_makes_progress(pools: Pools) -> None:
     pools.run(2, polled)
 
 
@@ -46,10 +46,10 @@ def scatter(part: Tensor) -> None:
     dist.scatter(part, [torch.ones_like(part)] * 2 if dist.get_rank() == 0 else None)
 
 
-def begun_in_a_callback(world: World) -> None:
-    """An operation that a callback begins comes before those of the main thread, on whichever rank that is quicker."""
+def start_in_a_callback(world: World) -> None:
+    """An operation started in a callback precedes those of the main thread, whichever thread is faster on a rank."""
 
-    def begin_another(future: torch.futures.Future[Any]) -> Tensor:
+    def start_another(future: torch.futures.Future[Any]) -> Tensor:
         time.sleep(0.1 * (1 - world.rank))
         another, part = mine(world, 3), torch.zeros(2)
         dist.all_reduce(another)
@@ -61,22 +61,22 @@ def begun_in_a_callback(world: World) -> None:
         dist.all_reduce,
         lambda tensor: dist.all_reduce(tensor, async_op=True).wait(),
         lambda tensor: dist.broadcast(tensor.expand(LARGEST + 1).contiguous(), 0),
-        scatter,  # Gloo's
+        scatter,  # delegated to Gloo
     ]
     for follow in following * 2:
         first = dist.all_reduce(mine(world, LARGEST + 1), async_op=True)
-        second = first.get_future().then(begin_another)
+        second = first.get_future().then(start_another)
         first.wait()
         time.sleep(0.1 * world.rank)
         follow(torch.ones(1))
         assert second.wait().eq(SUMS[world.size]).all()
 
 
-def test_an_operation_begun_in_a_callback_has_its_place_on_every_rank(pools: Pools) -> None:
-    pools.run(2, begun_in_a_callback)
+def test_an_operation_started_in_a_callback_has_the_same_order_on_every_rank(pools: Pools) -> None:
+    pools.run(2, start_in_a_callback)
 
 
-def test_a_value_that_cannot_be_made_fails_the_future_and_not_the_thread() -> None:
+def test_a_failing_value_fails_the_future_and_not_the_thread() -> None:
     handle = Handle([torch.ones(1)])
 
     def value() -> Tensor:
@@ -84,7 +84,7 @@ def test_a_value_that_cannot_be_made_fails_the_future_and_not_the_thread() -> No
 
     handle.value = value
     future = handle.get_future()
-    handle.run(lambda: None)  # as the thread does, which would end by an error
+    handle.run(lambda: None)  # as the thread does; an error here would end it
     assert handle.is_over()
     assert handle.wait()
     with pytest.raises(RuntimeError, match="no memory for the value"):
@@ -92,7 +92,7 @@ def test_a_value_that_cannot_be_made_fails_the_future_and_not_the_thread() -> No
 
 
 def turns(world: World) -> None:
-    """Small ones follow launched and large ones that nobody has begun yet, on every rank at its own pace."""
+    """Small all-reduces follow launched and large ones that have not started, at a different pace on every rank."""
     group: Any = dist.group.WORLD
     shared = group.allocate(50_000, torch.float32)
     for turn in range(20):
@@ -102,7 +102,7 @@ def turns(world: World) -> None:
         works: list[Any] = []
         for number, tensor in enumerate(tensors):
             if (turn + number + world.rank) % 4 == 0:
-                time.sleep(0.001)  # so that the thread has caught up on one rank alone
+                time.sleep(0.001)  # lets the thread catch up on one rank only
             works.append(dist.all_reduce(tensor, async_op=True))
             group.progress()
         for work in [*works, launched] if turn % 2 else [launched, *reversed(works)]:
@@ -112,12 +112,12 @@ def turns(world: World) -> None:
     group.free(shared)
 
 
-def test_small_ones_keep_their_turn_among_launched_and_large_ones(pools: Pools) -> None:
+def test_small_all_reduces_keep_their_order_among_launched_and_large_ones(pools: Pools) -> None:
     pools.run(2, turns)
 
 
-def ends_after_its_part(world: World) -> str:
-    """Rank 0 shows its part and ends. It has done all that the others need."""
+def exit_after_publishing(world: World) -> str:
+    """Rank 0 publishes its input and exits, which is all that the others need."""
     peer = torch.tensor([os.getpid()])
     dist.broadcast(peer, 0)
     dist.barrier()
@@ -127,7 +127,7 @@ def ends_after_its_part(world: World) -> str:
         os._exit(0)
     if world.rank == 2:
         until(lambda: not alive(int(peer)))
-        time.sleep(1.2)  # longer than rank 1 sleeps in one piece
+        time.sleep(1.2)  # longer than a single sleep of rank 1
     dist.all_reduce(tensor)
     assert tensor.eq(SUMS[world.size]).all()
     with pytest.raises(CommunicationError, match=r"rank 0 \(pid \d+\) has ended in barrier"):
@@ -135,14 +135,14 @@ def ends_after_its_part(world: World) -> str:
     return "seen"
 
 
-def test_a_rank_may_end_when_it_has_shown_its_part() -> None:
+def test_a_rank_may_exit_once_it_has_published_its_input() -> None:
     with Ranks(3, 100, "paceline") as ranks:
-        ranks.start(ends_after_its_part)
+        ranks.start(exit_after_publishing)
         assert [ranks.answer(rank, 90) for rank in (1, 2)] == ["seen", "seen"]
 
 
-def runs_ahead(world: World) -> None:
-    """Rank 1 has posted all of them when rank 0 begins, and never calls the group again before rank 0 is done."""
+def run_ahead(world: World) -> None:
+    """Rank 1 has posted all operations when rank 0 starts, and stays out of the group until rank 0 is done."""
     tensors = [mine(world) for _ in range(4)]
     dist.barrier()
     if world.rank == 1:
@@ -154,19 +154,19 @@ def runs_ahead(world: World) -> None:
         dist.recv(torch.ones(1), 1)
         for number, tensor in enumerate(tensors):
             work = dist.all_reduce(tensor, async_op=True)
-            # The ring for all of them came with the first, so a wait for another one would sleep.
+            # One ring announced all of them, so waiting for another ring would block.
             assert number == 0 or work.is_completed()
             work.wait()
         dist.send(torch.ones(1), 1)
     assert all(tensor.eq(SUMS[world.size]).all() for tensor in tensors)
 
 
-def test_a_sum_that_all_peers_have_shown_needs_no_further_ring(pools: Pools) -> None:
-    pools.run(2, runs_ahead)
+def test_a_sum_with_all_inputs_published_needs_no_further_ring(pools: Pools) -> None:
+    pools.run(2, run_ahead)
 
 
-def begins_many_first(world: World) -> None:
-    """Rank 1 begins none before rank 0 has begun more than may be under way."""
+def start_many_first(world: World) -> None:
+    """Rank 1 starts only after rank 0 has started more operations than may be pending."""
     tensors = [mine(world) for _ in range(400)]
     if world.rank == 1:
         dist.recv(torch.ones(1), 0)
@@ -178,18 +178,18 @@ def begins_many_first(world: World) -> None:
     assert all(tensor.eq(SUMS[world.size]).all() for tensor in tensors)
 
 
-def test_to_begin_one_waits_for_no_rank(pools: Pools) -> None:
-    pools.run(2, begins_many_first)
+def test_starting_an_operation_does_not_wait_for_other_ranks(pools: Pools) -> None:
+    pools.run(2, start_many_first)
 
 
-def begun_beside_a_wait(world: World) -> None:
-    """Rank 1 begins none before rank 0 has begun the second one, while another thread waits for the first."""
+def start_during_a_wait(world: World) -> None:
+    """Rank 1 starts only after rank 0 has started a second operation while another thread waits for the first."""
     first, second = mine(world), mine(world)
     if world.rank == 0:
         work = dist.all_reduce(first, async_op=True)
         waiting = threading.Thread(target=work.wait)
         waiting.start()
-        time.sleep(0.1)  # so that it waits; a longer start shows nothing, and does no harm
+        time.sleep(0.1)  # until it waits; if it takes longer, the test passes without testing
         later = dist.all_reduce(second, async_op=True)
         dist.send(torch.ones(1), 1)
         waiting.join()
@@ -202,11 +202,11 @@ def begun_beside_a_wait(world: World) -> None:
     assert second.eq(SUMS[world.size]).all()
 
 
-def test_one_thread_may_begin_while_another_waits(pools: Pools) -> None:
-    pools.run(2, begun_beside_a_wait)
+def test_one_thread_may_start_an_operation_while_another_waits(pools: Pools) -> None:
+    pools.run(2, start_during_a_wait)
 
 
-def polled_for_nobody(world: World) -> str:
+def poll_for_a_dead_rank(world: World) -> str:
     dist.barrier()
     if world.rank == 1:
         os._exit(0)
@@ -216,7 +216,7 @@ def polled_for_nobody(world: World) -> str:
     return str(work.exception())
 
 
-def test_to_ask_whether_it_is_completed_notices_that_a_rank_has_ended() -> None:
+def test_polling_is_completed_notices_a_dead_rank() -> None:
     with Ranks(2, 100, "paceline") as ranks:
-        ranks.start(polled_for_nobody)
+        ranks.start(poll_for_a_dead_rank)
         assert "has ended in all_reduce of 5 × float32" in ranks.answer(0, 90)

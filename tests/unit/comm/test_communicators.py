@@ -1,7 +1,6 @@
-"""NCCL communicators of groups of our own: destroyed by all their ranks together or aborted, never by a finalizer.
+"""NCCL communicators of our groups: destroyed by all ranks together or aborted, never by a finalizer.
 
-Without a GPU, Gloo stands for NCCL, with one property of NCCL's added: a group is destroyed only when all its ranks do
-so.
+Without a GPU, Gloo stands in for NCCL with one added property: destroying a group requires all its ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ on_two_ranks = pytest.mark.ranks(2, backend="gloo")
 
 
 class LikeNccl:
-    """What is asked of NCCL's backend."""
+    """The parts of NCCL's backend that Paceline uses."""
 
     def __init__(self, *, is_used: bool = True) -> None:
         self._is_initialized = lambda: is_used
@@ -35,27 +34,27 @@ class LikeNccl:
 
 
 class Together:
-    """A group that waits for its other ranks when it is destroyed, as NCCL may, and not when it is aborted."""
+    """A group that, like NCCL, waits for its other ranks when destroyed but not when aborted."""
 
-    def __init__(self, group: Any, told: list[str]) -> None:
-        self.group, self.told = group, told
+    def __init__(self, group: Any, events: list[str]) -> None:
+        self.group, self.events = group, events
 
     def shutdown(self) -> None:
         self.group.barrier().wait()
-        self.told.append(f"destroyed {self.group.group_name}")
+        self.events.append(f"destroyed {self.group.group_name}")
         self.group.shutdown()
 
     def abort(self) -> None:
-        self.told.append(f"aborted {self.group.group_name}")
+        self.events.append(f"aborted {self.group.group_name}")
         self.group.shutdown()
 
 
 def stand_in(*, is_used: bool = True) -> list[str]:
-    """Let Gloo stand for NCCL in this rank; returns what becomes of communicators, by name."""
-    told: list[str] = []
+    """Let Gloo stand in for NCCL on this rank; return a log of what happens to communicators, by name."""
+    events: list[str] = []
 
     def keep(group: Any, name: str, ranks: Any) -> None:
-        nccl_communicators.opened[name] = nccl_communicators.Communicator(Together(group, told), tuple(ranks))
+        nccl_communicators.opened[name] = nccl_communicators.Communicator(Together(group, events), tuple(ranks))
 
     nccl = LikeNccl(is_used=is_used)
     changed: Any = nccl_communicators
@@ -66,7 +65,7 @@ def stand_in(*, is_used: bool = True) -> list[str]:
 
     opened: Any = own_group
     opened.keep = keep
-    return told
+    return events
 
 
 def wrap() -> DistributedDataParallel:
@@ -80,36 +79,36 @@ def name_of(model: DistributedDataParallel) -> str:
 
 
 @on_two_ranks
-def test_a_communicator_is_destroyed_where_all_its_ranks_come_and_never_by_a_finalizer(world: World) -> None:
-    told = stand_in()
+def test_a_communicator_is_destroyed_at_a_common_point_and_never_by_a_finalizer(world: World) -> None:
+    events = stand_in()
     models = [wrap()]
     first = name_of(models[0])
     if world.rank == 0:
         models.clear()
         gc.collect()
-    models.append(wrap())  # a common point, but rank 1 still trains the first model
-    assert told == []
+    models.append(wrap())  # a common point, but rank 1 still uses the first model
+    assert events == []
     if world.rank == 1:
         del models[0]
         gc.collect()
-    assert told == []
+    assert events == []
     models.append(wrap())
-    assert told == [f"destroyed {first}"]
+    assert events == [f"destroyed {first}"]
     second, third = map(name_of, models)
     if world.rank == 0:
         del models[0]
         gc.collect()
-    world.close()  # also while wrappers live, and where ranks have released different ones
-    assert told[1:] == [f"destroyed {name}" for name in sorted([second, third])]
+    world.close()  # even with live wrappers, and if ranks have released different ones
+    assert events[1:] == [f"destroyed {name}" for name in sorted([second, third])]
     models.clear()
     gc.collect()
-    assert len(told) == 3
+    assert len(events) == 3
 
 
 @on_two_ranks
 def test_a_dropped_wrapper_leaves_no_communicator(world: World) -> None:
-    # One whose NCCL carried nothing is closed at once: with it goes shared memory, say.
-    told = stand_in(is_used=False)
+    # A communicator that NCCL never used is closed immediately, which frees its shared memory.
+    events = stand_in(is_used=False)
     model = wrap()
     name = name_of(model)
     shut = nccl_communicators.opened[name]
@@ -117,11 +116,11 @@ def test_a_dropped_wrapper_leaves_no_communicator(world: World) -> None:
     gc.collect()
     assert shut.group is None
     wrap()
-    assert told == []
+    assert events == []
     assert name not in nccl_communicators.opened
 
-    # One with work that one rank did not wait for is aborted by all.
-    told = stand_in()
+    # If one rank has unfinished work, all ranks abort the communicator.
+    events = stand_in()
     model = wrap()
     name, channel = name_of(model), channel_of(model)
     if world.rank == 0:
@@ -130,16 +129,16 @@ def test_a_dropped_wrapper_leaves_no_communicator(world: World) -> None:
     gc.collect()
     wrap()
     gc.collect()
-    assert told == [f"aborted {name}"]
+    assert events == [f"aborted {name}"]
 
-    # Made and dropped in turn, only the last ones are left.
-    told = stand_in()
+    # If wrappers are created and dropped repeatedly, only the last communicators remain.
+    events = stand_in()
     for number in range(6):
         model = wrap()
         if (number + world.rank) % 2 == 0:
             del model
             gc.collect()
-    assert len(told) + len(nccl_communicators.opened) == 6
+    assert len(events) + len(nccl_communicators.opened) == 6
 
 
 # -- leaving on an error -----------------------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ def test_a_dropped_wrapper_leaves_no_communicator(world: World) -> None:
 
 @pytest.mark.ranks(2, backend="paceline")
 def test_a_group_with_shared_memory_can_be_aborted(world: World) -> None:
-    """As on a host with GPUs; rank 0 has something under way."""
+    """As on a GPU host; rank 0 has a pending operation."""
     group: Any = dist.group.WORLD
     if world.rank == 0:
         group.launch_all_reduce(group.allocate(3, torch.float32))
@@ -160,36 +159,36 @@ def test_a_group_with_shared_memory_can_be_aborted(world: World) -> None:
 
 @on_two_ranks
 @pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(1)], ids=["raises", "exits_with_1"])
-def test_leaving_the_world_on_an_error_aborts_what_can_never_end(world: World, error: BaseException) -> None:
-    """It waited for the other ranks instead, and the error was seen when NCCL's timeout had passed, if at all."""
-    told = stand_in()
+def test_leaving_the_world_on_an_error_aborts_pending_operations(world: World, error: BaseException) -> None:
+    """It waited for the other ranks, so the error appeared only after NCCL's timeout, if at all."""
+    events = stand_in()
     model = wrap()
     name = name_of(model)
     if world.rank == 1:
-        with pytest.raises(ValueError, match="ended"), world:  # it never joins what rank 0 has launched
+        with pytest.raises(ValueError, match="ended"), world:  # never joins rank 0's operation
             raise ValueError("ended")
         return
     channel_of(model).all_reduce(torch.ones(1))
     with pytest.raises(type(error)), world:
         raise error
-    assert told == [f"aborted {name}"]
+    assert events == [f"aborted {name}"]
     assert not dist.is_initialized()
 
 
 @on_two_ranks
-def test_sys_exit_without_an_error_is_no_error(world: World) -> None:
-    told = stand_in()
+def test_sys_exit_zero_is_not_an_error(world: World) -> None:
+    events = stand_in()
     model = wrap()
     with pytest.raises(SystemExit), world:
         raise SystemExit(0)
-    assert told == [f"destroyed {name_of(model)}"]
+    assert events == [f"destroyed {name_of(model)}"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=pytest.mark.ranks(2, backend=name)) for name in ("gloo", "paceline")]
 )
-def test_without_nccl_the_world_is_left_on_an_error_as_before(world: World, backend: str) -> None:
+def test_without_nccl_nothing_is_aborted_on_an_error(world: World, backend: str) -> None:
     model = wrap()
     group: Any = dist.group.WORLD
     if world.rank == 0:
@@ -201,17 +200,17 @@ def test_without_nccl_the_world_is_left_on_an_error_as_before(world: World, back
     del model
 
 
-# -- one GPU a rank ----------------------------------------------------------------------------------------------------
+# -- one GPU per rank --------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one() -> None:
+def test_a_rank_uses_the_gpu_of_its_local_rank_or_the_only_one() -> None:
     assert [choose_gpu(12, 0, 1), choose_gpu(12, 7, 8)] == [0, 7]
-    assert choose_gpu(12, 3, 1) == 0  # a scheduler shows each task its GPU alone
+    assert choose_gpu(12, 3, 1) == 0  # a scheduler shows each task only its own GPU
     with pytest.raises(WorldError, match=r"rank 12: local rank 4 has no GPU, because only 4 are visible"):
         choose_gpu(12, 4, 4)
 
 
-def test_ranks_that_see_the_same_single_gpu_are_refused_by_its_uuid() -> None:
+def test_ranks_that_share_a_single_gpu_are_refused_by_uuid() -> None:
     store = HashStore()
     for rank, gpu in enumerate(["GPU-a", "GPU-b", "GPU-a"]):
         store.set(f"gpu/{rank}", gpu)
@@ -221,11 +220,11 @@ def test_ranks_that_see_the_same_single_gpu_are_refused_by_its_uuid() -> None:
             check_own_gpu(store, rank, 3, "GPU-a")
 
 
-def test_parts_of_one_divided_gpu_are_different_gpus() -> None:
+def test_mig_slices_of_one_gpu_are_different_gpus() -> None:
     names = {gpu_name("GPU-a", {"CUDA_VISIBLE_DEVICES": visible}) for visible in ("MIG-1", "MIG-2", "0", "1")}
     assert names == {"GPU-a MIG-1", "GPU-a MIG-2", "GPU-a"}
     hosts = {gpu_name("GPU-a", {"NCCL_HOSTID": host}) for host in ("0", "1")}
-    assert len(hosts) == 2, "NCCL takes two ranks on one GPU if it was told that they are on two hosts"
+    assert len(hosts) == 2, "NCCL accepts two ranks on one GPU if it believes that they are on different hosts"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +238,7 @@ def test_parts_of_one_divided_gpu_are_different_gpus() -> None:
 def test_init_on_a_gpu_sets_it_and_binds_nccl_to_it(
     monkeypatch: pytest.MonkeyPatch, backend: str | None, chosen: str, bound: torch.device | None
 ) -> None:
-    """Bound, the world has its communicator from the start, and those of wrappers are split from it."""
+    """Binding creates the world's communicator at init, and wrappers split theirs from it."""
     for name in paceline.core.world.REQUIRED:
         monkeypatch.delenv(name, raising=False)
     seen: dict[str, Any] = {}

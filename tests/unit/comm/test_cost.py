@@ -15,7 +15,7 @@ def log(size: int) -> int:
     return ceil(log2(size))
 
 
-# Messages one after the other, bytes moved, bytes reduced: the closed forms of cost.py's docstring.
+# Sequential messages, bytes moved, bytes reduced: the closed forms of cost.py's docstring.
 ANY_SIZE: dict[str, Law] = {
     "linear_broadcast": lambda p, n: (p - 1, (p - 1) * n, 0),
     "linear_reduce": lambda p, n: (p - 1, (p - 1) * n, (p - 1) * n),
@@ -32,14 +32,14 @@ POWERS_OF_TWO: dict[str, Law] = {
 }
 
 
-def test_the_closed_form_equals_the_count_of_the_schedule() -> None:
+def test_closed_forms_match_the_schedules() -> None:
     for name, law in {**ANY_SIZE, **POWERS_OF_TWO}.items():
         for size in (1, 2, 4, 8, 16, 32) if name in POWERS_OF_TWO else range(1, 20):
             assert features(build(name, size), 1000.0) == pytest.approx(law(size, 1000.0)), (name, size)
 
 
 @pytest.mark.parametrize(("many", "each"), [(1, 4), (2, 2), (2, 4), (3, 2), (4, 4)])
-def test_the_closed_form_of_hosts(many: int, each: int) -> None:
+def test_the_closed_form_for_hosts(many: int, each: int) -> None:
     size = many * each
     schedule = build("hierarchical_all_reduce", size, hosts=[rank // each for rank in range(size)])
     bytes_ = (size - 1) / size * 1000
@@ -54,7 +54,7 @@ def fastest(nbytes: int, size: int, result: str) -> str:
     return min(schedules, key=lambda schedule: NETWORK.seconds(schedule, nbytes)).name
 
 
-def test_short_messages_take_the_tree_and_long_ones_few_bytes() -> None:
+def test_short_messages_prefer_the_tree_and_long_ones_few_bytes() -> None:
     assert fastest(8, 6, "broadcast") == "tree_broadcast"
     assert fastest(10**8, 6, "broadcast") == "scatter_all_gather_broadcast"
     assert fastest(8, 6, "all-reduce") in ("tree_all_reduce", "halving_doubling_all_reduce")  # six steps each

@@ -1,4 +1,4 @@
-"""The NCCL communicator of a wrapper, time waited for it, refusals in graph capture; fakes stand in for a GPU."""
+"""A wrapper's NCCL communicator, its exposed time, and refusals during graph capture, with fakes instead of a GPU."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from twins import Pools
 GPU = torch.device("cuda", 0)
 
 
-# -- where communicators come from -------------------------------------------------------------------------------------
+# -- creating communicators --------------------------------------------------------------------------------------------
 
 
 class LikeNccl(ProcessGroupGloo):
-    """A backend with the faces of NCCL's that are used, and a record of what is asked of it."""
+    """A backend with the parts of NCCL's interface that Paceline uses; it records the calls."""
 
     class Options:
         def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LikeNccl(ProcessGroupGloo):
 
     supports_splitting = True
     made: ClassVar[list[Any]] = []
-    """All that were made: of one that Python lets go of, only the part in C++ stays."""
+    """All instances, kept alive because otherwise only their C++ part survives."""
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, timedelta(seconds=20))
@@ -66,7 +66,7 @@ def like_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("like_nccl")
 @pytest.mark.parametrize("bound", [GPU, None])
-def test_a_communicator_is_split_from_its_parents_if_that_is_bound_to_a_device(bound: torch.device | None) -> None:
+def test_a_communicator_is_split_from_its_parent_if_that_is_bound_to_a_device(bound: torch.device | None) -> None:
     parent, own = group_with_nccl(bound=bound), ProcessGroup(HashStore(), 0, 1)
     torch_distributed.attach_nccl(own, parent, [0], HashStore(), "own", timedelta(seconds=20))
     backend = torch_distributed.nccl_of(own)
@@ -77,11 +77,11 @@ def test_a_communicator_is_split_from_its_parents_if_that_is_bound_to_a_device(b
     assert backend.asked.global_ranks_in_group == [0]
 
 
-# -- time waited for communication -------------------------------------------------------------------------------------
+# -- exposed communication time ----------------------------------------------------------------------------------------
 
 
 class Clock:
-    """A device's stream: events get their time when the device comes to them."""
+    """A fake device stream: an event gets its time when the device reaches it."""
 
     def __init__(self) -> None:
         self.queued: list[Any] = []
@@ -99,7 +99,7 @@ class Clock:
             self.queued.pop(0).at = at
 
 
-def test_time_exposed_on_a_device_is_read_from_events_that_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exposed_time_is_read_from_events_the_device_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(torch, "Event", clock.event)
     monkeypatch.setattr(channel, "is_capturing", lambda _: False)
@@ -107,7 +107,7 @@ def test_time_exposed_on_a_device_is_read_from_events_that_it_has_passed(monkeyp
     for _ in range(2):
         with time:
             pass
-    assert time.seconds == 0  # the device has come to none of them, and nobody waits for it
+    assert time.seconds == 0  # the device has reached no event, and the host does not wait for it
     clock.passes(1000, 1250, 3000)
     assert time.seconds == 0.25
     clock.passes(3500)
@@ -126,7 +126,7 @@ def test_a_host_far_ahead_of_its_device_does_not_pile_up_events(monkeypatch: pyt
     monkeypatch.setattr(channel, "is_capturing", lambda _: True)
     clock.passes(*range(2 * MOST_PENDING))
     with time:
-        assert not clock.queued  # nothing is timed in a capture
+        assert not clock.queued  # a capture records no times
     assert time.seconds == pytest.approx(MOST_PENDING / 1000)
 
 
@@ -134,7 +134,7 @@ def test_a_host_far_ahead_of_its_device_does_not_pile_up_events(monkeypatch: pyt
 
 
 def capture(world: World, case: str) -> str:
-    """Train a few steps, then one while a graph is captured, as the engine is told."""
+    """Train a few steps, then one with torch reporting that a graph is being captured."""
     options: dict[str, Any] = {
         "check_finite": {"check_finite": True},
         "replicas": {"check_replicas_every": 2},
@@ -175,9 +175,9 @@ def capture(world: World, case: str) -> str:
         ("first steps", "the wrapper's first steps"),
     ],
 )
-def test_what_a_cuda_graph_cannot_replay_is_refused_by_name(pools: Pools, case: str, named: str | None) -> None:
-    for rank, said in enumerate(pools.run(2, capture, case)):
+def test_cuda_graph_capture_refuses_unsupported_operations_by_name(pools: Pools, case: str, named: str | None) -> None:
+    for rank, message in enumerate(pools.run(2, capture, case)):
         if named is None:
-            assert said == ""
+            assert message == ""
         else:
-            assert said.startswith(f"rank {rank}: a CUDA graph cannot capture {named}")
+            assert message.startswith(f"rank {rank}: a CUDA graph cannot capture {named}")

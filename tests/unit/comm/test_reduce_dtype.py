@@ -1,4 +1,4 @@
-"""Gradients reduced in another dtype than the parameters'."""
+"""Gradients reduced in a different dtype than the parameters."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def equals_one_process(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_equal_one_process_whatever_dtype_gradients_are_reduced_in(pools: Pools) -> None:
+def test_ranks_equal_one_process_for_every_reduce_dtype(pools: Pools) -> None:
     assert "a part twice" in PATTERNS
     pools.run(3, equals_one_process)
 
 
 def model_and_gradients(world: World, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> list[Tensor]:
-    """Gradients of a bf16 layer: 1 on rank 0, else 1/256, half a unit in its last place, which sums in bf16 lose."""
+    """Gradients of a bf16 layer: 1 on rank 0 and 1/256 (half an ulp) elsewhere, which bf16 sums lose."""
     layer = nn.Linear(8, 3, bias=False).to(dtype)
     model = DistributedDataParallel(layer, reduce_dtype=reduce_dtype)
     value = 1.0 if world.rank == 0 else 1 / 256
@@ -80,7 +80,7 @@ def lifetimes(world: World) -> None:
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
             same_tensor(mine.grad, other.grad, 0.02, f"step {step}")
         optimizer.step()
-        optimizer.step()  # over the same averages; it was not refused for views either
+        optimizer.step()  # repeats the same averages; not refused for views either
         with torch.no_grad():
             for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
                 other.copy_(mine)
@@ -95,5 +95,5 @@ def lifetimes(world: World) -> None:
         DistributedDataParallel(nn.Linear(4, 4), reduce_dtype=torch.int8)
 
 
-def test_gradients_are_told_from_a_ranks_own_though_they_are_no_views(pools: Pools) -> None:
+def test_averaged_and_local_gradients_are_distinguished_even_if_not_views(pools: Pools) -> None:
     pools.run(3, lifetimes)

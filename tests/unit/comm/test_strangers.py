@@ -1,7 +1,7 @@
-"""Another user of the host, who may connect to every port and abstract socket of ours, gets nothing and stops nothing.
+"""Another user of the host can connect to all our ports and abstract sockets, but gets no data and blocks no rank.
 
-The public store is an unauthenticated TCPStore. Before there was a private one, whoever wrote another socket's name
-into it was sent a rank's memory.
+The public store is an unauthenticated TCPStore. Before there was a private store, anyone who wrote a
+false socket name into it was sent a rank's memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def listen(tell: Callable[[Any], None]) -> None:
-    """Listen on an abstract socket; tell its name, and then what everybody sends who connects."""
+    """Listen on an abstract socket; report its name, then the data that each client sends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")
         listener.listen()
@@ -56,7 +56,7 @@ def listen(tell: Callable[[Any], None]) -> None:
 
 
 @needs_root
-def test_nothing_is_sent_to_another_user_who_listens_in_place_of_a_rank() -> None:
+def test_another_user_listening_in_place_of_a_rank_gets_no_data() -> None:
     store = HashStore()
     with Stranger(listen) as stranger:
         store.set("socket/0", json.dumps([stranger.hear(), "00" * 32]))
@@ -67,8 +67,8 @@ def test_nothing_is_sent_to_another_user_who_listens_in_place_of_a_rank() -> Non
         assert stranger.hear() == (b"", 0)
 
 
-def test_a_rank_shows_its_memory_only_to_those_who_know_its_secret() -> None:
-    """Whoever connects as the same user still has to name the secret of the rank that listens."""
+def test_a_rank_shares_its_memory_only_with_peers_that_know_its_secret() -> None:
+    """A client of the same user still has to present the listening rank's secret."""
     store, arena, found = HashStore(), Arena(), dict[int, Any]()
     rank = threading.Thread(target=meet, args=(0, store, found))
     rank.start()
@@ -87,7 +87,7 @@ def test_a_rank_shows_its_memory_only_to_those_who_know_its_secret() -> None:
 
 
 def flood(rank: int, pipe: Connection) -> None:
-    """Connect to every socket of ours there is, over and over, and send garbage, descriptors or nothing."""
+    """Connect to all our sockets repeatedly and send garbage, descriptors or no data."""
     if rank and os.geteuid() == 0:
         os.setuid(NOBODY)
     knocks, held = 0, list[socket.socket]()
@@ -115,21 +115,21 @@ def flood(rank: int, pipe: Connection) -> None:
             knocks = 0
 
 
-def heard(pipes: list[Connection]) -> list[Any]:
+def received(pipes: list[Connection]) -> list[Any]:
     assert all(pipe.poll(30) for pipe in pipes)
     return [pipe.recv() for pipe in pipes]
 
 
 @pytest.mark.slow
-def test_a_flood_of_strangers_does_not_keep_a_rank_waiting_beyond_its_timeout() -> None:
-    """Somebody was always at the door, and so the clock was never looked at."""
+def test_a_flood_of_connections_does_not_extend_a_ranks_timeout() -> None:
+    """With a connection always pending, the deadline was never checked."""
     with in_processes(flood, range(2)) as floods:
-        assert heard(floods) == ["here"] * 2
+        assert received(floods) == ["here"] * 2
         start = time.monotonic()
         with pytest.raises(CommunicationError, match="rank 0: rank 1 did not arrive"):
             handshake.connect(HashStore(), 0, Arena(), timedelta(seconds=2), range(2))
         assert time.monotonic() - start < 60
-        assert min(heard(floods)) > 100
+        assert min(received(floods)) > 100
 
 
 def meet(rank: int, store: Store, found: dict[int, Any]) -> None:
@@ -145,15 +145,15 @@ def close(peers: list[Peer]) -> None:
         os.close(descriptor)
 
 
-def test_strangers_at_the_socket_change_nothing() -> None:
-    """Two ranks meet in the middle of a flood."""
+def test_ranks_connect_despite_a_flood_of_connections() -> None:
+    """Two ranks complete their handshake during a flood."""
     store = HashStore()
     found: dict[int, Any] = {}
     with in_processes(flood, range(2)) as floods:
-        assert heard(floods) == ["here"] * 2
+        assert received(floods) == ["here"] * 2
         first = threading.Thread(target=meet, args=(0, store, found))
         first.start()
-        assert min(heard(floods)) > 100  # rank 0 listens, and they have found it
+        assert min(received(floods)) > 100  # rank 0 listens, and the flood has reached it
         meet(1, store, found)
         first.join()
     for rank in range(2):
@@ -165,7 +165,7 @@ def test_strangers_at_the_socket_change_nothing() -> None:
 
 
 def offer(tell: Callable[[Any], None], name: str) -> None:
-    """Hold a memory file that looks like a private store."""
+    """Hold a memory file that imitates a private store."""
     descriptor = os.memfd_create(name)
     os.fchmod(descriptor, 0o600)
     tell(f"/proc/{os.getpid()}/fd/{descriptor}")
@@ -186,7 +186,7 @@ def intrude(tell: Callable[[Any], None], path: str) -> None:
 
 
 @needs_root
-def test_what_a_stranger_writes_into_the_public_store_is_refused_by_name(tmp_path: Path) -> None:
+def test_values_forged_in_the_public_store_are_refused_by_name(tmp_path: Path) -> None:
     public = loopback_store()
     file, other = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600), make_file("1")
     with Stranger(offer, f"paceline-store-{public.port}") as stranger:
@@ -198,9 +198,9 @@ def test_what_a_stranger_writes_into_the_public_store_is_refused_by_name(tmp_pat
             f"{path_of(other)} {'0' * 32}": "it was not made for this job",
             f"{path_of(999999)} {'0' * 32}": "it cannot be opened: No such file",
         }
-        for text, said in refused.items():
+        for text, message in refused.items():
             public.set("private", text)
-            with pytest.raises(CommunicationError, match=re.escape(said)) as caught:
+            with pytest.raises(CommunicationError, match=re.escape(message)) as caught:
                 private_store(public, 1, range(2), TIMEOUT, range(2))
             assert "rank 1: rank 0's private store" in str(caught.value)
             assert len(str(caught.value)) < 600
@@ -209,7 +209,7 @@ def test_what_a_stranger_writes_into_the_public_store_is_refused_by_name(tmp_pat
 
 
 def store_write(tell: Callable[[Any], None], port: int, entries: dict[str, str]) -> None:
-    """Write into a TCPStore, over and over into those keys wherever they appear, and garbage into all others."""
+    """Keep writing `entries` into matching keys of a TCPStore and garbage into all others."""
     store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
     for key, value in entries.items():
         store.set(key, value)
@@ -220,19 +220,19 @@ def store_write(tell: Callable[[Any], None], port: int, entries: dict[str, str])
             store.set(key, entries.get(key.rpartition("/")[2], "garbage"))
 
 
-def test_a_file_of_another_job_is_not_taken_for_this_ones() -> None:
+def test_another_jobs_memory_file_is_not_used() -> None:
     descriptor = make_file("7")
     with pytest.raises(NotPrivate, match="was not made for this job"):
         open_file(path_of(descriptor), "8")
     before = len(os.listdir("/proc/self/fd"))
     mine = open_file(path_of(descriptor), "7")
-    assert open_file(path_of(descriptor), "7") == mine  # once for each process
+    assert open_file(path_of(descriptor), "7") == mine  # once per process
     assert len(os.listdir("/proc/self/fd")) == before + 1
     os.close(descriptor)
 
 
-def test_a_private_store_is_used_as_it_is_and_takes_no_more_descriptors() -> None:
-    gc.collect()  # what tests before this one left
+def test_a_private_store_is_reused_without_further_descriptors() -> None:
+    gc.collect()  # garbage of earlier tests
     public = loopback_store()
     first = private_store(public, 0, range(2), TIMEOUT, range(2))
     assert rendezvous.is_private(first)
@@ -284,7 +284,7 @@ BOGUS = {
 
 
 @needs_root
-def test_a_stranger_who_writes_every_key_of_the_store_changes_nothing_under_our_launcher(tmp_path: Path) -> None:
+def test_overwriting_every_store_key_does_not_affect_our_launchers_jobs(tmp_path: Path) -> None:
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAINING), fork="all") as job:
         job.wait_for("port-0", "port-1")
         with Stranger(store_write, int((tmp_path / "port-0").read_text()), BOGUS) as stranger:
@@ -297,7 +297,7 @@ def test_a_stranger_who_writes_every_key_of_the_store_changes_nothing_under_our_
 
 
 def knock(tell: Callable[[Any], None], orders: Connection) -> None:
-    """Connect to the ports that are named, and say to be the peer with each of the numbers that Gloo may have given."""
+    """Connect to the given ports and claim to be a peer, with each number that Gloo may have assigned."""
     held = []
     while True:
         port = orders.recv()
@@ -310,8 +310,8 @@ def knock(tell: Callable[[Any], None], orders: Connection) -> None:
 
 
 @needs_root
-def test_a_stranger_who_takes_the_place_of_a_rank_in_gloo_is_noticed_before_anything_is_sent() -> None:
-    """Gloo by itself took him for rank 1: he got what rank 0 sent, and rank 1 waited until its timeout."""
+def test_an_impostor_in_gloo_is_detected_before_any_data_is_sent() -> None:
+    """Gloo alone accepted the impostor as rank 1: it got rank 0's data, and rank 1 waited until its timeout."""
     theirs, orders = fork_server.Pipe()
     store, before, ends = HashStore(), gloo.own_sockets(), {}
 
@@ -329,7 +329,7 @@ def test_a_stranger_who_takes_the_place_of_a_rank_in_gloo_is_noticed_before_anyt
             new = gloo.own_sockets() - before
             ports = [one.port for one in gloo.connections() if one.state == "0A" and one.inode in new]
         orders.send(ports[0])
-        assert visitor.hear() == ports[0]  # before rank 1 has come
+        assert visitor.hear() == ports[0]  # before rank 1 connects
         connect(1)
         first.join()
     assert f"rank 0: Gloo's port {ports[0]} was connected to by user {NOBODY}" in ends[0]
@@ -350,22 +350,22 @@ LISTENS = ("0:1F90", "0:0000", "0A", 7, 10)
         ([LISTENS, CONNECTED[0], ("A:0001", "A:1F90", "05", 0, 0)], (0x1F90, -1)),
         ([LISTENS, CONNECTED[0]], (0x1F90, -1)),
         ([LISTENS, CONNECTED[0], ("B:0001", "A:1F90", "01", 7, 12)], (0x1F90, -1)),
-        # connections of this process to others, and of others to each other, are none of Gloo's port
+        # connections from this process, and between other processes, do not belong to Gloo's port
         ([LISTENS, ("A:0002", "A:0050", "01", 7, 11), ("A:0050", "A:0002", "01", 8, 12)], None),
         ([LISTENS, ("A:0003", "A:0051", "01", 8, 13), ("A:0051", "A:0003", "01", 9, 14)], None),
     ],
 )
-def test_a_connection_from_another_user_is_found_in_the_kernels_table(
+def test_a_connection_of_another_user_is_found_in_the_kernel_table(
     table: list[tuple[str, str, str, int, int]], found: tuple[int, int] | None
 ) -> None:
     assert gloo.stranger([gloo.Connection(*line) for line in table], {10, 11}, 7) == found
 
 
-# -- without strangers -------------------------------------------------------------------------------------------------
+# -- nested jobs -------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_inside_a_job_does_not_take_the_outer_ones_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun, started by a rank of ``paceline run``, inherits the environment."""
+def test_a_nested_job_does_not_use_the_outer_jobs_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun inherits the environment if a rank of ``paceline run`` starts it."""
     outer, public = make_file("1"), loopback_store()
     inner = make_file(str(public.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

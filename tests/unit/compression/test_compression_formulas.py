@@ -1,4 +1,4 @@
-"""Every compressor does what its formula says: beside a naive reference that sees the gradients of all ranks."""
+"""Every compressor matches a naive reference that sees the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gradient_of(rank: int, step: int, index: int, shape: torch.Size) -> Tensor:
 
 
 def reduce_all(net: Net, state: Compressor, rank: int, step: int, layout: list[list[int]]) -> list[Tensor]:
-    """What the hook makes of this rank's gradients, for each parameter in its own shape."""
+    """Return the hook's result for each parameter, in the parameter's shape."""
     parameters = list(net.parameters())
     buckets = [Bucket.allocate(indices, parameters) for indices in layout]
     futures = []
@@ -63,7 +63,7 @@ def reduce_all(net: Net, state: Compressor, rank: int, step: int, layout: list[l
 
 
 class Reference:
-    """All ranks at once: ``reduce`` takes the gradients of a step, flat in memory order, by rank and parameter."""
+    """A model of all ranks: ``reduce`` takes a step's gradients, flat in memory order, by rank and parameter."""
 
     def __init__(self, net: Net, size: int) -> None:
         self.size = size
@@ -131,7 +131,7 @@ def eight_bits(values: Array) -> Array:
 
 
 class PowerReference(Reference):
-    """Knows nothing of bases: M becomes its projection onto the columns of the sum of M Q over the ranks."""
+    """Works without stored bases: projects M onto the columns of the sum of M Q over the ranks."""
 
     def __init__(self, net: Net, size: int) -> None:
         super().__init__(net, size)
@@ -161,7 +161,7 @@ class PowerReference(Reference):
         return numpy.concatenate(means), [numpy.concatenate(left) for left in lefts]
 
     def matrix(self, index: int, flat: Array) -> Array:
-        """In the parameter's shape, out of memory order."""
+        """Convert memory order to a matrix of the parameter's shape."""
         shape = self.parameters[index].shape
         if index == 2:
             o, i, h, w = shape
@@ -189,7 +189,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 def follow(world: World, kind: str) -> list[bytes]:
     make, make_reference, rtol = KINDS[kind]
-    torch.manual_seed(world.rank)  # no compressor may draw from it
+    torch.manual_seed(world.rank)  # compressors must not use this generator
     net = Net()
     state, reference = make(net), make_reference(net, world.size)
     bits = []
@@ -215,7 +215,7 @@ def follow(world: World, kind: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("size", "kind"), [(1, "int8"), *((3, kind) for kind in KINDS)])
-def test_a_compressor_equals_its_naive_reference_also_when_buckets_are_rebuilt(
+def test_a_compressor_equals_its_naive_reference_even_if_buckets_are_rebuilt(
     pools: Pools, size: int, kind: str
 ) -> None:
     runs = pools.run(size, follow, kind)
@@ -223,7 +223,7 @@ def test_a_compressor_equals_its_naive_reference_also_when_buckets_are_rebuilt(
 
 
 def skips(world: World) -> None:
-    """A step with a NaN on one rank gives NaN on all, and leaves no trace."""
+    """A NaN on one rank gives NaN on all ranks, but does not affect later steps."""
     net = Net()
     parameters = list(net.parameters())
     for make, *_ in KINDS.values():
@@ -244,7 +244,7 @@ def skips(world: World) -> None:
             assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
 
 
-def test_a_gradient_that_is_not_finite_reaches_all_ranks_and_stays_in_no_residual(pools: Pools) -> None:
+def test_a_nonfinite_gradient_reaches_all_ranks_but_no_residual(pools: Pools) -> None:
     pools.run(3, skips)
 
 
@@ -252,7 +252,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 
 
 def any_dtype(world: World, kind: str) -> list[bytes]:
-    torch.set_num_threads(world.rank + 1)  # more threads split sums in other places
+    torch.set_num_threads(world.rank + 1)  # more threads split sums differently
     makers = {
         "cast": Cast,
         "topk": lambda net: TopK(net, 1.0),
@@ -281,7 +281,7 @@ def any_dtype(world: World, kind: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_dtype_has_the_same_bits_on_ranks_with_other_numbers_of_threads(pools: Pools, kind: str) -> None:
+def test_ranks_with_different_thread_counts_get_the_same_bits(pools: Pools, kind: str) -> None:
     first, *others = pools.run(3, any_dtype, kind)
     assert all(other == first for other in others)
 
@@ -290,8 +290,8 @@ def test_every_dtype_has_the_same_bits_on_ranks_with_other_numbers_of_threads(po
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_is_summed_in_the_order_of_its_columns_whatever_the_matrix_library_does(dtype: torch.dtype) -> None:
-    # Replicas came to differ where ranks had other numbers of threads, by which the library shared the matrix out.
+def test_a_product_is_summed_in_column_order(dtype: torch.dtype) -> None:
+    # Replicas diverged when ranks had different thread counts, because the matrix library splits its work by thread.
     p, q = (torch.randn(size, 37, generator=generator()).to(dtype) for size in (500, 301))
     expected = torch.zeros(500, 301)
     for left, right in zip(p.float().t(), q.float().t(), strict=True):
@@ -299,7 +299,7 @@ def test_a_product_is_summed_in_the_order_of_its_columns_whatever_the_matrix_lib
     assert torch.equal(product(p, q), expected)
 
 
-def test_columns_become_orthonormal_and_span_the_same() -> None:
+def test_columns_become_orthonormal_and_keep_their_span() -> None:
     torch.manual_seed(0)
     matrix = torch.randn(3000, 4, dtype=torch.float64)
     matrix[:, 1] = matrix[:, 0] + 1e-6 * matrix[:, 1]  # nearly dependent
@@ -372,7 +372,7 @@ def bytes_sent(world: World) -> dict[str, float]:
     return ratios
 
 
-def test_bytes_on_the_wire_are_what_the_formats_need(pools: Pools) -> None:
+def test_bytes_sent_match_the_formats(pools: Pools) -> None:
     for ratios in pools.run(3, bytes_sent):
         assert ratios["cast"] == 0.5
         assert ratios["int8"] == pytest.approx(0.25 * (1 + 4 / 512), rel=0.001)

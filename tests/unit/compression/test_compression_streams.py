@@ -1,6 +1,6 @@
-"""Compressors on a device that queues its operations: right in every order of its streams, without stopping the host.
+"""Compressors on an asynchronous device are correct in every order of its streams and never block the host.
 
-Such a device is imitated by tests/queued_device.py. All ranks have the same gradients, so that one process is enough.
+tests/queued_device.py simulates such a device. All ranks have the same gradients, so one process is enough.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Done:
-    """A collective that is finished at once."""
+    """A collective that is already complete."""
 
     def wait(self) -> None:
         """Return."""
@@ -57,12 +57,12 @@ def gather(whole: Tensor, part: Tensor) -> None:
 
 
 def exchange(received: Tensor, sent: Tensor) -> None:
-    received.copy_(sent[:1].expand_as(sent))  # what every rank has for rank 0
+    received.copy_(sent[:1].expand_as(sent))  # every rank sends the same to rank 0
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[QueuedDevice | None], None]]:
-    """A world of ranks with the same gradients, whose collectives are launched on a device, or done at once."""
+    """A world of ranks with equal gradients whose collectives run on a device or complete immediately."""
 
     def use(device: QueuedDevice | None) -> None:
         def launch(function: Callable[..., None], *tensors: Tensor) -> Any:
@@ -83,7 +83,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[QueuedDevice | 
 
 
 class Event:
-    """What torch's futures of GPU tensors do: whoever waits has his stream wait for the one that gave the result."""
+    """Simulates torch's futures of GPU tensors: the waiting stream waits for the stream that produced the result."""
 
     def __init__(self, device: QueuedDevice, patch: pytest.MonkeyPatch) -> None:
         plain_result, plain_wait = torch.futures.Future.set_result, torch.futures.Future.wait
@@ -103,12 +103,12 @@ class Event:
 
 def values(step: int, at: int, numel: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + at)
-    gradient = torch.randn(numel, generator=generator) * (step != 2)  # a step without gradients: bases die
+    gradient = torch.randn(numel, generator=generator) * (step != 2)  # zero gradients: bases degenerate
     return gradient * float("nan") if step == 1 and at == 0 else gradient
 
 
 def reduce_steps(net: Net, state: Compressor, allocate: Callable[..., Tensor], steps: int) -> list[Tensor]:
-    """What the hook makes of every step's gradients, bucket by bucket, and the residuals."""
+    """Return the hook's results for every step and bucket, and the residuals."""
     parameters, results = list(net.parameters()), []
     for step in range(steps):
         buckets = [Bucket.allocate(indices, parameters, allocate) for indices in LAYOUTS[step == 3]]
@@ -127,7 +127,7 @@ def is_right(
     breaking: Callable[[pytest.MonkeyPatch], None] = lambda _: None,
     steps: int = 4,
 ) -> bool:
-    """Whether a device that queues gives the bits of one that does not in every order, and uses no memory too late."""
+    """Whether a queued device gives the same bits in every stream order and never uses freed memory."""
     ranks(None)
     net = Net()
     wanted = reduce_steps(net, make(net), torch.zeros, steps)
@@ -137,7 +137,7 @@ def is_right(
         device.use(patch)
         Event(device, patch)
         breaking(patch)
-        state = make(net)  # until the end, as its residuals are read on the main stream
+        state = make(net)  # kept until the end, because the main stream reads its residuals
         with device:
             results = reduce_steps(net, state, device.zeros, steps)
     return all(as_wanted(device, order, results, wanted) for order in permutations(device.streams))
@@ -146,7 +146,7 @@ def is_right(
 def as_wanted(device: QueuedDevice, order: tuple[Stream, ...], results: list[Tensor], wanted: list[Tensor]) -> bool:
     try:
         device.run(order)
-    except IndexError:  # an index that was not there yet
+    except IndexError:  # an index that was not computed yet
         return False
     found = [device.value(result) for result in results]
     same = all(torch.equal(mine.nan_to_num(7), other.nan_to_num(7)) for mine, other in zip(found, wanted, strict=True))
@@ -185,5 +185,5 @@ def no_wait_for_the_bucket(patch: pytest.MonkeyPatch) -> None:
         ("powersgd", no_wait_for_the_collective),
     ],
 )
-def test_a_missing_wait_would_be_found(kind: str, breaking: Any, ranks: Any) -> None:
+def test_a_missing_wait_is_detected(kind: str, breaking: Any, ranks: Any) -> None:
     assert not is_right(KINDS[kind], ranks, breaking, steps=2)

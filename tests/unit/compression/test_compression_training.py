@@ -1,4 +1,4 @@
-"""Trainings with compression: as one process without loss, resumed to the same bits, the same in torch's DDP."""
+"""Training with compression: lossless settings equal one process, resuming is bit-equal, torch DDP gives the same."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def beside_twin(world: World, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])
-def test_without_loss_ranks_equal_one_process(pools: Pools, kind: str) -> None:
+def test_lossless_settings_equal_one_process(pools: Pools, kind: str) -> None:
     pools.run(2, beside_twin, kind)
 
 
@@ -63,13 +63,13 @@ def gradients(model: nn.Module, rank: int, steps: int) -> list[list[Tensor]]:
 def in_torch_ddp(world: World, kind: str) -> None:
     theirs = nn.parallel.DistributedDataParallel(net(), find_unused_parameters=True)
     ours = DistributedDataParallel(net())
-    ours.load_bucket_layout([[name for name, _ in ours.module.named_parameters()]])  # torch's, where it is not rebuilt
+    ours.load_bucket_layout([[name for name, _ in ours.module.named_parameters()]])  # torch's initial layout
     for model in (theirs, ours):
         model.register_comm_hook(KINDS[kind](model), compression.hook)
     for a, b in zip(gradients(ours, world.rank, 4), gradients(theirs, world.rank, 4), strict=True):
         for mine, other in zip(a, b, strict=True):
             same_tensor(mine, other, 1e-6, kind)
-    # torch rebuilds its buckets after the first step: what was given is what was applied and what is left.
+    # torch rebuilds its buckets after the first step, so compare the sum of applied and residual gradients.
     rebuilt, plain = nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=0.002), DistributedDataParallel(net())
     state = KINDS[kind](rebuilt)
     rebuilt.register_comm_hook(state, compression.hook)
@@ -84,12 +84,12 @@ def in_torch_ddp(world: World, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8", "topk", "powersgd"])
-def test_compressors_do_the_same_in_torch_ddp(pools: Pools, kind: str) -> None:
+def test_compressors_give_the_same_results_in_torch_ddp(pools: Pools, kind: str) -> None:
     pools.run(2, in_torch_ddp, kind)
 
 
 def in_pairs(world: World) -> None:
-    """Each pair of ranks trains alone, and a state from the unwrapped model would average over both pairs."""
+    """Each pair of ranks trains alone; a state built from the unwrapped model would average over both pairs."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     model = DistributedDataParallel(net(), process_group=groups[world.rank // 2])
     with pytest.raises(UsageError, match=r"^TopK was not created for this wrapper's process group; create it from"):
@@ -100,7 +100,7 @@ def in_pairs(world: World) -> None:
         same_tensor(mine, wanted, 1e-6, "in a pair")
 
 
-def test_a_compressor_averages_over_the_wrappers_group_only(pools: Pools) -> None:
+def test_a_compressor_averages_only_over_the_wrappers_group(pools: Pools) -> None:
     pools.run(4, in_pairs)
 
 

@@ -1,4 +1,4 @@
-"""Black boxes: what a rank writes can be read at any moment, and after the rank was killed."""
+"""Black boxes: a rank's records can be read at any time, including after the rank was killed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from processes import paceline
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """An empty box's file, as a launcher makes it."""
+    """An empty black box file, as created by a launcher."""
     file = path_of(tmp_path, 0)
     file.write_bytes(bytes(SIZE))
     return file
@@ -41,7 +41,7 @@ def recording(box: BlackBox) -> Recorder:
 
 
 def in_child(function: Callable[[], Any]) -> int:
-    """Start `function` in a forked child, which never comes back; its process."""
+    """Run `function` in a forked child that never returns; return the child's pid."""
     child = os.fork()
     if child == 0:
         try:
@@ -63,7 +63,7 @@ def now_in(path: Path) -> Any:
 
 
 def count(path: Path) -> None:
-    """Write for ever."""
+    """Write until killed."""
     box, number = BlackBox(path, 3, 8), 0
     while True:
         number += 1
@@ -76,7 +76,7 @@ def count(path: Path) -> None:
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_killed_rank_did_last_can_be_read(path: Path) -> None:
+def test_the_last_records_of_a_killed_rank_can_be_read(path: Path) -> None:
     def work() -> None:
         box = BlackBox(path, 1, 2)
         for label in ("forward", "optimizer"):
@@ -95,13 +95,13 @@ def test_what_a_killed_rank_did_last_can_be_read(path: Path) -> None:
     assert not is_running(child)
 
 
-def test_a_reader_never_sees_half_a_number(path: Path) -> None:
+def test_a_reader_never_sees_a_partial_write(path: Path) -> None:
     child = in_child(lambda: count(path))
     try:
         while read_box(path) is None:
             time.sleep(0.001)
         seen = [now_in(path) for _ in range(1000)]
-        while len({box.steps for box in seen}) <= 10:  # it is to be written while it is read
+        while len({box.steps for box in seen}) <= 10:  # read while it is being written
             seen.append(now_in(path))
     finally:
         end(child)
@@ -112,8 +112,8 @@ def test_a_reader_never_sees_half_a_number(path: Path) -> None:
     assert {box.phase for box in seen} <= set(PHASES)
 
 
-def test_an_exception_leaves_behind_which_phase_it_came_from(path: Path) -> None:
-    """Phases end while an exception passes, before anybody can ask where it was raised."""
+def test_an_exception_records_the_phase_that_raised_it(path: Path) -> None:
+    """An exception ends its phase as it propagates, so the phase must be recorded immediately."""
     box = BlackBox(path, 0, 1)
     with suppress(ValueError), box.span("forward"), box.span("collective"):
         raise ValueError
@@ -129,7 +129,7 @@ def test_an_exception_leaves_behind_which_phase_it_came_from(path: Path) -> None
     assert (now.raised.phase, now.raised.bucket) == ("bucket wait", 3)
 
 
-def test_an_exception_is_forgotten_when_the_next_phase_begins_and_the_end_of_data_is_none(path: Path) -> None:
+def test_the_next_phase_clears_an_exception_and_stop_iteration_does_not_count(path: Path) -> None:
     box = BlackBox(path, 0, 1)
     with suppress(ValueError), box.span("forward"):
         raise ValueError
@@ -141,7 +141,7 @@ def test_an_exception_is_forgotten_when_the_next_phase_begins_and_the_end_of_dat
     assert now_in(path).raised is None
 
 
-def test_a_box_of_another_version_and_an_empty_file_are_said_so(path: Path) -> None:
+def test_an_empty_file_and_another_version_are_reported(path: Path) -> None:
     assert read_box(path) is None, "no rank has opened it"
     BlackBox(path, 0, 1)
     with path.open("r+b") as file:
@@ -157,7 +157,7 @@ def test_a_box_of_another_version_and_an_empty_file_are_said_so(path: Path) -> N
 # -- phases and steps --------------------------------------------------------------------------------------------------
 
 
-def test_each_phase_is_seen_and_the_loop_after_it(path: Path) -> None:
+def test_each_phase_is_visible_and_then_the_loop(path: Path) -> None:
     log = recording(BlackBox(path, 0, 1))
     for log.on in (False, True):
         for label in ("data wait", "forward", "backward", "wait", "optimizer", "checkpoint", "collective"):
@@ -170,7 +170,7 @@ def test_each_phase_is_seen_and_the_loop_after_it(path: Path) -> None:
             assert now_in(path).phase == "loop"
 
 
-def test_waits_inside_other_phases_give_way_to_them_again(path: Path) -> None:
+def test_after_a_nested_wait_the_outer_phase_is_shown_again(path: Path) -> None:
     log, seen = recording(BlackBox(path, 0, 1)), []
     look = lambda: seen.append((now_in(path).phase, now_in(path).bucket))  # noqa: E731
     with log.span("forward"):
@@ -191,9 +191,9 @@ def test_waits_inside_other_phases_give_way_to_them_again(path: Path) -> None:
     assert [phase if bucket is None else f"{phase}:{bucket}" for phase, bucket in seen] == expected
 
 
-def test_a_phase_that_raised_does_not_come_back(path: Path) -> None:
+def test_a_phase_that_raised_is_not_shown_again(path: Path) -> None:
     log = recording(BlackBox(path, 0, 1))
-    log.open("optimizer")  # its step raises, so that it never ends
+    log.open("optimizer")  # raises, so the phase is never closed
     with log.span("forward"):
         pass
     assert now_in(path).phase == "loop"
@@ -214,33 +214,33 @@ def test_a_step_ends_with_the_first_optimizer_after_a_forward(path: Path) -> Non
             log.open("optimizer")()
         return int(now_in(path).steps)
 
-    # micro-batches; two optimizers; an optimizer alone; forwards alone
+    # micro-batches; two optimizers; only an optimizer; only forwards
     assert [step(1, 1), step(3, 1), step(1, 2), step(0, 1), step(2, 0)] == [1, 2, 3, 3, 3]
 
 
-F, A, B = ("forward",), ("optimizer", 1), ("optimizer", 2)  # a step of one wrapper, and that of another one
+F, A, B = ("forward",), ("optimizer", 1), ("optimizer", 2)  # a forward, and the steps of two optimizers
 JOB_STEPS: dict[str, tuple[bool, list[tuple[Any, ...]], int | None]] = {
     "nothing has run": (True, [], None),
     "the first step": (True, [F], 0),
-    "steps of the wrapper alone": (True, [F, A, F, A], 2),
-    "a start after the first, of which nobody knows where it goes on": (False, [F, A, F, A], None),
-    "restored, and a Checkpointer that only saves": (False, [("restore", 5), F, A, F, A], 7),
-    "restored, and the first step not marked yet": (False, [("restore", 5), F, A], 5),
+    "only steps of the wrapper": (True, [F, A, F, A], 2),
+    "a restart at an unknown step": (False, [F, A, F, A], None),
+    "restored, then only saved": (False, [("restore", 5), F, A, F, A], 7),
+    "restored, first step not marked yet": (False, [("restore", 5), F, A], 5),
     "marked": (False, [("restore", 5), F, A, ("mark", 6), F, A], 6),
     "marked without the wrapper": (False, [("mark", 3)], 3),
     "nothing to restore": (False, [("restore", 0), F], 0),
-    "restored before any other optimizer steps": (False, [("restore", 5)], 5),
-    "optimizers that nobody counts": (False, [("restore", 5), ("lost",)], None),
-    "optimizers that the box counts": (False, [("restore", 5), F, A, ("lost",), F, A], 7),
-    "optimizers that are marked": (False, [("mark", 5), ("lost",)], 5),
+    "restored before any step": (False, [("restore", 5)], 5),
+    "uncounted optimizers": (False, [("restore", 5), ("lost",)], None),
+    "counted optimizers": (False, [("restore", 5), F, A, ("lost",), F, A], 7),
+    "marked optimizers": (False, [("mark", 5), ("lost",)], 5),
     "two optimizers of one forward": (True, [F, A, B, F, A, B], 2),
-    "two models in turns": (True, [F, A, F, B], None),
-    "two models in turns, marked": (True, [F, A, F, B, ("mark", 1), F, A], 1),
+    "two alternating models": (True, [F, A, F, B], None),
+    "two alternating models, marked": (True, [F, A, F, B, ("mark", 1), F, A], 1),
 }
 
 
 @pytest.mark.parametrize(("is_first_start", "acts", "expected"), JOB_STEPS.values(), ids=JOB_STEPS)
-def test_the_step_is_the_jobs_or_none(
+def test_the_step_is_that_of_the_whole_job_or_unknown(
     path: Path, is_first_start: bool, acts: list[tuple[Any, ...]], expected: int | None
 ) -> None:
     box = BlackBox(path, 0, 1, is_first_start)
@@ -258,7 +258,7 @@ def test_the_step_is_the_jobs_or_none(
     assert seen.has_stepped == any(what in ("optimizer", "mark") for what, *_ in acts)
 
 
-def test_averages_leave_the_first_step_out_and_count_a_wait_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averages_skip_the_first_step_and_count_a_wait_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("paceline.core.black_box_writer.time.monotonic", lambda: clock[0])
     log = recording(BlackBox(path, 0, 1))
@@ -274,10 +274,10 @@ def test_averages_leave_the_first_step_out_and_count_a_wait_once(path: Path, mon
     assert (box.mean_step, box.mean_waited, box.waited_spread) == (4.5, 2.0, 1.0)
 
 
-# -- whose box it is ---------------------------------------------------------------------------------------------------
+# -- ownership ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_forked_child_does_not_write_into_the_ranks_box(path: Path) -> None:
+def test_a_forked_child_does_not_write_to_the_ranks_box(path: Path) -> None:
     box = BlackBox(path, 0, 1)
     os.waitpid(in_child(lambda: box.span("checkpoint").__enter__()), 0)
     assert now_in(path).phase == "loop"
@@ -285,8 +285,8 @@ def test_a_forked_child_does_not_write_into_the_ranks_box(path: Path) -> None:
     assert now_in(path).phase == "checkpoint"
 
 
-def test_the_first_process_has_the_box_until_it_ends(path: Path) -> None:
-    """A program that a rank starts inherits the rank's environment."""
+def test_the_first_process_owns_the_box_until_it_exits(path: Path) -> None:
+    """A program started by a rank inherits its environment."""
     environment = {FOLDER: str(path.parent), "LOCAL_RANK": "0", "RANK": "4", "WORLD_SIZE": "8"}
 
     def hold() -> None:
@@ -311,12 +311,12 @@ def test_the_first_process_has_the_box_until_it_ends(path: Path) -> None:
 
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The place of this user's jobs, which nobody uses besides."""
+    """A private folder for this user's jobs."""
     monkeypatch.setenv(PARENT, str(tmp_path))
     return tmp_path
 
 
-def test_a_folder_lives_as_long_as_its_job(parent: Path) -> None:
+def test_a_job_folder_is_removed_with_its_job(parent: Path) -> None:
     assert running_jobs() == {}
     with JobFolder("../run 1", "train.py --lr 0.1", 2) as folder:
         folder.began({0: 11, 1: 12})
@@ -334,7 +334,7 @@ def test_a_folder_lives_as_long_as_its_job(parent: Path) -> None:
 
 
 @pytest.mark.parametrize("finder", ["launcher", "viewer"])
-def test_folders_of_dead_launchers_are_removed_by_the_next_and_others_stay(parent: Path, finder: str) -> None:
+def test_the_next_launcher_only_removes_folders_of_dead_launchers(parent: Path, finder: str) -> None:
     def launch() -> None:
         JobFolder("killed", "train.py", 2)
         (parent / "made").touch()
@@ -345,19 +345,19 @@ def test_folders_of_dead_launchers_are_removed_by_the_next_and_others_stay(paren
         time.sleep(0.005)
     (parent / "made").unlink()
     (parent / ".paceline-job-unfinished").mkdir(mode=0o700)
-    assert len(running_jobs()) == 1, "its launcher lives"
+    assert len(running_jobs()) == 1, "its launcher is alive"
     end(child)
     if finder == "launcher":
         JobFolder("next", "train.py", 1).remove()
     else:
         assert running_jobs() == {}
     assert [entry.name for entry in parent.iterdir()] == [".paceline-job-unfinished"], (
-        "which may be another launcher's, just now"
+        "may belong to a launcher that is just starting"
     )
 
 
-def test_folders_of_strangers_are_neither_used_nor_shown_nor_removed(parent: Path) -> None:
-    # Everyone may make folders in /dev/shm: one of our name, made by another user first, switched all restarts off.
+def test_folders_of_other_users_are_ignored(parent: Path) -> None:
+    # Any user may create folders in /dev/shm; another user's folder with our name disabled all restarts.
     (parent / f"paceline-{os.getuid()}").mkdir(0o777)
     opened, linked = parent / "paceline-job-open", parent / "paceline-job-link"
     opened.mkdir()
@@ -372,7 +372,7 @@ def test_folders_of_strangers_are_neither_used_nor_shown_nor_removed(parent: Pat
 
 
 @pytest.mark.parametrize("first", ["missing", "a file", "too small"])
-def test_the_next_place_is_taken_where_the_first_cannot_be_used(
+def test_the_next_place_is_used_if_the_first_is_unusable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     places = [tmp_path / "first", tmp_path / "second"]
@@ -384,7 +384,7 @@ def test_the_next_place_is_taken_where_the_first_cannot_be_used(
         places[0].mkdir()
         about = os.statvfs(tmp_path)
         free = {"f_blocks": about.f_blocks, "f_frsize": 4096}
-        # As much as the folder itself takes, but not what the ranks will want to keep.
+        # Enough for the folder itself, but not for the copies that ranks will keep.
         sizes = {places[0]: SimpleNamespace(f_bavail=64, **free), places[1]: SimpleNamespace(f_bavail=10**6, **free)}
         monkeypatch.setattr("paceline.core.job_directory.os.statvfs", sizes.__getitem__)
     with JobFolder("run", "train.py", 2) as folder:
@@ -394,14 +394,14 @@ def test_the_next_place_is_taken_where_the_first_cannot_be_used(
     if first == "too small":
         places.pop()
         with JobFolder("run", "train.py", 2) as folder:
-            assert (folder.path.parent, folder.remark) == (places[0], ""), "better than none"
+            assert (folder.path.parent, folder.remark) == (places[0], ""), "better than no folder"
 
 
 @pytest.mark.parametrize(("named", "last"), [(True, "memory"), (False, "cache"), (True, "nowhere")])
-def test_a_place_that_is_named_comes_first_and_the_users_cache_last(
+def test_the_configured_place_comes_first_and_the_user_cache_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], named: bool, last: str
 ) -> None:
-    # A full place of the user's choice switched all restarts off, and so did full disks beside that of the home.
+    # Restarts were disabled by a full user-chosen place, or by full disks other than the home disk.
     homes = {"memory": tmp_path / "memory", "cache": tmp_path / "cache" / "paceline"}
     homes["memory"].mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -426,15 +426,15 @@ def test_a_place_that_is_named_comes_first_and_the_users_cache_last(
         assert capfd.readouterr().err == said
 
 
-def test_the_numbers_of_phases_are_their_places() -> None:
+def test_phase_numbers_are_their_positions() -> None:
     import paceline.core.black_box_writer as writer
 
     for number, phase in enumerate(PHASES):
         assert getattr(writer, phase.upper().replace(" ", "_")) == number
 
 
-def test_opening_happens_at_the_first_span_and_not_at_import(parent: Path) -> None:
-    """Importing paceline has no effect, and the rank's first span finds the box without a call in the script."""
+def test_the_box_is_opened_by_the_first_span_and_not_at_import(parent: Path) -> None:
+    """Importing paceline has no effect; the first span opens the box without a call in the script."""
     code = f"""
 import os, pathlib, sys
 for name in [name for name in sys.modules if name == "paceline" or name.startswith("paceline.core")]:

@@ -1,4 +1,4 @@
-"""The end of a rank's process."""
+"""Exit of a rank's process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ began.wait()
 """
 
 
-def test_the_interpreter_ends_after_gloos_threads_have_released_their_tensors(tmp_path: Path) -> None:
-    """One that released a tensor later aborted the rank, after a training that went well."""
+def test_the_interpreter_exits_after_gloo_threads_released_their_tensors(tmp_path: Path) -> None:
+    """A Gloo thread that released a tensor later aborted the rank after a successful training."""
     with Running(tmp_path, program=(script(tmp_path, BUSY),)) as job:
         assert job.wait() == 0, job.stderr
     assert (tmp_path / "done").exists()

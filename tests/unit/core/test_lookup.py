@@ -1,4 +1,4 @@
-"""``paceline.get``: every answer on every rank, with and without a mesh, beside torch's own."""
+"""``paceline.get``: every value on every rank, with and without a mesh, compared with torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def answers(mesh: Any = None) -> tuple[Any, ...]:
-    """ws, rank, grank, lrank, device, and the global ranks of pg."""
+    """Return ws, rank, grank, lrank, device and the global ranks of pg."""
     pg = get("pg", mesh)
     return (
         *(get(what, mesh) for what in ("ws", "rank", "grank", "lrank", "device")),
@@ -47,13 +47,13 @@ def of_two_dimensions(world: World) -> dict[str, Any]:
     assert answers("tp") == answers(mesh["tp"])
     assert [get(what, mesh) for what in NAMES[3:]] == [world.rank, world.local_rank, CPU]
     assert answers() == without
-    # The group is one that can be used: a sum over it is a sum over the ranks along the dimension.
+    # The group works: an all-reduce over it sums over the ranks along the dimension.
     total = torch.tensor([10**world.rank])
     dist.all_reduce(total, group=get("pg", "dp"))
     return {"dp": answers("dp"), "tp": answers("tp"), "sum over dp": int(total)}
 
 
-def test_without_a_mesh_answers_are_global_and_with_one_of_two_dimensions_each_has_its_own(pools: Pools) -> None:
+def test_values_are_global_without_a_mesh_and_per_dimension_with_one(pools: Pools) -> None:
     seen = pools.run(4, of_two_dimensions)
     #  ranks   tp 0  tp 1
     #  dp 0       0     1
@@ -68,7 +68,7 @@ def test_without_a_mesh_answers_are_global_and_with_one_of_two_dimensions_each_h
 def refusals(world: World) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     get.register_mesh(mesh)
-    said = {
+    seen = {
         "several": [refusal(what, mesh) for what in NAMES[:3]],
         "dimension": refusal("rank", "pp"),
         "kind": refusal("rank", 0),
@@ -78,25 +78,25 @@ def refusals(world: World) -> dict[str, Any]:
     with pytest.raises(UsageError, match=r"no dimension names; create it with init_device_mesh\('cpu', \(2, 2\), "):
         get.register_mesh(DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])))
     part = DeviceMesh("cpu", torch.tensor([0, 2]))
-    said["outside"] = refusal("grank", part) if world.rank in (1, 3) else get("rank", part)
-    return said
+    seen["outside"] = refusal("grank", part) if world.rank in (1, 3) else get("rank", part)
+    return seen
 
 
-def test_what_cannot_be_answered_is_refused_with_the_remedy(pools: Pools) -> None:
-    for rank, said in enumerate(pools.run(4, refusals)):
+def test_invalid_queries_are_refused_with_the_remedy(pools: Pools) -> None:
+    for rank, seen in enumerate(pools.run(4, refusals)):
         needs = "needs one dimension, but the mesh has 2 (dp, tp); pass one of them, mesh['dp']"
-        assert said["several"] == [(UsageError, f"get({what!r}) {needs}") for what in NAMES[:3]]
-        assert said["dimension"] == (UsageError, "the registered mesh has no dimension 'pp'; it has 'dp', 'tp'")
-        assert said["kind"][1] == "mesh must be a DeviceMesh or the name of a dimension of the registered one, not int"
-        assert said["word"][1] == "get('world_size') is unknown; use one of ws, rank, pg, grank, lrank, device"
-        assert "the mesh has 2; pass a mesh of one dimension" in said["unnamed"][1]
+        assert seen["several"] == [(UsageError, f"get({what!r}) {needs}") for what in NAMES[:3]]
+        assert seen["dimension"] == (UsageError, "the registered mesh has no dimension 'pp'; it has 'dp', 'tp'")
+        assert seen["kind"][1] == "mesh must be a DeviceMesh or the name of a dimension of the registered one, not int"
+        assert seen["word"][1] == "get('world_size') is unknown; use one of ws, rank, pg, grank, lrank, device"
+        assert "the mesh has 2; pass a mesh of one dimension" in seen["unnamed"][1]
         if rank in (1, 3):
-            assert said["outside"] == (
+            assert seen["outside"] == (
                 WorldError,
                 f"rank {rank} is not part of the mesh, which has ranks [0, 2]; call get() only on those ranks",
             )
         else:
-            assert said["outside"] == rank // 2
+            assert seen["outside"] == rank // 2
 
 
 @pytest.mark.ranks(2)
@@ -115,14 +115,14 @@ def test_a_registered_mesh_lasts_as_long_as_its_process_group() -> None:
     dist.destroy_process_group()
 
 
-def test_before_init_there_is_nothing_to_get() -> None:
+def test_get_requires_init() -> None:
     for call in (lambda: paceline.get("rank"), lambda: get("ws", "dp"), lambda: get.register_mesh(object())):  # type: ignore[arg-type]
         with pytest.raises(WorldError, match=r"call paceline\.init\(\) first"):
             call()
 
 
 def registered_without_names(world: World) -> list[Any]:
-    """As the tutorials register it, once, also with a pair of brackets more than it needs."""
+    """Register the mesh as tutorials do, also with an extra pair of brackets."""
     found = []
     for ranks in ([0, 1, 2, 3], [[0, 1, 2, 3]]):
         assert get.register_mesh(DeviceMesh("cpu", torch.tensor(ranks))) is get
@@ -151,7 +151,7 @@ def test_a_registered_mesh_of_one_dimension_without_names_is_the_default(pools: 
             UsageError,
             "dimension 'dp' is unknown, because the registered mesh has no names; leave it out",
         )
-        assert own == (2, rank % 2, rank, rank % 2, CPU, pair)  # lrank, too, is the place in the mesh
+        assert own == (2, rank % 2, rank, rank % 2, CPU, pair)  # lrank is also the position in the mesh
         assert part[0] == rank
         assert part[1] == rank // 2 if rank in (1, 3) else part[1][0] is WorldError
 
@@ -163,7 +163,7 @@ def whole_name(what: str, mesh: DeviceMesh | None = None) -> str:
 
 
 @pytest.mark.ranks(2)
-def test_a_decorated_function_gets_the_registered_mesh_where_it_is_given_none(world: World) -> None:
+def test_a_decorated_function_defaults_to_the_registered_mesh(world: World) -> None:
     assert whole_name("rank") == "rank of no mesh"
     assert whole_name.register_mesh(DeviceMesh("cpu", torch.tensor([0, 1]))) is whole_name
     assert whole_name("rank") == "rank of 2"

@@ -13,8 +13,8 @@ SPIN = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhil
 DELAY_S = 0.1
 
 
-def test_a_process_that_waits_for_a_core_is_busy_and_one_that_sleeps_is_not() -> None:
-    """A notebook killed a rank that computed at a low priority, because it used hardly any CPU time."""
+def test_a_process_waiting_for_a_core_is_busy_and_a_sleeping_one_is_not() -> None:
+    """A notebook killed a low-priority rank because it got hardly any CPU time."""
     spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(2)]
     sleeping = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=-1)
     try:

@@ -25,13 +25,13 @@ def test_seeds_are_stable_distinct_and_fit_63_bits() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "7", None, True, -(2**70)])
-def test_a_seed_is_a_whole_number_from_0(seed: Any) -> None:
+def test_a_seed_is_a_nonnegative_integer(seed: Any) -> None:
     with pytest.raises(UsageError, match=r"seed must be (a whole number|at least 0), not "):
         set_seed(seed)
 
 
 def streams(world: World | None) -> list[list[float]]:
-    """Inside the block, after it, and without one."""
+    """Draw inside the block, after it, and without a block."""
     with set_seed(3):
         inside = draw()
     after = draw()
@@ -45,20 +45,20 @@ def test_ranks_agree_inside_the_block_and_differ_after_it(pools: Pools, monkeypa
     assert inside == same
     assert after != other
     assert all(after == alone for _, after, alone in results)
-    # Every rank had rank 0's streams when set_seed came before init(): the same dropout everywhere.
+    # With set_seed() before init(), every rank had rank 0's streams and thus the same dropout.
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         assert streams(None) == results[rank]
 
 
 @pytest.mark.parametrize("rank", ["", "one", "-1", "1.0"])
-def test_a_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+def test_a_rank_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(UsageError, match=f"^RANK='{rank}' is not a whole number >= 0"):
         set_seed(3)
 
 
-def test_how_much_was_drawn_inside_the_block_does_not_matter_after_it() -> None:
+def test_draws_inside_the_block_do_not_affect_draws_after_it() -> None:
     with set_seed(3):
         draw()
     first = draw()
@@ -78,13 +78,13 @@ def nested(world: World) -> list[list[float]]:
                 pass
             found.append(draw())
         found.append(draw())
-        set_seed(6)  # a helper's own: it must not make the rest of the block differ
+        set_seed(6)  # by a helper; the rest of the block must stay the same
         found.append(draw())
     return [*found, draw()]
 
 
-def test_inside_nested_blocks_ranks_agree_and_the_outer_stream_goes_on(pools: Pools) -> None:
-    """The inner block's end made the rest of the outer one differ by rank, and with it the initial weights."""
+def test_ranks_agree_in_nested_blocks_and_the_outer_stream_continues(pools: Pools) -> None:
+    """The end of the inner block made the rest of the outer one, and the initial weights, differ by rank."""
     first, second = pools.run(2, nested)
     assert first[:-1] == second[:-1]
     assert first[-1] != second[-1]
@@ -97,7 +97,7 @@ def two_draws(seed: int) -> list[list[float]]:
         return [draw(), draw()]
 
 
-def test_a_block_that_is_left_by_an_exception_is_closed() -> None:
+def test_an_exception_closes_the_block() -> None:
     with set_seed(3):
         found = [draw()]
         with pytest.raises(KeyError), set_seed(4):  # noqa: PT012
@@ -112,7 +112,7 @@ def test_a_block_that_is_left_by_an_exception_is_closed() -> None:
     assert draw() == after
 
 
-def test_a_block_that_was_made_before_the_one_around_it_leaves_that_alone() -> None:
+def test_a_block_created_before_its_outer_block_does_not_affect_it() -> None:
     inner = set_seed(4)
     with set_seed(3):
         found = [draw()]
@@ -122,7 +122,7 @@ def test_a_block_that_was_made_before_the_one_around_it_leaves_that_alone() -> N
     assert found == two_draws(3)
 
 
-def test_numpys_whole_numbers_and_large_ones_are_seeds() -> None:
+def test_numpy_integers_and_large_integers_are_valid_seeds() -> None:
     import numpy
 
     for seed, same in ((numpy.int64(7), 7), (numpy.uint8(7), 7), (torch.tensor(7), 7)):
@@ -139,9 +139,9 @@ def test_numpys_whole_numbers_and_large_ones_are_seeds() -> None:
     assert len(set(several)) == 4
 
 
-def test_a_state_brings_every_generator_back() -> None:
+def test_a_state_restores_every_generator() -> None:
     seed_all(1)
-    random.gauss(0, 1)  # leaves half a pair behind, which is state, too
+    random.gauss(0, 1)  # keeps the second number of a pair, which is also state
     state = rng_state()
     first = [*draw(), random.gauss(0, 1)]
     draw()

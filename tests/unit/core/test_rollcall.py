@@ -1,4 +1,4 @@
-"""Who did not come: constructions and collectives that only some ranks enter end by the timeout and name the others."""
+"""Missing ranks: constructors and collectives that only some ranks enter time out and name the absent ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ABSENT = 2
 
 
 def wait_for_marks(present: set[int]) -> None:
-    """Have this rank wait for the marks of the `present` ranks however busy the machine is, and not for others."""
+    """Make this rank always wait for the marks of the `present` ranks, and only for those."""
     look = missing_ranks.missing_from
 
     def missing_from(store: Any, keys: Sequence[str], seconds: float = 0) -> list[int]:
@@ -47,7 +47,7 @@ def wait_for_marks(present: set[int]) -> None:
 
 
 def impatient() -> dist.ProcessGroup:
-    """A group of all ranks that waits for a moment only; so does the world, for what takes no group."""
+    """Return a group of all ranks with a short timeout; the world gets the same, for calls that take no group."""
     patience = timedelta(seconds=PATIENCE_S)
     wait_for_marks(set(range(dist.get_world_size())) - {ABSENT})
     group: Any = dist.new_group(timeout=patience)
@@ -82,24 +82,24 @@ def gather(group: Any, folder: str) -> Callable[[], Any]:
 
 
 def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: str) -> str:
-    """Rank 2 does not come; what the others are told, and it comes in time."""
+    """Rank 2 stays away; the others return the error, which must be raised in time."""
     model = paceline.DistributedDataParallel(nn.Linear(2, 2))
-    model(torch.ones(1, 2)).sum().backward()  # imports what is imported late
+    model(torch.ones(1, 2)).sum().backward()  # triggers lazy imports
     call = prepare(impatient(), folder)
     dist.barrier()
     Path(folder, "met").touch()
-    told = [Path(folder, f"told-{rank}") for rank in range(world.size) if rank != ABSENT]
+    markers = [Path(folder, f"done-{rank}") for rank in range(world.size) if rank != ABSENT]
     if world.rank == ABSENT:
         deadline = time.monotonic() + PATIENCE_S + 60
-        while not all(file.exists() for file in told) and time.monotonic() < deadline:
-            time.sleep(0.02)  # alive, and elsewhere
+        while not all(file.exists() for file in markers) and time.monotonic() < deadline:
+            time.sleep(0.02)  # alive but elsewhere
         return ""
     start = time.monotonic()
     with pytest.raises(CommunicationError) as caught:
         call()
     assert time.monotonic() - start < PATIENCE_S + 50, "the absent rank came back before the timeout"
     assert caught.value.blamed == (ABSENT,)
-    told[world.rank].touch()
+    markers[world.rank].touch()
     return str(caught.value)
 
 
@@ -116,11 +116,11 @@ CALLS = {
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named_with_what_was_done(tmp_path: Path) -> None:
-    """Gloo's own errors name nobody: «Timed out waiting 700ms for recv operation to complete»."""
+def test_an_absent_rank_is_named_with_the_operation(tmp_path: Path) -> None:
+    """Gloo's own errors name no rank: «Timed out waiting 700ms for recv operation to complete»."""
     with ExitStack() as stack:
         worlds = []
-        for prepare, backend in CALLS:  # worlds start in turns, and wait for their rank at the same time
+        for prepare, backend in CALLS:  # worlds start one by one and wait concurrently
             folder = tmp_path / prepare.__name__
             folder.mkdir()
             worlds.append(stack.enter_context(Ranks(3, 60, backend)))
@@ -128,11 +128,11 @@ def test_a_rank_that_does_not_come_is_named_with_what_was_done(tmp_path: Path) -
             until((folder / "met").exists)
         for ranks, doing in zip(worlds, CALLS.values(), strict=True):
             for rank in (0, 1):
-                told = ranks.answer(rank, 60)
-                assert told.startswith(f"rank {rank}: ")
-                assert "rank 2" in told
-                assert "see the error of that rank" in told
-                assert re.search(doing, told), told
+                message = ranks.answer(rank, 60)
+                assert message.startswith(f"rank {rank}: ")
+                assert "rank 2" in message
+                assert "see the error of that rank" in message
+                assert re.search(doing, message), message
 
 
 def freeze(world: World) -> str:
@@ -140,7 +140,7 @@ def freeze(world: World) -> str:
     group = dist.new_group(timeout=timedelta(seconds=PATIENCE_S))
     with pytest.raises(PacelineError) as caught:
         paceline.DistributedDataParallel(model, process_group=group)
-    # Nobody has used the group: once the rank is mended, the next attempt works.
+    # The group is still unused, so once the rank is fixed, the next attempt works.
     model.requires_grad_(True)
     dist.barrier()
     wrapped = paceline.DistributedDataParallel(model)
@@ -149,7 +149,7 @@ def freeze(world: World) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_on_which_all_is_frozen_is_missed_by_name() -> None:
+def test_a_rank_with_all_parameters_frozen_is_named() -> None:
     with Ranks(2, 60, "paceline") as ours, Ranks(2, 60, "gloo") as gloos:
         for ranks in (ours, gloos):
             ranks.start(freeze)
@@ -172,7 +172,7 @@ def die(world: World) -> str:
     return "named"
 
 
-def test_a_rank_that_dies_on_gloo_is_named_by_all_others() -> None:
+def test_other_ranks_name_a_rank_that_died_on_gloo() -> None:
     with Ranks(3, backend="gloo") as ranks:
         ranks.start(die)
         for rank in (0, 2):
@@ -180,7 +180,7 @@ def test_a_rank_that_dies_on_gloo_is_named_by_all_others() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_failure_of_all_ranks_alike_blames_none() -> None:
+def test_a_failure_of_all_ranks_blames_none() -> None:
     message = r"the sum failed on all of ranks 0, 1 \(Invalid scalar type\)"
     with pytest.raises(CommunicationError, match=message), missing_ranks.collective("sum"):
         raise RuntimeError("Invalid scalar type")
@@ -203,7 +203,7 @@ def join(rank: int, environment: dict[str, str], backend: str, pipe: Any) -> Non
 def joining(
     ranks: list[int], size: int, backend: str, served_by: str, patience: str
 ) -> Iterator[Callable[[], list[str]]]:
-    """Have these ranks of `size` join alone; yields what returns the words that they are told."""
+    """Let only these ranks of a world of `size` join; yield a function that returns their error messages."""
     store = loopback_store() if served_by == "launcher" else None
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
@@ -217,66 +217,66 @@ def joining(
         TIMEOUT: patience,
     }
 
-    def told() -> list[str]:
+    def receive() -> list[str]:
         assert all(pipe.poll(60) for pipe in pipes), "a rank hangs"
         return [pipe.recv() for pipe in pipes]
 
     with in_processes(join, ranks, environment, backend) as pipes:
-        for pipe in pipes:  # they start together, however busy the machine is
+        for pipe in pipes:  # they start together even on a busy machine
             assert pipe.recv() == "here"
         for pipe in pipes:
             pipe.send("join")
-        yield told
+        yield receive
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_joins_is_named_whoever_serves_the_store() -> None:
-    """torch says «2/3 clients joined», or which key is missing. `PACELINE_TIMEOUT` is the patience, here."""
+def test_a_rank_that_never_joins_is_named_whichever_process_serves_the_store() -> None:
+    """torch reports «2/3 clients joined» or a missing key. `PACELINE_TIMEOUT` sets the timeout here."""
     with ExitStack() as stack:
         worlds = [
             stack.enter_context(joining([0, 1], 3, backend, served_by, patience="3"))
             for backend in ("paceline", "gloo")
             for served_by in ("launcher", "rank 0")
         ]
-        for rank, said in (each for told in worlds for each in enumerate(told())):
-            assert said.startswith(f"CommunicationError rank {rank}: rank 2 did not arrive to create the process"), said
-            assert "within 3 s" in said
+        for rank, text in (each for receive in worlds for each in enumerate(receive())):
+            assert text.startswith(f"CommunicationError rank {rank}: rank 2 did not arrive to create the process"), text
+            assert "within 3 s" in text
 
 
-def test_an_answer_that_comes_when_the_time_is_over_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's time ends a moment later than that of rank 1, which it has counted as answered by then."""
+def test_a_late_answer_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's timeout ends a moment after rank 1's, so its answer to rank 1 comes late."""
     monkeypatch.setattr(stores, "GRACE_S", 60)
     store = dist.HashStore()
     asked = PrefixStore("meeting/", store)
-    told: list[str] = []
+    messages: list[str] = []
 
     def ask() -> None:
         with pytest.raises(CommunicationError) as caught:
             stores.meet(store, 1, 3, timedelta(milliseconds=1))
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
 
     rank = threading.Thread(target=ask)
     rank.start()
     asked.wait(["asked/1/1"], timedelta(seconds=60))
     asked.add("answered/1", 1)
-    time.sleep(0.2)  # rank 1's time is over
+    time.sleep(0.2)  # rank 1's timeout has passed
     asked.set("answer/1/1", "1 missing 2")
     rank.join(60)
-    assert [line.partition(" within")[0] for line in told] == [
+    assert [line.partition(" within")[0] for line in messages] == [
         "rank 1: rank 2 did not arrive to create the process group"
     ]
 
 
-def test_a_store_that_rank_0_does_not_serve_is_said_so() -> None:
-    with joining([1], 2, "gloo", "rank 0", patience="0.5") as told_to:
-        (told,) = told_to()
-    assert "rank 1: the store at 127.0.0.1:" in told
+def test_a_store_that_rank_0_does_not_serve_is_reported() -> None:
+    with joining([1], 2, "gloo", "rank 0", patience="0.5") as receive:
+        (message,) = receive()
+    assert "rank 1: the store at 127.0.0.1:" in message
     assert re.search(
-        r"which rank 0 serves, was not reached after \d+\.\d s \(.*\); check address, port and firewall", told
+        r"which rank 0 serves, was not reached after \d+\.\d s \(.*\); check address, port and firewall", message
     )
 
 
-def test_a_port_in_use_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_named_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
@@ -309,13 +309,13 @@ def test_an_explicit_timeout_wins_over_the_environment(monkeypatch: pytest.Monke
 
 
 @pytest.mark.ranks(2)
-def test_too_few_descriptors_are_refused_by_every_rank_at_once_and_as_many_as_named_suffice(world: World) -> None:
-    """Otherwise that rank ends somewhere in Gloo or the handshake, and the others wait for it until their timeout."""
+def test_too_few_descriptors_are_refused_everywhere_and_the_named_number_suffices(world: World) -> None:
+    """Otherwise that rank fails in Gloo or the handshake, and the others wait for it until their timeout."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    first = paceline.DistributedDataParallel(nn.Linear(2, 2))  # imports what takes a descriptor, too
+    first = paceline.DistributedDataParallel(nn.Linear(2, 2))  # also imports modules that take a descriptor
     for free in (0, 20, 21):
         if world.rank == 1:
-            # The lowest free numbers count, so that a gap in those in use gives no more.
+            # The lowest free numbers are used first, so gaps in the used ones provide no extra descriptors.
             resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1 + free, limits[1]))
         few = f"^rank {world.rank}: a process group of 2 ranks takes up to 21 file descriptors, but rank 1 has {free} "
         refused = pytest.raises(UsageError, match=few + ".*; raise its limit with 'ulimit -n 1024'")
@@ -326,7 +326,7 @@ def test_too_few_descriptors_are_refused_by_every_rank_at_once_and_as_many_as_na
 
 
 def connect_late(rank: int, environment: dict[str, str], backend: str, slow: tuple[str, str], pipe: Any) -> None:
-    """A rank of three, of which the last one takes a moment longer to connect; sends when it had, and when all had."""
+    """Connect as one of three ranks, the last one slow; send when it had connected and when init() returned."""
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     module, name = importlib.import_module(slow[0]), slow[1]
     connect = getattr(module, name)
@@ -356,7 +356,7 @@ def connect_late(rank: int, environment: dict[str, str], backend: str, slow: tup
     ],
     ids=["init", "shared memory", "group of a wrapper"],
 )
-def test_no_rank_leaves_before_all_are_connected(backend: str, slow: tuple[str, str]) -> None:
+def test_no_rank_returns_before_all_are_connected(backend: str, slow: tuple[str, str]) -> None:
     # A script that ended right after init() closed connections while other ranks were still connecting.
     store = loopback_store()
     environment = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
@@ -367,7 +367,7 @@ def test_no_rank_leaves_before_all_are_connected(backend: str, slow: tuple[str, 
     assert min(ready for _, ready in times) >= max(connected for connected, _ in times)
 
 
-def test_a_rank_that_cannot_connect_is_named_to_those_that_can() -> None:
+def test_connected_ranks_name_a_rank_that_cannot_connect() -> None:
     store = dist.HashStore()
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""Processes that srun or mpirun started are ranks of one world, or refused; never worlds of one."""
+"""Processes started by srun or mpirun are ranks of one world or refused, never separate worlds of one."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
         ),
         (MPICH, "1 2 1 2 0 127.0.0.1"),
         (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "5"}, "3 5 1 2 1 n07-ib"),  # srun --mpi=pmi2
-        # mpirun reaches the other nodes of a job by srun, whose variables count its helpers, one a node: several ranks
-        # took the same place of a world that was too small.
+        # mpirun reaches other nodes through srun, whose variables count one helper per node. With those, several ranks
+        # got the same rank in a world that was too small.
         (SRUN | OPEN_MPI | {"MASTER_ADDR": "h"}, "1 2 1 2 0 h"),
         (SRUN | MPICH | {"MASTER_ADDR": "h"}, "1 2 1 2 0 h"),
         (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, ""),
-        # Batch scripts export it, beside MASTER_ADDR, for scripts that take their rank from Slurm themselves.
+        # Batch scripts export it together with MASTER_ADDR for scripts that read their rank from Slurm.
         (SRUN | {"WORLD_SIZE": "5", "MASTER_ADDR": "10.0.0.1"}, "3 5 1 2 1 10.0.0.1"),
-        # One process: a batch script, whatever the allocation; a step of one task; torchrun's ranks inside a step.
+        # Single processes: a batch script in any allocation, a step with one task, torchrun's ranks inside a step.
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, ""),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, ""),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, ""),
@@ -65,13 +65,13 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
         ({}, ""),
     ],
 )
-def test_the_place_of_a_process_is_taken_from_the_engine(environment: dict[str, str], expected: str) -> None:
+def test_rank_and_world_size_come_from_the_engine(environment: dict[str, str], expected: str) -> None:
     found = adopted(environment)
     assert " ".join(found[name] for name in NAMES if name in found) == expected
     assert not found or int(found["MASTER_PORT"]) in PORTS
 
 
-def test_the_port_is_that_of_the_step_and_one_that_is_set_wins() -> None:
+def test_the_port_depends_on_the_step_unless_set() -> None:
     ports = {
         adopted(SRUN | {"SLURM_PROCID": rank, "SLURM_STEP_ID": step})["MASTER_PORT"] for rank in "04" for step in "01"
     }
@@ -84,21 +84,21 @@ def test_the_port_is_that_of_the_step_and_one_that_is_set_wins() -> None:
     [
         ({"PMIX_RANK": "2"}, "one of several .PMIX_RANK=2., but their launcher is unknown; set RANK"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "does not report the host of rank 0; set MASTER_ADDR"),
-        # The list is that of mpirun's helpers on the other hosts: each host's ranks would meet elsewhere.
+        # On other hosts the list belongs to mpirun's helpers, so each host's ranks would use a different address.
         (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "does not report the host of rank 0; set MASTER_ADDR"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "cannot be read .SLURM_PROCID='3', .*; set RANK"),
         (SRUN | {"SLURM_NODEID": "7"}, "cannot be read"),
         (SRUN | {"WORLD_SIZE": "4"}, "WORLD_SIZE=4, but srun started 5 processes; unset WORLD_SIZE"),
     ],
 )
-def test_a_process_that_cannot_tell_its_place_is_refused(environment: dict[str, str], says: str) -> None:
+def test_a_process_with_an_unknown_rank_is_refused(environment: dict[str, str], says: str) -> None:
     with pytest.raises(WorldError, match=says) as refused:
         adopted(environment)
     assert "\n" not in str(refused.value)
 
 
-def test_a_first_node_whose_name_nobody_knows_is_refused_at_once() -> None:
-    # The ranks looked for it until their timeout, ten minutes, and each then showed sixty lines of torch's.
+def test_an_unresolvable_first_node_is_refused_immediately() -> None:
+    # The ranks retried until their timeout of ten minutes, and each then printed sixty lines of torch's traceback.
     nowhere = SRUN | {"SLURM_STEP_NODELIST": "no-such-node.invalid"}
     with pytest.raises(WorldError, match=r"rank 3: .*first node, 'no-such-node.invalid', .*; set MASTER_ADDR to an ad"):
         adopt(dict(nowhere))
@@ -137,7 +137,7 @@ print(said.decode())
 def test_a_command_typed_into_a_shell_of_srun_is_refused_and_one_in_a_script_is_a_rank(
     how: str, says: str, tmp_path: Path
 ) -> None:
-    # It waited half an hour for three ranks, and did not say why.
+    # It silently waited half an hour for three ranks.
     step = {"SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0", "SLURM_PTY_PORT": "40512"}
     done = paceline(tmp_path, how, program=("-c", SHELL), fork="all", **(SRUN | step))
     assert done.returncode == 0
@@ -145,8 +145,8 @@ def test_a_command_typed_into_a_shell_of_srun_is_refused_and_one_in_a_script_is_
 
 
 @pytest.mark.parametrize("more", [{}, {"WORLD_SIZE": "1"}])
-def test_a_single_process_of_an_engine_is_alone_where_the_batch_script_set_an_address(more: dict[str, str]) -> None:
-    # The same script for one task as for several was refused: the environment has MASTER_ADDR but not RANK.
+def test_a_single_process_is_a_world_of_one_even_if_an_address_is_set(more: dict[str, str]) -> None:
+    # A script for any number of tasks was refused with one task: the environment has MASTER_ADDR but not RANK.
     address = {"MASTER_ADDR": "n07", "MASTER_PORT": "29500", **more}
     single = address | SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"}
     assert _place(single) == {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -165,8 +165,8 @@ with paceline.init() as world:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["srun", "mpirun"])
-def test_two_processes_of_an_engine_are_one_world(engine: str, tmp_path: Path) -> None:
-    # They trained alone, each the whole, and each printed the accuracy.
+def test_two_processes_of_an_engine_form_one_world(engine: str, tmp_path: Path) -> None:
+    # Each trained separately on all data and printed the accuracy.
     with ExitStack() as stack:
         jobs = []
         for rank in "01":

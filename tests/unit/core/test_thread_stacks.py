@@ -1,4 +1,4 @@
-"""The stack of another thread stays readable while that thread runs and the garbage collector is called."""
+"""The stack of another thread is readable while that thread runs and the garbage collector is invoked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(looks)
 """
 
 
-def test_a_stack_is_read_while_its_thread_returns_from_functions_and_collections_run(tmp_path: Path) -> None:
-    # Python 3.11 without the pause: AttributeError or SIGSEGV within 2,000 looks.
+def test_a_running_threads_stack_is_readable_during_garbage_collection(tmp_path: Path) -> None:
+    # Python 3.11 without the pause: AttributeError or SIGSEGV within 2,000 reads.
     done = paceline(tmp_path, program=("-c", HAMMER), fork="all")
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "2499", "")

@@ -1,7 +1,7 @@
-"""Contracts with torch: each private name that Paceline relies on exists, and behaves in the way that is relied on.
+"""Contracts with torch: every private name that Paceline relies on exists and behaves as expected.
 
-A test is called after the name in torch, so that a release that changes one fails by that name. The names are found in
-the sources; none may be used outside ``paceline.core.torch_internals``.
+Each test is named after its private name in torch, so a release that changes one fails by that name. The names are
+collected from the sources; only ``paceline.core.torch_internals`` may use them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from ranks import run_ranks
 SOURCES = Path(paceline.__file__).parent
 TIMEOUT = timedelta(seconds=30)
 CONTRACTS: dict[str, Callable[[], None]] = {}
-"""What is relied on, by name in torch; members of objects stand as ``Class._member``."""
+"""Contracts by name in torch; object members are written as ``Class._member``."""
 
 
 def contract(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def register(check: Callable[[], None]) -> Callable[[], None]:
-        once = cache(check)  # a check of several names passes for all of them, or fails for each
+        once = cache(check)  # a check of several names runs once and passes or fails for all of them
         for name in names:
             assert name not in CONTRACTS
             CONTRACTS[name] = once
@@ -60,14 +60,14 @@ def contract(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of a single process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     yield
     dist.destroy_process_group()
 
 
 def in_hook(backward: Callable[[torch.Tensor], None], ask: Callable[[Any], object]) -> list[object]:
-    """What `ask` returns for the node of a parameter that a hook of it sees inside `backward`."""
+    """Return the results of `ask` for a parameter's node, called from the parameter's hook inside `backward`."""
     parameter = nn.Parameter(torch.ones(2))
     node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     answers: list[object] = []
@@ -80,7 +80,7 @@ def backward(parameter: torch.Tensor) -> None:
     parameter.sum().backward()
 
 
-# -- autograd ---------------------------------------------------------------------------------------------------------
+# -- autograd ----------------------------------------------------------------------------------------------------------
 
 
 @contract("torch._C._current_graph_task_id")
@@ -185,7 +185,7 @@ def _() -> None:
         assert torch.empty_like(torch.empty(3, device="meta"), device="cpu").shape == (3,)
 
 
-# -- tensors ----------------------------------------------------------------------------------------------------------
+# -- tensors -----------------------------------------------------------------------------------------------------------
 
 
 @contract("torch._C._storage_Use_Count", "UntypedStorage._cdata")
@@ -280,7 +280,7 @@ def _() -> None:
     assert cast("Any", torch.eye(3).to_sparse())._nnz() == 3
 
 
-# -- DTensor ----------------------------------------------------------------------------------------------------------
+# -- DTensor -----------------------------------------------------------------------------------------------------------
 
 
 @contract("DTensor._local_tensor", "DTensor._spec")
@@ -296,11 +296,11 @@ def _() -> None:
     assert again.placements == sharded.placements
 
 
-# -- torch.compile ----------------------------------------------------------------------------------------------------
+# -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
-def anew(function: Any) -> Any:
-    """A copy with code of its own: marks and compiled graphs are kept by code."""
+def copy_of(function: Any) -> Any:
+    """Return a copy with a new code object, because marks and compiled graphs are stored per code object."""
     return FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
 
 
@@ -312,8 +312,8 @@ def is_compiled(mark: Callable[[Any], Any]) -> bool:
         seen.append(torch.compiler.is_compiling())
         return values + 1
 
-    marked = mark(anew(inner))
-    outer: Any = torch.compile(anew(lambda values: marked(values * 2) * 3), backend="eager")
+    marked = mark(copy_of(inner))
+    outer: Any = torch.compile(copy_of(lambda values: marked(values * 2) * 3), backend="eager")
     assert outer(torch.ones(1)).item() == 9
     return seen[-1]
 
@@ -364,7 +364,7 @@ def _() -> None:
     assert active == [wrapper, None]
 
 
-# -- process groups and stores ----------------------------------------------------------------------------------------
+# -- process groups and stores -----------------------------------------------------------------------------------------
 
 
 @contract("torch.distributed.distributed_c10d._get_default_group")
@@ -413,7 +413,7 @@ def _() -> None:
         assert list(map(len, tables(world))) == before
         assert all(opened not in table for table in tables(world))
         tensor = torch.ones(2)
-        opened.allreduce([tensor]).wait()  # and it still works
+        opened.allreduce([tensor]).wait()  # the group still works
         with pytest.raises(RuntimeError, match="contract/own"):
             torch._C._distributed_c10d._resolve_process_group("contract/own")  # type: ignore[arg-type]
 
@@ -474,7 +474,7 @@ def _() -> None:
     "Options._timeout",
 )
 def _() -> None:
-    """Names only: without a GPU there is no such backend."""
+    """Only names can be checked, because this backend needs a GPU."""
     if not dist.is_nccl_available():
         return
     backend: Any = dist.ProcessGroupNCCL
@@ -537,7 +537,7 @@ def _() -> None:
     assert group._get_sequence_number_for_group() == before + 1
 
 
-# -- DistributedDataParallel ------------------------------------------------------------------------------------------
+# -- DistributedDataParallel -------------------------------------------------------------------------------------------
 
 
 @contract("torch._C.Future")
@@ -548,7 +548,7 @@ def _() -> None:
 @contract("torch.distributed.GradBucket")
 def _() -> None:
     missing = {name for name in vars(dist.GradBucket) if not name.startswith("_")} - set(vars(GradBucket))
-    assert missing == set()  # torch's own methods would find nothing in a bucket of ours
+    assert missing == set()  # torch's methods would fail on our buckets
 
 
 @contract("torch.distributed.BuiltinCommHookType")
@@ -599,7 +599,7 @@ def _() -> None:
     second.weight = first.weight
     module, before = nn.Sequential(first, second), first.weight
     with torch_distributed.replace_parameters(module, {"0.weight": torch.full((1, 1), 3.0)}):
-        assert module(torch.ones(1)).item() == 9  # the tied one as well
+        assert module(torch.ones(1)).item() == 9  # including the tied weight
     assert first.weight is before is second.weight
 
 
@@ -628,7 +628,7 @@ def _() -> None:
     assert list(module._ddp_params_and_buffers_to_ignore) == ["bias"]
 
 
-# -- optimizers, modules, data ----------------------------------------------------------------------------------------
+# -- optimizers, modules, data -----------------------------------------------------------------------------------------
 
 
 @contract("torch.utils.data.dataloader._BaseDataLoaderIter")
@@ -691,7 +691,7 @@ def _() -> None:
     old: Any = {name: value for name, value in state.items() if name != "num_batches_tracked"}
     old = type(state)(old)
     old._metadata = {"": {"version": 1}}
-    nn.BatchNorm1d(1).load_state_dict(old)  # which only the metadata allows
+    nn.BatchNorm1d(1).load_state_dict(old)  # only possible because of the metadata
 
 
 @contract("torch.utils.data._utils.worker._worker_info")
@@ -725,7 +725,7 @@ def _() -> None:
     assert not hasattr(alone, "_workers")
 
 
-# -- torchelastic -----------------------------------------------------------------------------------------------------
+# -- torchelastic ------------------------------------------------------------------------------------------------------
 
 
 @contract("DefaultLogsSpecs._root_log_dir", "DefaultLogsSpecs._tee", "DefaultLogsSpecs._local_ranks_filter")
@@ -776,7 +776,7 @@ def test_torch_keeps(name: str, world: None) -> None:
     check()
 
 
-# -- the sources ------------------------------------------------------------------------------------------------------
+# -- the sources -------------------------------------------------------------------------------------------------------
 
 NOT_OF_TORCH = {
     "namedtuple": "_asdict _fields _replace",
@@ -791,9 +791,9 @@ NOT_OF_TORCH = {
     "coverage": "_warn_no_data _warn_preimported_source _warn_unimported_source",
     "IPython": "_get_exc_info",
     "multiprocessing": "_config _dir_candidates",
-    "a part of names of torch, which are looked at as a whole": "_C _utils _world _execution_engine",
+    "part of a torch name that is checked as a whole": "_C _utils _world _execution_engine",
 }
-"""Private members of objects that no class of ours has, by whose they are."""
+"""Private members of foreign objects (not of our classes), by owner."""
 
 
 def is_private(name: str) -> bool:
@@ -801,7 +801,7 @@ def is_private(name: str) -> bool:
 
 
 class Names(ast.NodeVisitor):
-    """Finds the private names of torch in one file, by their whole names, and private members of any object."""
+    """Collects the full private names of torch in one file, and private members of any object."""
 
     def __init__(self) -> None:
         self.known: dict[str, str] = {}
@@ -884,7 +884,7 @@ def covers(name: str, used: str) -> bool:
     return used == name or used.startswith(f"{name}.") or name.startswith(f"{used}.")
 
 
-def test_private_names_of_torch_are_used_in_torch_internals_alone(found: dict[str, Names]) -> None:
+def test_private_names_of_torch_are_only_used_in_torch_internals(found: dict[str, Names]) -> None:
     wrong = [
         f"{path} uses {name}"
         for path, names in sorted(found.items())
@@ -941,5 +941,5 @@ def test_every_private_method_of_torch_that_a_class_overrides_has_a_contract() -
         ("def f():\n    import torch._dynamo", "torch._dynamo"),
     ],
 )
-def test_a_private_name_of_torch_is_found_however_it_is_written(source: str, name: str) -> None:
+def test_a_private_name_of_torch_is_found_in_any_notation(source: str, name: str) -> None:
     assert names_in(source).torch == {name}

@@ -1,4 +1,4 @@
-"""Spans of a training step, as our recorder and torch's profiler see them."""
+"""Spans of a training step, in our recorder and in torch's profiler."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def train(folder: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_step_is_recorded_from_its_batch_to_its_checkpoint(world: World, tmp_path: Path) -> None:
+def test_a_step_is_recorded_from_batch_to_checkpoint(world: World, tmp_path: Path) -> None:
     train(tmp_path)
     assert recorder.spans == []
     recorder.on = True
     train(tmp_path)
     spans = recorder.spans
-    # A wait, and a bucket's own sum, are inside the spans of its steps.
+    # Waits and bucket sums lie inside the spans of their steps.
     one = [span for span in spans if span.label not in ("data wait", "collective", "reduce")]
     labels = [span.label for span in sorted(one, key=lambda span: span.start)]
     launches, waits = ["launch"] * BUCKETS, ["bucket wait"] * BUCKETS
-    # The first step exchanges control blocks; in the others a digest in the last bucket is all that ranks compare.
+    # The first step exchanges control blocks; later steps only compare a digest in the last bucket.
     first = ["forward", "backward", *launches, "control", "wait", *waits, "optimizer"]
     usual = ["forward", "backward", *launches, "wait", *waits, "optimizer"]
-    # After the first step the parameters are compared, which takes an exchange in the second one.
+    # Parameters are compared after the first step, which takes an exchange in the second step.
     compared = ["forward", "backward", *launches, "wait", *waits, "control", "wait", "optimizer"]
     assert labels == ["checkpoint", *first, *compared, *usual, "checkpoint"]
     assert [span.label for span in spans].count("data wait") >= 3
@@ -72,11 +72,11 @@ def test_torchs_profiler_shows_the_same_labels(world: World, tmp_path: Path) -> 
         assert names.count(label) >= 3, label
     assert names.count("control") >= 1
     assert names.count("optimizer") == 3
-    assert names.count("checkpoint") == 2  # its construction and the save
+    assert names.count("checkpoint") == 2  # the constructor and the save
     assert recorder.spans == []
 
 
-def test_a_span_is_recorded_although_its_block_raises_and_off_costs_nothing() -> None:
+def test_a_span_is_recorded_if_its_block_raises_and_is_free_when_off() -> None:
     log = Recorder(on=True)
     with pytest.raises(RuntimeError), log.span("wait"):
         raise RuntimeError
@@ -87,7 +87,7 @@ def test_a_span_is_recorded_although_its_block_raises_and_off_costs_nothing() ->
 
 
 @pytest.mark.ranks(2)
-def test_decisions_are_logged_for_who_wants_to_see_them(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_decisions_are_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "paceline")
     model = DistributedDataParallel(nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()

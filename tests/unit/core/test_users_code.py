@@ -1,4 +1,4 @@
-"""Errors and warnings name the line of the user's code, not one of torch, Python or this package."""
+"""Errors and warnings name a line in the user's code, not in torch, Python or this package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def line_of(text: str) -> int:
 
 @pytest.mark.ranks(1)
 def test_a_mistake_names_the_users_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Methods that all ranks call named contextlib.py, line 81.
+    # Errors in collective methods named contextlib.py, line 81.
     for name, code in MISTAKES.items():
         (folder := tmp_path / name).mkdir()
         monkeypatch.chdir(folder)
@@ -48,7 +48,7 @@ def test_a_mistake_names_the_users_line(tmp_path: Path, monkeypatch: pytest.Monk
         assert place_in(mistake.tb) == f" (/home/me/script.py, line {line_of(text)})"
 
 
-def test_code_without_a_file_is_named_too(tmp_path: Path) -> None:
+def test_code_without_a_file_is_named(tmp_path: Path) -> None:
     done = run(tmp_path, program=("-c", BEGIN + "checkpointer.save(-1)  # here"), fork="all")
     assert done.stderr.splitlines()[-1].endswith("(<string>, line 5)")
 
@@ -64,5 +64,5 @@ def test_a_warning_names_the_users_line(tmp_path: Path) -> None:
 
 
 def test_no_warning_counts_frames() -> None:
-    # A number of frames is wrong as soon as a decorator or a helper comes between.
+    # A fixed number of frames is wrong as soon as a decorator or helper is added.
     assert not [path.name for path in SOURCE.rglob("*.py") if re.search(r"stacklevel=", path.read_text())]

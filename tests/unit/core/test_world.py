@@ -23,7 +23,7 @@ COMPLETE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "text"),
     [
         ({"RANK": "0"}, "the environment has RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         ({**COMPLETE, "RANK": "x"}, "RANK='x' is not a whole number"),
@@ -32,21 +32,19 @@ COMPLETE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_
         ({**COMPLETE, "RANK": "-1"}, "RANK=-1 is not in 0..0"),
     ],
 )
-def test_a_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str) -> None:
+def test_a_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], text: str) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(WorldError) as caught:
         init()
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(text)
 
 
 @pytest.mark.parametrize(("has_gpu", "shown"), [(False, "cpu:paceline"), (True, "cpu:paceline,cuda:paceline")])
-def test_backends_are_named_for_devices_that_are_there(
-    has_gpu: bool, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A notebook without a GPU had ranks «cpu, cpu:paceline,cuda:paceline».
+def test_backends_are_named_for_available_devices(has_gpu: bool, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without a GPU, a notebook showed ranks «cpu, cpu:paceline,cuda:paceline».
     monkeypatch.setattr(world.dist, "get_backend_config", lambda: "cpu:paceline,cuda:paceline")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert world.usable_backends() == shown
@@ -72,14 +70,14 @@ world.close()
 
 
 @pytest.mark.ranks(2)
-def test_every_rank_knows_its_place_and_a_second_init_uses_what_is_there(world: World) -> None:
+def test_every_rank_knows_its_place_and_a_second_init_reuses_the_group(world: World) -> None:
     with pytest.raises(WorldError, match="but 'mpi' was requested"):
         init("mpi")
     assert init("paceline") == init(timeout=timedelta(seconds=5)) == world
     rank = int(os.environ["RANK"])
     assert world == World(rank, 2, rank, 2, 0, torch.device("cpu"))
     assert world.is_main == (rank == 0)
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # without them, the group is taken as one host
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # without them, one host is assumed
         del os.environ[name]
     assert current().local_rank == rank
     world.close()
@@ -98,9 +96,9 @@ def test_every_rank_knows_its_place_and_a_second_init_uses_what_is_there(world: 
         ({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1"}, False),
     ],
 )
-def test_ranks_that_meet_elsewhere_are_not_taken_to_be_on_one_host(environment: dict[str, str], expected: bool) -> None:
-    # Four variables are enough for torch on two hosts. Here Gloo was bound to loopback, and the ranks that came
-    # from the other host were refused as strangers.
+def test_a_remote_address_does_not_imply_a_single_host(environment: dict[str, str], expected: bool) -> None:
+    # On two hosts torch only needs four variables. With those, Gloo was bound to loopback, and ranks from the other
+    # host were refused as foreign connections.
     assert is_one_host({"WORLD_SIZE": "2", **environment}, environment["MASTER_ADDR"]) is expected
 
 
@@ -108,7 +106,7 @@ PATIENCE = timedelta(seconds=0.3)
 
 
 def first(world: World, end: str) -> str:
-    """What the other ranks see if rank 0 takes longer than the timeout for its block, or exits in it."""
+    """Return the outcome on other ranks if rank 0's block takes longer than the timeout, or exits."""
     world.barrier()
     dist.group.WORLD.set_timeout(PATIENCE)  # type: ignore[union-attr]
     get_default_store().set_timeout(PATIENCE)
@@ -133,7 +131,7 @@ def first(world: World, end: str) -> str:
         ("absent", r"rank 1: in World.main_first\(\), which every rank must call: rank 0 did not arrive within 0.3 s"),
     ],
 )
-def test_ranks_wait_for_the_main_first_block_as_long_as_rank_0_runs(end: str, seen: str) -> None:
+def test_ranks_wait_for_main_first_while_rank_0_is_running(end: str, seen: str) -> None:
     with Ranks(2, 60, "paceline") as ranks:
         ranks.start(first, end)
         assert re.match(seen, ranks.answer(1, 60))

@@ -1,7 +1,7 @@
-"""Ranks that train on other data, or the same in another order, are told so by name before the first step.
+"""Ranks with different data, or a different order, are reported by name before the first step.
 
-Each rank takes its slice of what it believes to be the global batch: with another order, seed or shard some samples
-came twice and others never, and nothing was amiss to be seen.
+Each rank slices its own view of the global batch. With a different order, seed or shard, some samples were silently
+used twice and others never.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAMPLES = 16
 
 
 class Files(Dataset[Any]):
-    """A list of names, as datasets of files have it."""
+    """A dataset of file names."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -46,7 +46,7 @@ class Files(Dataset[Any]):
 
 
 class Labeled(Files):
-    """Files whose labels are numbered in an order that a set may have, with another hash seed on every rank."""
+    """Files whose labels are numbered in set order, which depends on the rank's hash seed."""
 
     def __init__(self, rank: int) -> None:
         super().__init__([str(index) for index in range(SAMPLES)])
@@ -54,7 +54,7 @@ class Labeled(Files):
         self.classes = {label: at for at, label in enumerate(classes)}
 
 
-class Unlike(IterableDataset[Any]):
+class RankDependent(IterableDataset[Any]):
     """A stream that is not the same on every rank."""
 
     def __init__(self, how: str, rank: int) -> None:
@@ -66,9 +66,9 @@ class Unlike(IterableDataset[Any]):
         return iter(torch.randperm(16, generator=torch.Generator().manual_seed(self.rank)).float().view(-1, 1))
 
 
-def unlike(how: str) -> tuple[Callable[[int], Any], str]:
+def rank_dependent(how: str) -> tuple[Callable[[int], Any], str]:
     said = r"as the digest of the stream's samples; usually the dataset splits itself by rank"
-    return lambda rank: DataLoader(GlobalBatchStream(Unlike(how, rank), 4)), said
+    return lambda rank: DataLoader(GlobalBatchStream(RankDependent(how, rank), 4)), said
 
 
 def points(size: int = SAMPLES) -> TensorDataset:
@@ -114,8 +114,8 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str]] = {
         "as the digest of the dataset",
     ),
     "labels in set order": (lambda rank: DataLoader(Labeled(rank), 4), "as the digest of the dataset"),
-    "stream split by rank": unlike("split by rank"),
-    "stream with a shuffle of its own": unlike("its own shuffle"),
+    "stream split by rank": rank_dependent("split by rank"),
+    "stream with a shuffle of its own": rank_dependent("its own shuffle"),
     "epoch": (lambda rank: moved(DataLoader(points(), 4), rank), "as the loader's epoch"),
     "slices": (lambda rank: DataLoader(Files(["1", "2"] * 8), 4).in_slices(2 << rank), "digest of the epoch's order"),
 }
@@ -127,7 +127,7 @@ def moved(loader: DataLoader, epoch: int) -> DataLoader:
 
 
 def train(loader: Any, epochs: int = 1) -> list[float]:
-    """A plain loop; returns this rank's samples."""
+    """Train in a plain loop; return this rank's samples."""
     model = DistributedDataParallel(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen: list[float] = []
@@ -154,7 +154,7 @@ def disagree(world: World, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", DISAGREEMENTS)
-def test_ranks_that_disagree_on_their_data_are_all_told_in_the_first_step(pools: Pools, kind: str) -> None:
+def test_differing_data_raises_on_every_rank_in_the_first_step(pools: Pools, kind: str) -> None:
     errors = pools.run(2, disagree, kind)
     assert errors[0] == errors[1]
     assert errors[0].startswith("DesyncError: ranks differ in their data: rank 0 has ")
@@ -173,7 +173,7 @@ def test_an_order_drawn_from_the_global_generators_is_the_same_on_every_rank(poo
 
 
 def batches_of_torch(world: World, kind: str) -> Any:
-    """Batches as a script gets them that was never told of ranks, or in a way that is no mistake."""
+    """Return the batches of a script written without ranks in mind, or of a correct one."""
     data, seeded = points(), torch.Generator().manual_seed(5)
     if kind == "constant":
         return [[torch.ones(2, 1)]] * 2
@@ -196,8 +196,8 @@ def warned(world: World, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["torch's loader", "constant", "torch's sampler", "our loader"])
-def test_ranks_that_all_read_the_same_samples_are_warned_of_once(pools: Pools, kind: str) -> None:
-    """torch's DataLoader on every rank, the tutorials' first pitfall: N ranks did the work of one, silently."""
+def test_reading_the_same_samples_on_every_rank_warns_once(pools: Pools, kind: str) -> None:
+    """With torch's DataLoader on every rank, a common pitfall, N ranks silently did the work of one."""
     on_rank_0, on_rank_1 = pools.run(2, warned, kind)
     assert on_rank_1 == []
     if kind == "torch's loader":
@@ -207,9 +207,9 @@ def test_ranks_that_all_read_the_same_samples_are_warned_of_once(pools: Pools, k
         assert on_rank_0 == []
 
 
-def look_on_rank_0(world: World) -> tuple[list[float], int]:
+def peek_on_rank_0(world: World) -> tuple[list[float], int]:
     loader = DataLoader(points(), 4, True, seed=5, num_workers=1)
-    others = DataLoader(points(), 4, seed=world.rank)  # used on rank 0 alone
+    others = DataLoader(points(), 4, seed=world.rank)  # used on rank 0 only
     if world.rank == 0:
         next(iter(loader))
         next(iter(others))
@@ -224,9 +224,9 @@ def look_on_rank_0(world: World) -> tuple[list[float], int]:
     return seen, loader.progress.epoch
 
 
-def test_looking_on_one_rank_alone_harms_nobody(pools: Pools) -> None:
-    """It neither waits for other ranks nor moves this one's position; nor is a loader of one rank alone compared."""
-    results = pools.run(2, look_on_rank_0)
+def test_peeking_at_a_batch_on_one_rank_has_no_side_effects(pools: Pools) -> None:
+    """Peeking neither waits for other ranks nor moves the position, and a loader used on one rank is not compared."""
+    results = pools.run(2, peek_on_rank_0)
     assert sorted(sample for seen, _ in results for sample in seen) == sorted([*range(SAMPLES)] * 2)
     assert [epoch for _, epoch in results] == [2, 2]
 
@@ -260,8 +260,8 @@ def train_on_more(world: World, grown: int) -> list[list[float]]:
     return seen
 
 
-def test_a_data_set_that_has_grown_or_shrunk_is_read_whole_in_the_next_epoch(pools: Pools) -> None:
-    """The loader kept the length of the beginning: new samples were never read."""
+def test_a_data_set_that_changed_size_is_read_completely_in_the_next_epoch(pools: Pools) -> None:
+    """The loader kept the initial length, so new samples were never read."""
     epochs = zip(*pools.run(2, train_on_more, 5), strict=True)
     read = [sorted(sample for share in shares for sample in share) for shares in epochs]
     assert read == [[*range(6)], [*range(11)], [*range(3)], [*range(11)]]
@@ -274,7 +274,7 @@ def stray(world: World) -> str:
     return error_of(train, loader)
 
 
-def test_a_rank_that_is_a_batch_ahead_is_named(pools: Pools) -> None:
+def test_a_rank_one_batch_ahead_is_named(pools: Pools) -> None:
     for error in pools.run(2, stray):
         assert "rank 0 has 2, rank 1 has 1 batches taken from the loader; consume the same" in error
 
@@ -297,12 +297,12 @@ def through_trainer(world: World) -> str:
 
 
 def test_the_trainer_compares_the_data_set_of_its_evaluation(pools: Pools) -> None:
-    """An evaluation has no backward in which ranks would tell each other."""
+    """Without a backward pass, an evaluation must compare the data itself."""
     for error in pools.run(2, through_trainer):
         assert "as the digest of the dataset" in error
 
 
-def test_the_digest_sees_what_shards_differ_in_and_not_what_ranks_may() -> None:
+def test_the_digest_detects_different_shards_but_allows_rank_dependent_state() -> None:
     names = [f"/here/{index}" for index in range(8)]
     moved_folder = Files([name.replace("here", "there") for name in names])
     assert outline_digest(Files(names)) == outline_digest(moved_folder)

@@ -27,7 +27,7 @@ from paceline.errors import DataError, UsageError
 
 
 class Augmented(Dataset[torch.Tensor]):
-    """Samples with noise from all three generators."""
+    """Samples with noise from all three random generators."""
 
     def __init__(self, size: int = 23) -> None:
         self.size = size
@@ -71,7 +71,7 @@ def equal(ours: list[Any], theirs: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_two_workers_give_the_same_tensors_as_none(persistent: bool) -> None:
+def test_two_workers_give_the_same_tensors_as_no_workers(persistent: bool) -> None:
     plain = loader_of(collate_fn=noisy_collate)
     worked = loader_of(collate_fn=noisy_collate, num_workers=2, prefetch_factor=4, persistent_workers=persistent)
     for _epoch in range(2):
@@ -79,7 +79,7 @@ def test_two_workers_give_the_same_tensors_as_none(persistent: bool) -> None:
 
 
 @pytest.mark.parametrize(("workers", "consumed"), [(2, 1), (0, 6)])
-def test_a_resumed_pass_gives_the_very_same_tensors(workers: int, consumed: int) -> None:
+def test_a_resumed_pass_gives_identical_tensors(workers: int, consumed: int) -> None:
     whole = loader_of()
     expected = [*whole, *whole]
     first = loader_of(num_workers=workers, prefetch_factor=4 if workers else None)
@@ -98,12 +98,12 @@ def test_a_resumed_pass_gives_the_very_same_tensors(workers: int, consumed: int)
 
 
 def step() -> None:
-    """An optimizer step, whatever it trains."""
+    """Run an optimizer step on an arbitrary parameter."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
 
 
-def test_looking_at_batches_uses_none_up() -> None:
-    """``next(iter(loader))`` before training cost the first batch, so that a Trainer took 5 of 6 steps."""
+def test_peeking_at_a_batch_does_not_consume_it() -> None:
+    """``next(iter(loader))`` before training consumed the first batch, so a Trainer took 5 of 6 steps."""
     loader, expected = loader_of(num_workers=2), list(loader_of())
     for _ in range(2):
         assert equal(list(itertools.islice(loader, 5)), expected[:5])
@@ -118,8 +118,8 @@ def test_looking_at_batches_uses_none_up() -> None:
     assert len(list(loader)) == 6
 
 
-def test_the_batch_that_zip_takes_in_vain_comes_again() -> None:
-    """The longer of two loaders gave a batch that nobody got, which was gone for that epoch."""
+def test_a_batch_discarded_by_zip_is_repeated() -> None:
+    """zip() discarded a batch of the longer loader, which was lost for that epoch."""
     long, short = loader_of(), loader_of(Augmented(15))
     seen = []
     for _ in range(2):
@@ -130,13 +130,13 @@ def test_the_batch_that_zip_takes_in_vain_comes_again() -> None:
     assert short.progress.epoch == 1
 
 
-def test_one_loader_twice_in_a_zip_is_refused_by_name() -> None:
+def test_the_same_loader_twice_in_zip_is_refused_by_name() -> None:
     loader = loader_of()
     with pytest.raises(UsageError, match=r"another pass over the same loader or sampler has begun .*iterate once"):
         list(zip(loader, loader, strict=True))
 
 
-def test_a_loop_over_parts_of_an_epoch_goes_through_all_of_it_and_restart_begins_anew() -> None:
+def test_partial_loops_continue_through_the_epoch_and_restart_rewinds() -> None:
     loader = loader_of()
     seen = []
     for _ in range(3):
@@ -152,8 +152,8 @@ def test_a_loop_over_parts_of_an_epoch_goes_through_all_of_it_and_restart_begins
     assert equal(list(loader), list(loader_of()))
 
 
-def test_an_evaluation_on_the_first_batches_takes_the_same_every_time() -> None:
-    """Steps between the passes are the training's, and none of theirs."""
+def test_evaluating_on_the_first_batches_uses_the_same_ones_every_time() -> None:
+    """Optimizer steps between the passes belong to training, not to evaluation."""
     evaluated, trained = loader_of(), loader_of()
     passes = []
     for _batch in trained:
@@ -162,8 +162,8 @@ def test_an_evaluation_on_the_first_batches_takes_the_same_every_time() -> None:
     assert all(equal(one, passes[0]) for one in passes)
 
 
-def test_a_state_saved_before_the_step_has_the_batch_still_to_come() -> None:
-    """Loops that look at the clock, save and leave, do it with a batch in hand."""
+def test_a_state_saved_before_the_step_repeats_the_current_batch() -> None:
+    """Loops that save and exit at a time limit do so while holding a batch."""
     loader = loader_of()
     for number, _batch in enumerate(loader):
         if number == 3:
@@ -176,7 +176,7 @@ def test_a_state_saved_before_the_step_has_the_batch_still_to_come() -> None:
     assert equal(list(resumed), list(loader_of())[3:])
 
 
-def test_leaving_in_the_middle_of_a_window_is_refused_until_the_script_says_where_to_go_on() -> None:
+def test_leaving_the_loop_inside_a_window_requires_an_explicit_position() -> None:
     loader = loader_of()
     for number, _batch in enumerate(loader, 1):
         if number == 3:
@@ -208,9 +208,9 @@ def test_leaving_the_loop_at_the_last_batch_starts_the_next_epoch() -> None:
 
 
 @pytest.mark.parametrize(("workers", "drawn"), [(0, 2), (2, 1)])
-def test_the_ranks_own_random_streams_are_left_alone(workers: int, drawn: int) -> None:
+def test_the_ranks_random_streams_are_unchanged(workers: int, drawn: int) -> None:
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
-    numpy.random.randn(drawn)  # an odd number leaves the second one of a pair behind
+    numpy.random.randn(drawn)  # an odd count keeps the second number of a pair
     before = rng_state()
     list(loader_of(num_workers=workers))
     after = rng_state()
@@ -237,12 +237,12 @@ def test_a_corrupt_sample_is_named_with_rank_and_worker(workers: int) -> None:
         list(loader)
     assert "truncated file" in str(caught.value.__cause__)
     assert loader.progress.position == 0
-    # While the traceback keeps the iterator: the garbage collector would end them through pipes that it has closed.
+    # Check while the traceback keeps the iterator alive: the garbage collector would close the workers' pipes first.
     assert not [child for child in multiprocessing.active_children() if child.daemon]
 
 
-# Killed workers leave something behind, such as a queue that is closed under its feeder thread; so each of these runs
-# in a process of its own.
+# Killed workers leave garbage behind, such as a queue closed under its feeder thread, so each of these tests runs in a
+# separate process.
 
 
 def lost_to_itself() -> str:
@@ -275,7 +275,7 @@ def lost_to_a_signal(ending: int, elsewhere: bool) -> str:
     ],
 )
 def test_a_worker_killed_at_any_time_is_named(ending: signal.Signals, elsewhere: bool, said: str, cause: str) -> None:
-    """torch raises where the main thread happens to be, in the step or in the loader, or a batch cannot be opened."""
+    """torch raises wherever the main thread is, in the step or the loader, or a batch cannot be opened."""
     message = call(lost_to_a_signal, ending, elsewhere)
     assert re.match(rf"rank 0: DataLoader worker \d \(pid \d+, {said}\) died .*{cause}", message)
 
@@ -285,14 +285,14 @@ def lost_at_the_start() -> str:
 
     def slowly(queue: Any, *arguments: Any) -> None:
         put(queue, *arguments)
-        time.sleep(0.2)  # in which the worker takes the batch that kills it
+        time.sleep(0.2)  # gives the worker time to take the batch that kills it
 
     with patch.object(multiprocessing.queues.Queue, "put", slowly):
         return lost_to_itself()
 
 
-def test_a_worker_that_ends_before_all_are_at_work_is_named() -> None:
-    """On a busy machine the error was torch's, without rank and worker."""
+def test_a_worker_that_dies_before_all_workers_started_is_named() -> None:
+    """On a busy machine torch's own error, without rank and worker, was raised."""
     said = call(lost_at_the_start)
     assert re.match(r"rank 0: DataLoader worker 1 \(pid \d+, killed by SIGKILL\) died before batch 0 of epoch 0", said)
 
@@ -315,22 +315,22 @@ def dropped_in_a_cycle() -> list[int]:
     return alive
 
 
-def test_workers_of_a_loader_that_is_dropped_in_a_cycle_end_with_it() -> None:
-    """The collector had closed the pipes to them: the rank stood still for 20 s, and they lived on."""
+def test_workers_of_a_loader_dropped_in_a_reference_cycle_exit() -> None:
+    """The garbage collector had closed their pipes: the rank blocked for 20 s, and the workers lived on."""
     assert call(dropped_in_a_cycle) == [0, 0, 0]
 
 
-def test_scripts_may_set_the_epoch_on_its_sampler_and_read_the_batch_size() -> None:
-    """``loader.sampler.set_epoch(epoch)`` is in every tutorial; torch shows a sampler there that nothing uses."""
+def test_sampler_set_epoch_and_batch_size_work_as_in_torch() -> None:
+    """``loader.sampler.set_epoch(epoch)`` is in every tutorial, even if the sampler is unused."""
     plain = DataLoader(torch.arange(20), batch_size=8, shuffle=True, drop_last=True)
-    told = DataLoader(torch.arange(20), batch_size=8, shuffle=True, drop_last=True)
-    assert (told.batch_size, told.drop_last) == (8, True)
+    ours = DataLoader(torch.arange(20), batch_size=8, shuffle=True, drop_last=True)
+    assert (ours.batch_size, ours.drop_last) == (8, True)
     for epoch in range(3):
-        told.sampler.set_epoch(epoch)
-        assert equal(list(told), list(plain))
-    told.sampler.set_epoch(0)
+        ours.sampler.set_epoch(epoch)
+        assert equal(list(ours), list(plain))
+    ours.sampler.set_epoch(0)
     again = DataLoader(torch.arange(20), batch_size=8, shuffle=True, drop_last=True)
-    assert equal(list(told), list(again))
+    assert equal(list(ours), list(again))
     given = DataLoader(torch.arange(20), batch_sampler=GlobalBatchSampler(20, 5, rank=1, world_size=2))
     assert given.batch_size == 5
     assert given.sampler is given.batch_sampler
@@ -359,7 +359,7 @@ def test_moving_the_position_inside_the_loop_is_refused() -> None:
         ({"batch_sampler": GlobalBatchSampler(9, 2, rank=0, world_size=1)}, "for 9 samples but the dataset has 23"),
     ],
 )
-def test_arguments_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+def test_incompatible_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         DataLoader(Augmented(), **options)
 
@@ -384,10 +384,10 @@ LIVE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("live", LIVE)
-def test_an_iterator_that_lives_at_exit_says_nothing_and_keeps_nobody(tmp_path: Path, live: str) -> None:
+def test_an_iterator_alive_at_exit_prints_nothing_and_does_not_block(tmp_path: Path, live: str) -> None:
     out, err = tmp_path / "out", tmp_path / "err"
     program = Forked(["-c", ALIVE_AT_EXIT + LIVE[live]], tmp_path, {**os.environ, REAL_END: "1"}, out, err)
     assert program.wait(TIMEOUT_S) == (3 if live == "error" else 0)
-    # What nanobind says is of Triton, which torch 2.15 for CUDA brings and the tests' fork server has loaded.
+    # nanobind's messages come from Triton, which ships with torch 2.15 for CUDA and is loaded in the fork server.
     said = re.sub(r"nanobind: leaked .*?refleaks\.html\n?", "", err.read_text(), flags=re.DOTALL)
     assert (out.read_text(), said) == ("", "")

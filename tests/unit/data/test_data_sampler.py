@@ -19,7 +19,7 @@ def foreign(sampler: GlobalBatchSampler, **options: Any) -> TorchLoader:  # type
     return TorchLoader(torch.arange(sampler.size), batch_sampler=sampler, **options)  # type: ignore[arg-type]
 
 
-def test_epochs_differ_and_are_the_same_in_the_next_run() -> None:
+def test_epochs_differ_and_are_reproducible() -> None:
     def run() -> list[list[list[int]]]:
         sampler = alone(50, 50)
         return [list(sampler) for _ in range(3)]
@@ -38,7 +38,7 @@ def test_set_epoch_to_the_current_epoch_keeps_the_position_and_another_resets_it
     assert (sampler.epoch, sampler.position) == (5, 0)
 
 
-def test_a_finished_epoch_continues_with_the_next_one() -> None:
+def test_a_finished_epoch_is_followed_by_the_next() -> None:
     sampler = alone()
     sampler.advance(4)
     resumed = alone()
@@ -50,7 +50,7 @@ def test_a_finished_epoch_continues_with_the_next_one() -> None:
     assert resumed.epoch == 2
 
 
-def test_set_epoch_on_a_finished_epoch_leaves_nothing_of_it_so_a_script_does_not_train_it_twice() -> None:
+def test_set_epoch_on_a_finished_epoch_does_not_repeat_it() -> None:
     sampler = alone()
     sampler.load_state_dict({**sampler.state_dict(), "position": 4})
     counts = []
@@ -78,7 +78,7 @@ def test_consumed_batches_of_torch_dataloader_are_counted_from_the_start_of_the_
         assert (state["epoch"], state["position"]) == (0, 1 + consumed)
 
 
-def test_batches_reported_to_advance_count_although_workers_fetched_to_the_end() -> None:
+def test_batches_reported_to_advance_count_even_if_workers_prefetched_all() -> None:
     sampler = alone()
     loader = foreign(sampler, num_workers=2, prefetch_factor=4)
     for epoch in range(2):
@@ -87,7 +87,7 @@ def test_batches_reported_to_advance_count_although_workers_fetched_to_the_end()
             assert (sampler.epoch, sampler.position) == (epoch, number)
 
 
-def test_state_of_a_pass_that_nobody_reports_is_refused() -> None:
+def test_the_state_of_an_unreported_pass_is_refused() -> None:
     sampler = alone()
     for _ in foreign(sampler):
         with pytest.raises(UsageError, match=r"reported none as consumed; use paceline.data.DataLoader"):
@@ -105,12 +105,12 @@ def test_state_of_a_pass_that_nobody_reports_is_refused() -> None:
         ({"size": 12}, "size was 10 .* but is 12 now; resume with the same 10 samples"),
     ],
 )
-def test_a_position_of_other_batches_is_refused_with_both_values(change: dict[str, Any], message: str) -> None:
+def test_a_position_for_different_batches_is_refused_with_both_values(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointMismatch, match=message):
         alone(**change).load_state_dict(alone().state_dict())
 
 
-def test_a_position_in_another_order_is_refused() -> None:
+def test_a_position_in_a_different_order_is_refused() -> None:
     first = alone(order=list(range(10)))
     first.advance(1)
     saved = first.state_dict()
@@ -121,7 +121,7 @@ def test_a_position_in_another_order_is_refused() -> None:
         assert (other.epoch, other.position) == (0, 0)
 
 
-def test_order_is_asked_once_an_epoch_and_may_change_in_length() -> None:
+def test_order_is_called_once_per_epoch_and_may_change_in_length() -> None:
     asked = []
 
     def order(epoch: int) -> list[int]:
@@ -156,7 +156,7 @@ def test_a_value_out_of_range_is_a_usage_error(arguments: dict[str, Any], messag
         GlobalBatchSampler(options.pop("size"), **options)
 
 
-def test_several_ranks_without_a_process_group_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UsageError, match=r"WORLD_SIZE=4, but the process group is not initialized"):
         GlobalBatchSampler(10, 3)

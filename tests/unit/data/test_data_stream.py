@@ -17,7 +17,7 @@ from paceline.errors import CheckpointMismatch, DataError, UsageError
 
 
 class Shuffled(IterableDataset[torch.Tensor]):
-    """A stream in random order with noise, which splits itself by worker if it can see one."""
+    """A shuffled stream with noise that splits itself among workers."""
 
     def __init__(self, size: int = 11, bad: int | None = None) -> None:
         self.size = size
@@ -45,7 +45,7 @@ def loader_of(
     return DataLoader(stream, **options)
 
 
-def test_two_workers_give_the_same_batches_as_none_in_every_epoch() -> None:
+def test_two_workers_give_the_same_batches_as_no_workers_in_every_epoch() -> None:
     plain, worked = loader_of(), loader_of(num_workers=2, prefetch_factor=3, persistent_workers=True)
     epochs = []
     for _ in range(3):
@@ -56,7 +56,7 @@ def test_two_workers_give_the_same_batches_as_none_in_every_epoch() -> None:
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_ranks_read_the_same_stream_although_their_own_generators_differ() -> None:
+def test_ranks_read_the_same_stream_although_their_generators_differ() -> None:
     per_rank = []
     for rank in range(4):
         random.seed(rank), torch.manual_seed(rank)
@@ -67,7 +67,7 @@ def test_ranks_read_the_same_stream_although_their_own_generators_differ() -> No
 
 
 class SharedEpoch(Shuffled):
-    """A stream with its epoch in memory that workers share, as Hugging Face's ``datasets`` has it."""
+    """A stream whose epoch is in shared memory, as in Hugging Face ``datasets``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ class SharedEpoch(Shuffled):
         return super().__iter__()
 
 
-def test_workers_that_set_a_shared_epoch_at_the_same_moment_read_the_same_stream() -> None:
-    """Each added the difference to the epoch, and they shuffled by different ones: samples came twice, or never."""
+def test_workers_setting_a_shared_epoch_concurrently_read_the_same_stream() -> None:
+    """Each worker added the difference, so epochs and shuffles differed: samples came twice or never."""
     loader = loader_of(SharedEpoch(), num_workers=2, prefetch_factor=1)
     for _ in range(4):
         assert sorted(torch.cat(list(loader))[:, 0].tolist()) == list(range(11))
@@ -95,8 +95,8 @@ class Unseeded(IterableDataset[int]):
         return iter(random.Random(os.getpid()).sample(range(40), 40))
 
 
-def test_workers_that_read_different_streams_are_refused_on_a_rank_alone() -> None:
-    """A shuffle that is not seeded differs by worker: 40 samples were read, and only some of the 40."""
+def test_differing_worker_streams_are_refused_on_a_single_rank() -> None:
+    """An unseeded shuffle differs by worker, so the 40 samples read had duplicates and gaps."""
     loader = loader_of(Unseeded(), num_workers=2)
     with pytest.raises(UsageError, match="Unseeded gave different samples in two workers before batch 1 of epoch 0"):
         list(loader)
@@ -106,7 +106,7 @@ def test_workers_that_read_different_streams_are_refused_on_a_rank_alone() -> No
 
 
 @pytest.mark.parametrize(("workers", "consumed"), [(2, 1), (0, 4)])
-def test_a_resumed_stream_gives_the_very_same_batches(workers: int, consumed: int) -> None:
+def test_a_resumed_stream_gives_identical_batches(workers: int, consumed: int) -> None:
     whole = loader_of()
     expected = [*whole, *whole]
     first, seen = loader_of(num_workers=workers), []
@@ -139,14 +139,14 @@ def test_a_stream_that_ended_before_the_position_is_refused() -> None:
         list(loader)
 
 
-def test_what_can_be_read_only_once_is_refused_by_name() -> None:
+def test_single_pass_iterables_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match="generator is an iterator, which can be read only once"):
         GlobalBatchStream((i for i in range(3)), 2, rank=0, world_size=1)
     with pytest.raises(UsageError, match="int cannot be iterated"):
         GlobalBatchStream(3, 2, rank=0, world_size=1)  # type: ignore[arg-type]
 
 
-def test_one_rank_may_read_a_bare_iterable_data_set() -> None:
+def test_a_single_rank_may_read_a_plain_iterable_data_set() -> None:
     assert equal(list(DataLoader(Shuffled(), batch_size=3)), list(loader_of()))
     with pytest.raises(UsageError, match="no order to shuffle"):
         DataLoader(Shuffled(), batch_size=3, shuffle=True)
@@ -155,7 +155,7 @@ def test_one_rank_may_read_a_bare_iterable_data_set() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_several_ranks_may_not(world: World) -> None:
+def test_several_ranks_may_not_read_a_plain_iterable_data_set(world: World) -> None:
     message = f"rank {world.rank}: Shuffled is an IterableDataset that is not split among 2 ranks"
     with pytest.raises(UsageError, match=message):
         DataLoader(Shuffled(), batch_size=3)

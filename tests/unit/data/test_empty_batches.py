@@ -1,4 +1,4 @@
-"""Batches for ranks without samples: which structures can be emptied, and what making them costs."""
+"""Batches for ranks without samples: supported structures and their cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fields(NamedTuple):
 
 
 class Counted(Dataset[Any]):
-    """Ten samples, which counts how often each was loaded, and draws random numbers."""
+    """Ten samples that draw random numbers; counts the loads of each."""
 
     def __init__(self) -> None:
         self.loaded: Counter[int] = Counter()
@@ -53,7 +53,7 @@ class Counted(Dataset[Any]):
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_empty_slice_is_an_empty_batch_of_the_same_structure_or_none_with_one_warning(
+def test_an_empty_slice_gives_an_empty_batch_or_none_with_one_warning(
     collate: Any, expected: str, workers: int
 ) -> None:
     def shown(value: Any) -> Any:
@@ -83,7 +83,7 @@ def test_an_empty_slice_is_an_empty_batch_of_the_same_structure_or_none_with_one
         assert not caught
 
 
-def test_one_more_sample_is_loaded_once_and_no_random_stream_changes() -> None:
+def test_the_template_sample_is_loaded_once_without_changing_random_streams() -> None:
     data = Counted()
     sampler = GlobalBatchSampler(data, 8, shuffle=False, rank=2, world_size=4)
     loader, alone = DataLoader(data, batch_sampler=sampler), DataLoader(Counted(), 8)

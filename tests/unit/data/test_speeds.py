@@ -1,4 +1,4 @@
-"""Slices by speed as plain functions: how many samples each rank gets."""
+"""Slice sizes by speed: how many samples each rank gets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ speeds = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8).map(tuple)
 
 @draws(40)
 @given(st.integers(0, 400), speeds)
-def test_slices_follow_each_other_and_none_is_empty_while_there_are_enough(count: int, by: tuple[float, ...]) -> None:
+def test_slices_are_contiguous_and_nonempty_if_there_are_enough_samples(count: int, by: tuple[float, ...]) -> None:
     bounds = [slice_bounds(count, rank, len(by), by) for rank in range(len(by))]
     assert [low for low, _ in bounds] == [0, *(high for _, high in bounds[:-1])]
     assert bounds[-1][1] == count
@@ -30,7 +30,7 @@ def test_slices_follow_each_other_and_none_is_empty_while_there_are_enough(count
 
 @draws(40)
 @given(st.integers(0, 400), speeds)
-def test_a_share_is_its_quota_rounded_unless_a_rank_would_get_nothing(count: int, by: tuple[float, ...]) -> None:
+def test_a_share_is_the_rounded_quota_unless_a_rank_would_be_empty(count: int, by: tuple[float, ...]) -> None:
     quotas = [count * speed / math.fsum(by) for speed in by]
     if min(quotas) >= 1:
         assert all(
@@ -65,8 +65,8 @@ def test_shares(count: int, by: tuple[float, ...], shares: tuple[int, ...]) -> N
 
 @draws(40)
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=7), st.lists(st.integers(1, 5), min_size=2, max_size=3))
-def test_a_split_by_cost_and_speed_ends_in_less_than_twice_the_best_time(costs: list[float], by: list[float]) -> None:
-    """Less than 2 - 2 / (ranks + 1) times, but for the samples that ranks get lest their slices be empty."""
+def test_a_split_by_cost_and_speed_takes_less_than_twice_the_optimal_time(costs: list[float], by: list[float]) -> None:
+    """The bound is 2 - 2 / (ranks + 1), apart from samples given to ranks to avoid empty slices."""
     if len(costs) < len(by):
         return
     best = min(
@@ -97,7 +97,7 @@ def test_a_split_by_cost_and_speed_ends_in_less_than_twice_the_best_time(costs: 
         (["fast", 1, 1], r"speed=\['fast', 1, 1\] is not a list of numbers"),
     ],
 )
-def test_speeds_that_are_none_are_refused_in_one_line(speed: Any, message: str) -> None:
+def test_invalid_speeds_are_refused_in_one_line(speed: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         GlobalBatchSampler(30, 6, speed=speed, rank=0, world_size=3)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Loaders with virtual ranks: the same slices, streams and seeds, whatever the number of ranks that share them."""
+"""Loaders with virtual ranks: the same slices, streams and seeds for any number of real ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES, BATCH, COUNT = 37, 16, 8
 
 
 class Drawn(Dataset[Tensor]):
-    """A sample is its index and a random number."""
+    """Samples of an index and a random number."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -68,14 +68,14 @@ def test_slices_and_seeds_are_the_same_for_every_number_of_ranks(kind: str) -> N
         assert slices_of_all(kind, size) == alone
 
 
-def test_with_as_many_slices_as_ranks_each_fetches_what_it_does_without_virtual_ranks() -> None:
+def test_one_slice_per_rank_fetches_the_same_as_without_virtual_ranks() -> None:
     for rank in range(COUNT):
         loader, twin = (loader_of("map", rank, COUNT) for _ in range(2))
         assert numbers(loader.in_slices(COUNT)) == [[batch or None] for batch in numbers(twin)]
 
 
 @pytest.mark.parametrize(("count", "other_count"), [(8, 8), (8, 4), (8, None), (None, 8)])
-def test_a_position_means_the_same_to_any_other_pass(count: int | None, other_count: int | None) -> None:
+def test_a_position_is_valid_for_any_number_of_slices(count: int | None, other_count: int | None) -> None:
     loader, other, twin = (loader_of("map", 0, size) for size in (4, 1, 1))
     next(one_pass(loader, count))
     state = loader.state_dict(consumed=1)
@@ -86,8 +86,8 @@ def test_a_position_means_the_same_to_any_other_pass(count: int | None, other_co
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_a_pass_leaves_no_slices_to_the_next(kind: str, workers: int) -> None:
-    """With two slices per rank, a plain loop "for x, y in loader" once took them for x and y."""
+def test_slices_do_not_carry_over_to_the_next_pass(kind: str, workers: int) -> None:
+    """With two slices per rank, a plain loop "for x, y in loader" unpacked them as x and y."""
     loader = loader_of(kind, 0, 2, num_workers=workers, persistent_workers=workers > 0)
     for epoch, (count, other_count) in enumerate([(4, None), (None, 4), (4, 8), (8, None)]):
         left = one_pass(loader, count)
@@ -99,7 +99,7 @@ def test_a_pass_leaves_no_slices_to_the_next(kind: str, workers: int) -> None:
             next(left)
 
 
-def test_a_sample_that_fails_is_named() -> None:
+def test_a_failing_sample_is_named() -> None:
     class Broken(Dataset[int]):
         def __getitem__(self, index: int) -> int:
             raise KeyError(index)
@@ -120,7 +120,7 @@ def test_a_sample_that_fails_is_named() -> None:
         (1, {"rank": 0, "world_size": 2}, "2 ranks do not divide virtual_ranks=1"),
     ],
 )
-def test_what_cannot_be_cut_so_is_refused(count: int, options: dict[str, Any], words: str) -> None:
+def test_unsupported_splits_are_refused(count: int, options: dict[str, Any], words: str) -> None:
     loader = DataLoader(Drawn(), batch_sampler=GlobalBatchSampler(SAMPLES, BATCH, **options))
     with pytest.raises(UsageError, match=words):
         next(loader.in_slices(count))

@@ -1,4 +1,4 @@
-"""DataParallel against the module alone on the whole batch."""
+"""DataParallel compared with the plain module on the whole batch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def batch(rows: int = 7) -> Tensor:
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 8])
-def test_outputs_gradients_and_steps_equal_the_module_alone(replicas: int) -> None:
+def test_outputs_gradients_and_steps_equal_the_plain_module(replicas: int) -> None:
     alone = net()
     model = DataParallel(copy.deepcopy(alone), replicas=replicas)
     optimizers = [torch.optim.Adam(module.parameters(), 0.01) for module in (alone, model)]
     for step in range(3):
         x = batch(6 + step)
         ours, expected = model(x), alone(x)
-        # Matrix kernels may round by the number of rows.
+        # Rounding in matrix kernels may depend on the number of rows.
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
         for output, optimizer in zip((expected, ours), optimizers, strict=True):
             optimizer.zero_grad()
@@ -60,7 +60,7 @@ class Tied(nn.Module):
         return logits
 
 
-def test_tied_weights_recurrent_layers_and_parameter_lists_get_their_gradients() -> None:
+def test_tied_weights_recurrent_layers_and_parameter_lists_get_gradients() -> None:
     torch.manual_seed(0)
     alone = Tied()
     model = DataParallel(copy.deepcopy(alone), replicas=3)
@@ -95,7 +95,7 @@ class Modes(nn.Module):
     "mode",
     [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), torch.enable_grad],
 )
-def test_threads_run_in_the_callers_modes(mode: Any) -> None:
+def test_threads_inherit_the_callers_modes(mode: Any) -> None:
     model = DataParallel(Modes(), replicas=3)
     with mode():
         model(torch.ones(3, 1))
@@ -110,14 +110,14 @@ class FailsOn(nn.Module):
         return x
 
 
-def test_the_error_of_a_replica_is_raised_and_the_next_batch_goes_on() -> None:
+def test_a_replicas_error_is_raised_and_the_next_batch_works() -> None:
     model = DataParallel(FailsOn(), replicas=2)
     with pytest.raises(ValueError, match="a row holds 5"):
         model(torch.tensor([1.0, 5.0]))
     assert model(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
 
 
-def test_checkpoints_and_unwrapping_are_those_of_torch_dataparallel() -> None:
+def test_checkpoints_and_unwrapping_match_torch_dataparallel() -> None:
     model = DataParallel(net(), replicas=2)
     assert isinstance(model, nn.DataParallel)
     assert set(model.state_dict()) == set(nn.DataParallel(net()).state_dict())

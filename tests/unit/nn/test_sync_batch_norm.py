@@ -1,4 +1,4 @@
-"""SyncBatchNorm on several ranks equals BatchNorm of one process on the whole batch."""
+"""SyncBatchNorm on several ranks equals BatchNorm in one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_types_follow_batch_norm(pools: Pools, dtype: torch.dtype, options: dict
 
 
 def test_a_mean_far_from_zero_costs_no_precision(pools: Pools) -> None:
-    """E[x²] - E[x]² would leave no digit in float32: the mean's square is 1e8 times the variance."""
+    """E[x²] - E[x]² would lose all digits in float32, because the squared mean is 1e8 times the variance."""
     results = pools.run(2, variance_beside_mean)
     for variance, exact in results:
         torch.testing.assert_close(variance, exact, rtol=1e-3, atol=0)
@@ -97,7 +97,7 @@ def test_any_shape(pools: Pools, sizes: tuple[int, ...], rest: tuple[int, ...], 
         pools.run(2, norm_beside_twin, sizes, rest, OPTIONS[options], last and len(rest) > 2)
 
 
-def test_moments_combine_like_those_of_all_values() -> None:
+def test_combined_moments_equal_those_of_all_values() -> None:
     values = torch.randn(10, 3, dtype=torch.float64) * 3 + 1000
     parts = values.split([4, 0, 5, 1])
     rows = torch.stack([normalize.pack(part, 3) for part in parts])
@@ -109,14 +109,14 @@ def test_moments_combine_like_those_of_all_values() -> None:
     torch.testing.assert_close(whole.variance, values.var(0, correction=0), rtol=1e-12, atol=0)
 
 
-def test_counts_travel_whole_in_float32() -> None:
+def test_counts_are_exact_in_float32() -> None:
     for count in (1, 2**20 - 1, 2**20, 2**24 + 1, 2**40 + 12345):
         message = torch.zeros(1, normalize.HEAD + 2)
         message[0, :2] = torch.tensor([count // normalize.PART, count % normalize.PART])
         assert normalize.reports(message)[0].count == count
 
 
-# -- gradients of gradients, checkpoints, and where nothing is sent ----------------------------------------------------
+# -- double backward, checkpointing, and no communication --------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -144,7 +144,7 @@ def expect_summed_gradients(net: nn.Module, twin: nn.Module) -> None:
     for (name, parameter), other in zip(net.named_parameters(), twin.named_parameters(), strict=True):
         total = parameter.grad.clone()
         dist.all_reduce(total)
-        # The bias before a normalization has a gradient of rounding errors only.
+        # The gradient of a bias before a normalization consists of rounding errors.
         torch.testing.assert_close(total, other[1].grad, rtol=1e-9, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
     for mine, other in zip(net.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(mine, other)
@@ -177,14 +177,14 @@ def checkpointed(world: World, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_a_recomputed_forward_updates_statistics_twice_like_torch(pools: Pools, how: str) -> None:
+def test_a_recomputed_forward_updates_statistics_twice_as_in_torch(pools: Pools, how: str) -> None:
     pools.run(2, checkpointed, how)
 
 
 def silent(world: World) -> None:
     net, twin = net_and_twin()
     x = whole_batch((6,), (4,), torch.float64)
-    if world.rank == 0:  # alone: the other rank meets it in nothing
+    if world.rank == 0:  # only on this rank, so any communication would hang
         for mode in (nullcontext(), torch.no_grad()):
             with mode:
                 torch.testing.assert_close(net.eval()(x), twin.eval()(x))
@@ -195,7 +195,7 @@ def silent(world: World) -> None:
         assert int(alone.norm.num_batches_tracked) == 1
 
 
-def test_eval_mode_and_a_group_of_one_send_nothing(pools: Pools) -> None:
+def test_eval_mode_and_single_rank_groups_do_not_communicate(pools: Pools) -> None:
     pools.run(2, silent)
 
 
@@ -210,7 +210,7 @@ def compiled(world: World) -> None:
     net, twin = net_and_twin()
     x = whole_batch((3, 2), (4,), torch.float64)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.compile's own
+        warnings.simplefilter("ignore")  # from torch.compile
         out = torch.compile(net, backend="eager")(x.split((3, 2))[world.rank])
     out.square().sum().backward()
     twin(x).square().sum().backward()
@@ -229,7 +229,7 @@ def refused(world: World, shapes: list[tuple[int, ...]]) -> str:
     layer = SyncBatchNorm(3)
     with pytest.raises(UsageError) as caught:
         layer(torch.randn(*shapes[world.rank]))
-    layer(torch.randn(2, 3))  # and nobody is out of step
+    layer(torch.randn(2, 3))  # ranks are still in step
     assert int(layer.num_batches_tracked) == 1
     return str(caught.value)
 
@@ -243,7 +243,7 @@ def refused(world: World, shapes: list[tuple[int, ...]]) -> str:
         ([(0, 3), (1, 3)], "one value per channel on all 2 ranks"),
     ],
 )
-def test_inputs_that_do_not_fit_are_refused_on_every_rank(pools: Pools, shapes: Any, words: str) -> None:
+def test_mismatched_inputs_are_refused_on_every_rank(pools: Pools, shapes: Any, words: str) -> None:
     first, second = pools.run(2, refused, shapes)
     assert first == second
     assert words in first
@@ -255,7 +255,7 @@ def wrong_weight(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_weight_of_another_type_is_refused(pools: Pools) -> None:
+def test_a_weight_of_a_different_dtype_is_refused(pools: Pools) -> None:
     for rank, message in enumerate(pools.run(2, wrong_weight)):
         assert message.startswith(
             f"rank {rank}: SyncBatchNorm got a torch.float32 input but its weight is torch.float64"
@@ -270,7 +270,7 @@ def other_layer(world: World, layers: list[int], dtypes: list[torch.dtype]) -> s
 
 
 def test_different_layers_are_named_before_the_first_forward(pools: Pools, gloo: Pools) -> None:
-    """Gloo ends the process where sizes differ."""
+    """Gloo would abort the process if sizes differ."""
     single, double = torch.float32, torch.float64
     for world in (pools, gloo):
         for message in world.run(2, other_layer, [3, 4], [single] * 2):
@@ -295,7 +295,7 @@ class Shared(nn.Module):
         self.register_module("none", None)
 
 
-def test_conversion_keeps_everything_but_the_class() -> None:
+def test_conversion_only_changes_the_class() -> None:
     model = Shared()
     model.norm.eval()
     model.norm.qconfig = "kept"

@@ -1,4 +1,4 @@
-"""A sharded optimizer takes classes that update each tensor separately, and refuses all others."""
+"""A sharded optimizer accepts classes that update each tensor separately and refuses all others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.optim import ShardedOptimizer
 
 
 class Marked(torch.optim.Optimizer):
-    """Has factors for parameters that are marked, and says that it updates each tensor separately."""
+    """Scales updates by a factor set on the parameter, and declares that it updates each tensor separately."""
 
     updates_tensors_separately = True
 
@@ -28,7 +28,7 @@ class Marked(torch.optim.Optimizer):
 
 
 class Undeclared(Marked):
-    """A subclass, which may update otherwise and has no declaration of its own."""
+    """A subclass without its own declaration, which may change the update."""
 
 
 class Configured(torch.optim.Rprop):
@@ -48,7 +48,7 @@ class Clipped(torch.optim.AdamW):
 
 
 class Collected(torch.optim.Adam):
-    """Changes what the update gets, not the update itself."""
+    """Changes the inputs of the update, not the update itself."""
 
     def _init_group(self, *arguments: Any, **options: Any) -> Any:
         return super()._init_group(*arguments, **options)  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ def refused(net: nn.Module, kind: Any, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", [Marked, Configured, torch.optim.Adafactor, torch.optim.Muon, torch.optim.Adam])
-def test_classes_that_update_each_tensor_separately_are_taken(kind: Any) -> None:
+def test_classes_that_update_each_tensor_separately_are_accepted(kind: Any) -> None:
     net = nn.Linear(4, 4, bias=False)
     for _ in range(2):  # the first instance makes torch wrap the step() of its class, but not that of a base class
         assert ShardedOptimizer(net, kind, by="tensor").optimizer_class is kind
@@ -80,7 +80,7 @@ def test_classes_that_update_each_tensor_separately_are_taken(kind: Any) -> None
 
 @pytest.mark.parametrize("kind", [Undeclared, Clipped, Collected, Mixed, torch.optim.LBFGS])
 @pytest.mark.parametrize("by", ["element", "tensor"])
-def test_other_classes_are_refused_with_the_declaration_that_they_lack(kind: Any, by: str) -> None:
+def test_other_classes_are_refused_naming_the_missing_declaration(kind: Any, by: str) -> None:
     message = f"{kind.__name__} may combine tensors in an update; use it without ShardedOptimizer"
     if kind is not torch.optim.LBFGS:
         message += ". If every parameter's update depends on that parameter alone, set "
@@ -88,12 +88,12 @@ def test_other_classes_are_refused_with_the_declaration_that_they_lack(kind: Any
     assert refused(nn.Linear(4, 4), kind, by=by) == message
 
 
-def test_a_class_that_needs_matrices_gets_the_shapes_of_the_parameters() -> None:
+def test_a_class_that_needs_matrices_gets_parameter_shapes() -> None:
     with pytest.raises(ValueError, match=r"Muon only supports 2D parameters .*\[4\]"):
         ShardedOptimizer(nn.Linear(4, 4), torch.optim.Muon, by="tensor")
 
 
-def test_marks_of_parameters_reach_the_optimizer() -> None:
+def test_parameter_attributes_reach_the_optimizer() -> None:
     net = nn.Linear(4, 4)
     net.weight.factor = 0.0  # type: ignore[assignment]
     before = net.weight.clone(), net.bias.clone()

@@ -1,4 +1,4 @@
-"""The sharded optimizer and the memory of parameters: tensors that alias it, writes past autograd, complex numbers."""
+"""The sharded optimizer and parameter memory: aliases, writes that bypass autograd, complex numbers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def flatten(net: nn.Module) -> Tensor:
 
 
 def aliases(world: World, sharded: bool) -> dict[str, list[Tensor]]:
-    """What tensors that alias the parameters hold after training."""
+    """Train, and return the values of tensors that alias the parameters."""
     net = network()
     net.register_buffer("alias", net[0].weight.detach(), persistent=False)
     model = DistributedDataParallel(net, broadcast_buffers=False)
@@ -59,19 +59,19 @@ def aliases(world: World, sharded: bool) -> dict[str, list[Tensor]]:
     optimizer: Any = ShardedOptimizer(model, SGD, lr=0.1) if sharded else SGD(net.parameters(), lr=0.1)
     train(model, optimizer, batches(world)[:2])
     found = copy.deepcopy(kept)
-    found["flat"] = [flatten(net)]  # other memory between steps
+    found["flat"] = [flatten(net)]  # moves the parameters between steps
     train(model, optimizer, batches(world)[2:])
     return found
 
 
-def unlike_aliases(world: World) -> list[str]:
+def differing_aliases(world: World) -> list[str]:
     one, other = (aliases(world, sharded) for sharded in (False, True))
     return [name for name in one if not all(map(torch.equal, one[name], other[name]))]
 
 
 def test_tensors_that_alias_parameters_stay_valid(pools: Pools) -> None:
-    """Parameters moved into shared memory, and whatever aliased them kept the old values."""
-    assert pools.run(2, unlike_aliases) == [[], []]
+    """Parameters moved into shared memory, so their aliases kept the old values."""
+    assert pools.run(2, differing_aliases) == [[], []]
 
 
 def refusals(world: World) -> list[str]:
@@ -88,7 +88,7 @@ def refusals(world: World) -> list[str]:
         net[0].weight.data = whole[:, :8]
         return net, whole
 
-    # Nobody else refers to the memory of this one, so it is laid out anew.
+    # This parameter has no aliases, so it can be moved.
     ShardedOptimizer(DistributedDataParallel(columns()[0]), SGD, lr=0.1)
     columns_and_whole = columns()
     for net in (transposed(), columns_and_whole[0]):
@@ -105,7 +105,7 @@ def refusals(world: World) -> list[str]:
     return [*messages, str(caught.value)]
 
 
-def test_parameters_that_share_memory_are_refused_by_name(pools: Pools) -> None:
+def test_parameters_with_shared_or_strided_memory_are_refused_by_name(pools: Pools) -> None:
     for tied, gaps, later in pools.run(2, refusals):
         assert "parameter '0.weight' and parameter '1.weight' share memory" in tied
         assert "parameter '0.weight' of shape (4, 8) has strides (16, 1), which leave gaps" in gaps
@@ -113,7 +113,7 @@ def test_parameters_that_share_memory_are_refused_by_name(pools: Pools) -> None:
 
 
 def written(world: World) -> dict[str, float]:
-    """The largest weight after training with a tiny rate from where a loop has clamped all weights to 0.05."""
+    """Clamp all weights to 0.05, train with a tiny learning rate, and return the largest weight."""
 
     def by_numpy(each: nn.Parameter) -> None:
         view = each.data.view(torch.int16).numpy()
@@ -139,7 +139,7 @@ def written(world: World) -> dict[str, float]:
     return found
 
 
-def test_masters_take_writes_that_raise_no_version(pools: Pools) -> None:
+def test_masters_see_writes_that_do_not_bump_the_version(pools: Pools) -> None:
     """WGAN's ``p.data.clamp_()`` was undone by the next step."""
     for found in pools.run(2, written):
         assert {name: largest for name, largest in found.items() if largest > 0.051} == {}
@@ -159,7 +159,7 @@ class Filter(nn.Module):
 
 
 def complex_apart(world: World) -> dict[str, float]:
-    """How far complex weights are from those of one process on the whole batch."""
+    """Return the distance of complex weights from one process on the whole batch."""
     data = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
     twin = Filter()
     optimizer: Any = SGD(twin.parameters(), lr=0.1)
@@ -193,6 +193,6 @@ def complex_apart(world: World) -> dict[str, float]:
 
 
 def test_complex_parameters_train_over_gloo(gloo: Pools) -> None:
-    """Gloo has no all-gather and no all-to-all of complex numbers; four ranks sum slices by these."""
+    """Gloo cannot all-gather or all-to-all complex tensors, which four ranks need to sum slices."""
     for found in gloo.run(4, complex_apart):
         assert {way: apart for way, apart in found.items() if apart > 1e-5} == {}

@@ -1,4 +1,4 @@
-"""The sharded optimizer gives the bits of the optimizer that it shares out, and holds 1/N of its state."""
+"""The sharded optimizer is bit-equal to the unsharded one and holds 1/N of its state per rank."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_bits_are_those_of_the_unsharded_optimizer(pools: Pools, case: str) -> None:
+def test_sharding_keeps_the_bits(pools: Pools, case: str) -> None:
     assert all(pools.run(3 if case == "fused" else 2, is_exact, trained, *CASES[case]))
 
 
@@ -194,13 +194,13 @@ STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load
 def refusals(world: World) -> dict[str, str]:
     model = wrap(world, Net())
     parameters = list(model.parameters())
-    stranger = nn.Parameter(torch.ones(3))
+    foreign = nn.Parameter(torch.ones(3))
     found = {
         name: refused(ShardedOptimizer, model, kind, lr=0.1)
         for name, kind in {"lbfgs": torch.optim.LBFGS, "rows": Rowwise, "views": ScheduleFree}.items()
     }
     found["twice"] = refused(ShardedOptimizer, [{"params": parameters}, {"params": parameters[:1]}], SGD, lr=0.1)
-    found["strange"] = refused(ShardedOptimizer, [*parameters, stranger], SGD, lr=0.1)
+    found["strange"] = refused(ShardedOptimizer, [*parameters, foreign], SGD, lr=0.1)
     found["class"] = refused(ShardedOptimizer, model, SGD(parameters, lr=0.1), lr=0.1)
     found["groups"] = refused(ShardedOptimizer, model, SGD, lr=0.1 + world.rank)
     optimizer = ShardedOptimizer(model, SGD, lr=0.1)
@@ -217,7 +217,7 @@ def refusals(world: World) -> dict[str, str]:
     return found
 
 
-def test_bad_input_is_refused_in_one_line(pools: Pools) -> None:
+def test_invalid_input_is_refused_in_one_line(pools: Pools) -> None:
     first, second = pools.run(2, refusals)
     parts = {
         "lbfgs": "LBFGS may combine tensors in an update; use it without ShardedOptimizer",
@@ -262,7 +262,7 @@ def shards_and_full(world: World) -> tuple[int, int, bool, bool]:
     return state_elements(results[1].state_dict()), state_elements(plain), equal, is_on_rank_0
 
 
-def test_ranks_hold_a_share_of_the_state_and_together_all_of_it(pools: Pools) -> None:
+def test_each_rank_holds_a_share_of_the_state(pools: Pools) -> None:
     for own, whole, is_equal, is_on_rank_0 in pools.run(3, shards_and_full):
         assert is_equal
         assert is_on_rank_0
@@ -279,7 +279,7 @@ def trained_to_shards(world: World) -> tuple[dict[str, Any], dict[str, Tensor]]:
     }
 
 
-def gone_on(world: World, shards: Any, state: dict[str, Tensor]) -> list[Tensor]:
+def continued(world: World, shards: Any, state: dict[str, Tensor]) -> list[Tensor]:
     module = Net()
     module.load_state_dict(state)
     model = wrap(world, module)
@@ -293,13 +293,13 @@ def gone_on(world: World, shards: Any, state: dict[str, Tensor]) -> list[Tensor]
 @pytest.mark.parametrize(("before", "now"), [(1, 2), (3, 2)])
 def test_shards_of_any_number_of_ranks_are_loaded(pools: Pools, before: int, now: int) -> None:
     shards, states = zip(*pools.run(before, trained_to_shards), strict=True)
-    [expected] = pools.run(1, gone_on, list(shards), states[0])
-    for result in pools.run(now, gone_on, list(shards), states[0]):
+    [expected] = pools.run(1, continued, list(shards), states[0])
+    for result in pools.run(now, continued, list(shards), states[0]):
         assert all(map(torch.equal, result, expected))
 
 
 def with_masters(world: World) -> list[float]:
-    """How far bf16 weights are from those of fp32 after many small steps: with masters, in bf16 alone, and resumed."""
+    """Return the distance of bf16 from fp32 weights after many small steps: with masters, without, and resumed."""
     found: list[list[Tensor]] = []
     for dtype, master in ((torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None)):
         model = wrap(world, nn.Linear(64, 64).to(dtype))
@@ -323,13 +323,13 @@ def with_masters(world: World) -> list[float]:
     ]
 
 
-def test_masters_keep_what_bf16_would_round_away(pools: Pools) -> None:
+def test_masters_keep_updates_that_bf16_would_round_away(pools: Pools) -> None:
     for with_master, without in pools.run(2, with_masters):
         assert with_master < 4e-3 < without
 
 
 def moved(world: World, is_sharded: bool) -> list[Tensor]:
-    """Weights that were changed, or given other memory, between steps are what the next step goes on from."""
+    """Weights that were changed or moved between steps are the input of the next step."""
     model = wrap(world, Net())
     optimizer = optimizer_of(model, is_sharded, AdamW)
     for step in range(6):
@@ -355,7 +355,7 @@ def of_another_dtype(world: World, is_sharded: bool) -> list[Tensor]:
 
 
 def of_two_wrappers(world: World, is_sharded: bool) -> list[Tensor]:
-    """One optimizer for an actor and a critic; what has no gradient yet is not changed, so its backward may come."""
+    """One optimizer for an actor and a critic; parameters without gradients do not change, so backward may follow."""
     torch.manual_seed(0)
     actor, critic = (paceline.DistributedDataParallel(nn.Linear(40, 40)) for _ in range(2))
     parameters = [*actor.parameters(), *critic.parameters()]
@@ -370,7 +370,7 @@ def of_two_wrappers(world: World, is_sharded: bool) -> list[Tensor]:
 
 
 def taken_over(world: World, is_sharded: bool) -> list[Tensor]:
-    """It takes the place of an optimizer that has trained."""
+    """Replace an optimizer that has already trained."""
     model = wrap(world, Net())
     optimizer: Any = Adagrad(groups_of(model, 0.1), lr=0.1, initial_accumulator_value=0.3)
     for step in range(3):
@@ -385,11 +385,11 @@ def taken_over(world: World, is_sharded: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("train", [moved, of_another_dtype, of_two_wrappers, taken_over])
-def test_what_happens_around_steps_leaves_the_bits_as_they_are(pools: Pools, train: Any) -> None:
+def test_events_between_steps_keep_the_bits(pools: Pools, train: Any) -> None:
     assert all(pools.run(2, is_exact, train))
 
 
-def test_a_shard_of_other_parameters_is_refused() -> None:
+def test_a_shard_of_different_parameters_is_refused() -> None:
     parameters = [nn.Parameter(torch.ones(3))]
     optimizer = ShardedOptimizer(parameters, SGD, lr=0.1)
     other = ShardedOptimizer([nn.Parameter(torch.ones(4))], SGD, lr=0.1)
@@ -425,7 +425,7 @@ def of_another_memory_format(world: World) -> tuple[bool, str]:
                     F.mse_loss(model(torch.ones(2, 3, 8, 8)), torch.ones(2, 3)).backward()
                     message = refused(optimizer.step)
                     model.zero_grad()
-                    state = optimizer.full_state_dict()  # as the message says
+                    state = optimizer.full_state_dict()  # as the message recommends
                     optimizer = ShardedOptimizer(model, AdamW, lr=1e-2)
                 optimizer.load_state_dict(state)
             image_step(model, optimizer, step, world.rank)
@@ -433,14 +433,14 @@ def of_another_memory_format(world: World) -> tuple[bool, str]:
     return all(map(torch.equal, *results)), message
 
 
-def test_a_state_is_loaded_in_another_memory_format(pools: Pools) -> None:
+def test_a_state_is_loaded_in_a_different_memory_format(pools: Pools) -> None:
     for is_equal, message in pools.run(2, of_another_memory_format):
         assert is_equal
         assert "parameter '0.weight' has shape (16, 3, 3, 3) and strides (27, 1, 9, 3)" in message
 
 
 def with_edited_groups(world: World) -> list[str]:
-    """Change ``param_groups`` by hand, which the pieces do not follow; in silence a layer would not be trained."""
+    """Change ``param_groups`` by hand. The shards do not follow, so a layer would silently not be trained."""
     model = wrap(world, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     first, second = (list(layer.parameters()) for layer in model.module)
     optimizer = ShardedOptimizer([{"params": list(first)}], SGD, lr=0.1)
@@ -478,7 +478,7 @@ def test_groups_edited_by_hand_are_refused(pools: Pools) -> None:
 
 
 def after_a_refused_step(world: World) -> bool:
-    """Refuse a gradient that cannot be cut; the ones that were taken before it are not used in the next step."""
+    """Refuse a gradient that cannot be sharded; gradients taken before it are not used in the next step."""
     first, second = nn.Parameter(torch.ones(128)), nn.Parameter(torch.ones(384))
     optimizer = ShardedOptimizer([first, second], SGD, lr=0.1)
     first.grad, second.grad = torch.ones(128), torch.ones(384).to_sparse()
@@ -494,7 +494,7 @@ def test_a_refused_step_leaves_no_gradient_behind(pools: Pools) -> None:
 
 
 def trained_copy(model: nn.Module, how: str) -> nn.Module:
-    """The wrapper that is trained in the place of `model`."""
+    """Return the wrapper that is trained in place of `model`."""
     if how == "copy of a copy":
         return copy.deepcopy(copy.deepcopy(model))
     if how == "copy":
@@ -509,9 +509,9 @@ def trained_copy(model: nn.Module, how: str) -> nn.Module:
 
 
 def of_groups(world: World) -> dict[str, float]:
-    """Wrappers of some ranks each, with other weights than those of other ranks, beside one process for each of them.
+    """Train wrappers of separate groups with different weights, each compared with one process.
 
-    A copy that was not trained was not found, so all ranks shared the work, and mixed the weights of all groups.
+    An untrained copy was not recognized, so all ranks shared the work and mixed the weights of all groups.
     """
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])][world.rank % 2]
     alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
@@ -530,7 +530,7 @@ def of_groups(world: World) -> dict[str, float]:
         net = nn.Linear(16, 64).double()
         twin = copy.deepcopy(net)
         model = trained_copy(paceline.DistributedDataParallel(net, process_group=group), how)
-        averaged = copy.deepcopy(model) if world.rank == 0 else None  # on one rank, and never trained
+        averaged = copy.deepcopy(model) if world.rank == 0 else None  # only on one rank, and never trained
         optimizer, other = ways[way](model), SGD(twin.parameters(), lr=0.1)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         for step in range(2):
@@ -545,7 +545,7 @@ def of_groups(world: World) -> dict[str, float]:
     return found
 
 
-def test_the_ranks_are_those_of_the_wrapper_also_of_a_copy_and_of_one_alone(pools: Pools) -> None:
+def test_state_is_sharded_over_the_wrappers_ranks(pools: Pools) -> None:
     for found in pools.run(4, of_groups):
         assert {case: apart for case, apart in found.items() if apart > 1e-12} == {}
 
@@ -555,7 +555,7 @@ def assign(net: nn.Module) -> None:
 
 
 def changed_in_form(_world: World) -> dict[str, str]:
-    """What is said of parameters that were replaced, or are others than when the optimizer was made."""
+    """Return the errors for parameters that were replaced or changed after the optimizer was created."""
     found = {}
 
     def in_part(net: Any) -> None:
@@ -576,7 +576,7 @@ def changed_in_form(_world: World) -> dict[str, str]:
     return found
 
 
-def test_parameters_of_another_form_are_named(pools: Pools) -> None:
+def test_replaced_parameters_are_named(pools: Pools) -> None:
     for found in pools.run(2, changed_in_form):
         assert "create a new ShardedOptimizer after load_state_dict(assign=True)" in found["assign"]
         assert "now have torch.bfloat16 and torch.float16" in found["in_part"]
@@ -584,7 +584,7 @@ def test_parameters_of_another_form_are_named(pools: Pools) -> None:
 
 
 def saved_by_torch(world: World) -> list[str]:
-    model = wrap(world, nn.Linear(1, 1))  # rank 1 has no piece of it
+    model = wrap(world, nn.Linear(1, 1))  # rank 1 has no shard of it
     optimizer = ShardedOptimizer(model, AdamW, by="tensor")
     full = optimizer.full_state_dict()
     errors = []
@@ -601,7 +601,7 @@ def saved_by_torch(world: World) -> list[str]:
 
 
 def test_torchs_distributed_checkpoint_is_refused_with_the_remedy(pools: Pools) -> None:
-    # It saved the shard of one rank.
+    # It saved only one rank's shard.
     for errors in pools.run(3, saved_by_torch):
         assert len(errors) == 10
         assert all("optimizer.full_state_dict()" in error for error in errors)

@@ -1,4 +1,4 @@
-"""Who owns which slice of which parameter: a function of plain values."""
+"""Assignment of parameter slices to ranks, as a pure function."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_element_has_one_owner_and_shards_differ_by_two_alignments(
     assert max(shares) - min(shares) <= 2 * align
 
 
-def test_whole_parameters_go_to_the_rank_with_the_least() -> None:
+def test_whole_parameters_go_to_the_least_loaded_rank() -> None:
     loads = [0, 0]
     pieces = deal_out([5, 9, 3, 4], [0, 1, 2, 3], 2, loads)
     assert [(each.parameter, each.owner) for each in pieces] == [(0, 1), (1, 0), (2, 0), (3, 1)]

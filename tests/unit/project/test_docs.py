@@ -1,8 +1,8 @@
 """The documentation's snippets run as pasted, on two ranks, and the names in it exist.
 
 The ``python`` blocks of a page are one program, run in turn by two ranks in one folder, without a process group at the
-start, as ``paceline run`` would. What a fragment takes for granted (a model, say) stands before it in the page's own
-source, in a comment that readers do not see::
+start, as ``paceline run`` would. The setup that a fragment needs, such as a model, is in a comment of the page's source
+that readers do not see::
 
     <!-- python
     net = torch.nn.Linear(8, 4)
@@ -43,17 +43,17 @@ OTHERS = [
 
 
 def run_page(world: World, page: Path, folder: str, blocks_wanted: slice = slice(None)) -> dict[str, Any]:
-    """Run the page's blocks on this rank; returns the numbers and strings that they leave behind."""
+    """Run the page's blocks on this rank; return the numbers and strings that they define."""
     os.chdir(folder)
-    if dist.is_initialized():  # that of the page before
+    if dist.is_initialized():  # left by the previous page
         dist.destroy_process_group()
     names: dict[str, Any] = {"__name__": "__main__"}
     text = page.read_text("utf-8")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")  # its inductor, when imported
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")  # from importing inductor
         for block in blocks(page)[blocks_wanted]:
             kind = block.lastgroup or ""
-            lines_before = text.count("\n", 0, block.start(kind))  # so that a traceback shows the page's own lines
+            lines_before = text.count("\n", 0, block.start(kind))  # for line numbers in tracebacks
             exec(compile("\n" * lines_before + block[kind], str(page), "exec"), names)
     return {name: value for name, value in names.items() if isinstance(value, int | float | str)}
 
@@ -63,7 +63,7 @@ def test_snippets_run_as_pasted(page: Path, pools: Pools, tmp_path: Path) -> Non
     pools.run(2, run_page, page, str(tmp_path))
 
 
-def test_the_page_about_training_has_a_script_that_trains_and_resumes(pools: Pools, tmp_path: Path) -> None:
+def test_the_training_page_has_a_script_that_trains_and_resumes(pools: Pools, tmp_path: Path) -> None:
     first, other = pools.run(2, run_page, TRAINING, str(tmp_path))
     assert first["accuracy"] == other["accuracy"] > 0.9
     assert first["resumed_at"] == 0
@@ -74,7 +74,7 @@ def test_the_page_about_training_has_a_script_that_trains_and_resumes(pools: Poo
     assert {path.name for path in (tmp_path / "runs" / "1").glob("step-*")} == saved
 
 
-def test_the_page_about_checkpoints_resumes(pools: Pools, tmp_path: Path) -> None:
+def test_the_checkpoint_page_resumes(pools: Pools, tmp_path: Path) -> None:
     for _ in range(2):
         for names in pools.run(2, run_page, CHECKPOINTS, str(tmp_path)):
             assert names["best_acc1"] == 30.0
@@ -82,7 +82,7 @@ def test_the_page_about_checkpoints_resumes(pools: Pools, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_no_snippet_goes_unnoticed_and_public_names_in_prose_exist(page: Path) -> None:
+def test_every_snippet_is_tested_and_public_names_in_prose_exist(page: Path) -> None:
     text = page.read_text("utf-8")
     assert set(re.findall(r"^ *```(.*)$", text, re.MULTILINE)) <= {"python", ""}
     assert len(re.findall(r"^ *(?:```|<!-- )python", text, re.MULTILINE)) == len(blocks(page))
@@ -91,14 +91,14 @@ def test_no_snippet_goes_unnoticed_and_public_names_in_prose_exist(page: Path) -
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of the page's headings, as GitHub makes them."""
+    """Return the anchors that GitHub generates for the page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
-    # Files were moved, and a page went on linking to where they had been.
+def test_links_are_not_broken(page: Path) -> None:
+    # A page still linked to the old location of moved files.
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text("utf-8")):
         linked = page.parent / target if target else page
         assert linked.exists(), target
@@ -110,7 +110,7 @@ LAYERS = {
     package: [set(row.split(" | ")) for row in re.findall(r'"(.+)"', layers)]
     for package, layers in CONTRACT.findall((ROOT / "pyproject.toml").read_text("utf-8"))
 }
-"""The layers of each package that import-linter knows, by its name."""
+"""The layers of each package in import-linter's configuration."""
 
 
 def rooms(folder: Path) -> set[str]:
@@ -121,13 +121,13 @@ def rooms(folder: Path) -> set[str]:
 
 
 def drawn(text: str) -> list[set[str]] | None:
-    """Return the rows of a picture of rooms, without the remarks that stand beside them."""
+    """Return the rows of a diagram of modules, without the remarks beside them."""
     picture = re.search(r"do not import each other:\n\n((?:    .+\n?)+)", text)
     return picture and [set(re.split(r"  +", row.strip())[0].split(" · ")) for row in picture[1].splitlines()]
 
 
-def test_the_picture_in_contributing_is_that_of_the_tree_and_of_import_linter() -> None:
-    # They are edited in pyproject.toml, where import-linter reads them, and the page fell behind.
+def test_the_diagram_in_contributing_matches_the_tree_and_import_linter() -> None:
+    # The layers were edited in pyproject.toml for import-linter, and the page became outdated.
     rows = drawn((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
     assert rows == LAYERS["paceline"]
     assert set.union(*rows) == rooms(SOURCE)

@@ -1,4 +1,4 @@
-"""The commands that README and docs print have the options and the targets that they name."""
+"""Options and make targets named in README and docs exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMANDS = sorted({row for page in PAGES for row in LINE.findall(page.read_text(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_options_of_printed_commands_exist(
+def test_options_in_documented_commands_exist(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = shlex.split(command)
@@ -29,7 +29,7 @@ def test_the_options_of_printed_commands_exist(
     assert "--help" in capsys.readouterr().out
 
 
-def test_make_targets_that_are_named_exist() -> None:
+def test_documented_make_targets_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         named = set(re.findall(r"(?:^    |`)make ([a-z][\w-]*)", page.read_text("utf-8"), re.MULTILINE))

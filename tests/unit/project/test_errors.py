@@ -1,4 +1,4 @@
-"""What an error says that is not in its caller's words."""
+"""Shared parts of error messages, and how errors end a script."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ORIGINS = {
 
 
 @pytest.mark.parametrize(("origin", "words"), ORIGINS.values(), ids=ORIGINS)
-def test_a_missing_package_is_installed_as_paceline_was(
+def test_the_remedy_for_a_missing_package_matches_how_paceline_was_installed(
     origin: dict[str, Any] | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # «pip install 'paceline[wandb]'» found nothing from a clone: no index has it under that name.
+    # «pip install 'paceline[wandb]'» fails for a clone, because no index has that name.
     class Installed:
         def read_text(self, name: str) -> str | None:
             return json.dumps(origin) if origin is not None and name == "direct_url.json" else None
@@ -64,12 +64,12 @@ ONE_LINE = "error: the module has no parameter that requires a gradient"
 @pytest.mark.parametrize(
     ("given", "code", "out", "first"),
     [
-        ("saving", 2, "saved\n", ONE_LINE),  # test_public_names.py: in an interpreter of its own
+        ("saving", 2, "saved\n", ONE_LINE),  # test_public_names.py covers a separate interpreter
         ("hook", 1, "mine\n", ""),
         ("other", 1, "", "[rank0]: Traceback"),
     ],
 )
-def test_a_mistake_in_a_script_of_its_own_is_one_line(
+def test_a_mistake_in_a_standalone_script_is_one_line(
     tmp_path: Path, given: str, code: int, out: str, first: str
 ) -> None:
     # It was a traceback, with exit code 1.
@@ -89,7 +89,7 @@ class Ended(RuntimeError):
 
 
 def raised(error: BaseException, origin: BaseException | None = None) -> BaseException:
-    """Return `error` as if it had been raised here from `origin`."""
+    """Return `error` after raising it here from `origin`."""
     try:
         raise error from origin
     except BaseException as caught:
@@ -106,7 +106,7 @@ def raised(error: BaseException, origin: BaseException | None = None) -> BaseExc
         (ValueError("x"), False),
     ],
 )
-def test_only_a_mistake_of_the_script_ends_in_one_line(
+def test_only_usage_errors_of_the_script_end_in_one_line(
     error: BaseException, is_one_line: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[BaseException] = []
@@ -115,7 +115,7 @@ def test_only_a_mistake_of_the_script_ends_in_one_line(
         with pytest.raises(SystemExit, match="2"):
             failure_callbacks.show(type(error), error, error.__traceback__)
         assert capfd.readouterr().err.startswith("error: x")
-        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # where the mistake does not end Python
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # interactive mode, where a mistake does not end Python
     failure_callbacks.show(type(error), error, error.__traceback__)
     assert shown == [error]
 
@@ -127,10 +127,10 @@ def test_only_a_mistake_of_the_script_ends_in_one_line(
         (raised(UsageError("x"), Ended("y")), "error: Ended: y ("),
     ],
 )
-def test_the_consequence_of_another_ranks_failure_is_one_line_and_no_root_cause(
+def test_a_consequence_of_another_ranks_failure_is_one_line_and_not_the_root_cause(
     error: BaseException, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Under torchrun each rank that lost a peer showed a traceback, and the first of them was called the root cause.
+    # Under torchrun every rank that lost a peer printed a traceback, and the first was named as the root cause.
     monkeypatch.setenv(failure_callbacks.ERROR_FILE, str(tmp_path / "error.json"))
     failure_callbacks.show(type(error), error, error.__traceback__)
     [shown] = capsys.readouterr().err.splitlines()
@@ -142,10 +142,10 @@ def test_the_consequence_of_another_ranks_failure_is_one_line_and_no_root_cause(
 
 
 @pytest.mark.parametrize(("first", "second"), [(ValueError("x"), RuntimeError("y")), (RuntimeError("x"), Ended("y"))])
-def test_torchruns_root_cause_is_the_error_that_is_least_likely_a_consequence(
+def test_torchruns_root_cause_is_the_error_least_likely_to_be_a_consequence(
     first: Exception, second: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Gloo's error of a rank that lost its peer is a RuntimeError.
+    # On a rank that lost its peer, Gloo raises a RuntimeError.
     failures = {}
     for rank, error in enumerate((raised(second), raised(first))):
         path = tmp_path / str(rank)
@@ -153,5 +153,5 @@ def test_torchruns_root_cause_is_the_error_that_is_least_likely_a_consequence(
         failure_callbacks.show(type(error), error, error.__traceback__)
         failures[rank] = ProcessFailure(rank, 1, 1, str(path))
     assert ChildFailedError("train.py", failures).get_first_failure() == (1, failures[1])
-    told = failures[1].message["extraInfo"]["py_callstack"]  # not the traceback, which is on the rank's stderr
-    assert told.startswith(f"{type(first).__name__}: x ({__file__}, line ")
+    summary = failures[1].message["extraInfo"]["py_callstack"]  # without the traceback, which is on the rank's stderr
+    assert summary.startswith(f"{type(first).__name__}: x ({__file__}, line ")

@@ -1,4 +1,4 @@
-"""The examples run as their heads say, and what cannot run here is well-formed."""
+"""The examples run as their docstrings say; the ones that cannot run here are well-formed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def accuracy(
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The line that the script prints as an ordinary one, without a launcher."""
+    """The line that the script prints without a launcher."""
     return accuracy(tmp_path_factory.mktemp("alone"), program=(str(EXAMPLE),))
 
 
@@ -45,12 +45,12 @@ def test_the_plain_loop_ends_with_the_same_accuracy_on_two_ranks(alone: str, tmp
     assert alone.startswith("accuracy 0.9")
 
 
-def test_the_lines_without_a_mark_are_those_of_an_ordinary_script() -> None:
+def test_unmarked_lines_form_an_ordinary_script() -> None:
     _, docstring, code = EXAMPLE.read_text().split('"""', 2)
     assert "Only the lines marked with ## differ" in docstring
     unmarked = [line for line in code.splitlines() if "##" not in line]
     assert not [line for line in unmarked if "paceline" in line or "world" in line]
-    # An indented block belongs to its head, which differs, so it is marked, too.
+    # An indented block belongs to its header line, so it is marked as well if that differs.
     lines = code.splitlines()
     heads = [number for number, line in enumerate(lines) if line.strip().startswith("with ") and "##" in line]
     assert heads
@@ -58,7 +58,7 @@ def test_the_lines_without_a_mark_are_those_of_an_ordinary_script() -> None:
 
 
 @pytest.mark.slow
-def test_the_resilient_loop_ends_with_the_same_accuracy_though_a_rank_is_killed(alone: str, tmp_path: Path) -> None:
+def test_the_resilient_loop_ends_with_the_same_accuracy_if_a_rank_is_killed(alone: str, tmp_path: Path) -> None:
     first = partial(strike, "forward rank=1 at=100")
     assert accuracy(tmp_path, "run", "--nproc", "2", str(RESILIENT), first=first) == alone
 
@@ -82,31 +82,31 @@ SERVER = EXAMPLES / "parameter_server.py"
 
 
 @pytest.mark.slow
-def test_the_parameter_server_trains_both_ways_and_draws_them(tmp_path: Path) -> None:
+def test_the_parameter_server_trains_and_plots_both_modes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = paceline(tmp_path, "run", "--nproc", "3", str(SERVER), "--seconds", "1", fork="all", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     asynchronous, synchronous = done.stdout.splitlines()
-    said = re.fullmatch(r"asynchronous: (\d+) updates, ([\d.]+) stale on average; loss ([\d.]+)", asynchronous)
-    assert said
-    # Each of the two workers sends a gradient, and in the long run the other one has always sent another since.
-    assert 0 < float(said[2]) < 2
-    beside = re.fullmatch(r"synchronous: (\d+) updates, none stale; loss ([\d.]+); see (.*)", synchronous)
-    assert beside
-    assert int(said[1]) > 0
-    assert int(beside[1]) > 0
-    assert all(float(loss) < 2.3 for loss in (said[3], beside[2]))  # ln 10 is that of a guess among ten classes
-    assert (tmp_path / beside[3]).read_bytes().startswith(b"\x89PNG")
+    match = re.fullmatch(r"asynchronous: (\d+) updates, ([\d.]+) stale on average; loss ([\d.]+)", asynchronous)
+    assert match
+    # In the long run, the other worker has always sent one gradient between two of a worker's own.
+    assert 0 < float(match[2]) < 2
+    synced = re.fullmatch(r"synchronous: (\d+) updates, none stale; loss ([\d.]+); see (.*)", synchronous)
+    assert synced
+    assert int(match[1]) > 0
+    assert int(synced[1]) > 0
+    assert all(float(loss) < 2.3 for loss in (match[3], synced[2]))  # ln 10 is the loss of guessing among ten classes
+    assert (tmp_path / synced[3]).read_bytes().startswith(b"\x89PNG")
 
 
 EXPERTS = EXAMPLES / "mixture_of_experts.py"
 
 
 @pytest.mark.slow
-def test_the_mixture_of_experts_has_the_losses_of_one_process(tmp_path: Path) -> None:
+def test_the_mixture_of_experts_matches_the_losses_of_one_process(tmp_path: Path) -> None:
     options, sizes = [str(EXPERTS), "--epochs", "2"], (0, 4)
     losses, tables, unused = [], [], []
-    for size in sizes:  # 0 is an ordinary script
+    for size in sizes:  # 0: without a launcher
         how: Any = {"program": tuple(options)} if size == 0 else {}
         words = [] if size == 0 else ["run", "--nproc", str(size), *options]
         done = paceline(tmp_path, *words, **how, fork="all", OMP_NUM_THREADS="1")
@@ -122,7 +122,7 @@ def test_the_mixture_of_experts_has_the_losses_of_one_process(tmp_path: Path) ->
         assert found == pytest.approx(alone, abs=1e-6), size
     assert tables == [tables[0]] * len(sizes)
     assert len(tables[0]) == 8
-    assert unused[-1] > unused[0]  # so ranks lacked gradients that others had
+    assert unused[-1] > unused[0]  # so ranks differed in which experts had gradients
 
 
 FRAMEWORKS = [
@@ -133,7 +133,7 @@ FRAMEWORKS = [
 
 
 @pytest.mark.parametrize(("name", "framework"), FRAMEWORKS)
-def test_a_framework_trains_with_our_wrapper(tmp_path: Path, name: str, framework: str) -> None:
+def test_frameworks_train_with_our_wrapper(tmp_path: Path, name: str, framework: str) -> None:
     pytest.importorskip(framework)
     program = tmp_path / "program.py"
     program.write_text(CHECKED.format(example=str(EXAMPLES / f"{name}.py")))
@@ -141,7 +141,7 @@ def test_a_framework_trains_with_our_wrapper(tmp_path: Path, name: str, framewor
     assert done.returncode == 0, done.stderr
     [line] = re.findall(r"^accuracy (0\.9\d*) on 2 ranks$", done.stdout, re.MULTILINE)
     assert float(line) > 0.9
-    # Half of the micro-batches are only accumulated, and the framework tells our wrapper so.
+    # Half of the micro-batches are only accumulated, which the framework passes on to our wrapper.
     assert done.stdout.count("forwards of our wrapper: [False, True]") == 2
 
 
@@ -163,12 +163,12 @@ SCRIPTS = [EXAMPLES / "torchrun_two_hosts.sh", EXAMPLES / "slurm.sbatch"]
     ("number", "saves", "code", "is_put_back"),
     [
         (signal.SIGUSR1, True, 0, True),
-        (signal.SIGUSR1, False, 0, True),  # before Python listens it ends the launcher, with code 138
-        (signal.SIGTERM, True, 85, False),  # a cancelled job stays away, though its step is saved
+        (signal.SIGUSR1, False, 0, True),  # before Python handles it, the signal ends the launcher with code 138
+        (signal.SIGTERM, True, 85, False),  # a cancelled job is not requeued, although its step is saved
         (signal.SIGTERM, False, 143, False),
     ],
 )
-def test_the_slurm_job_is_put_back_only_after_the_warning_of_its_time_limit(
+def test_the_slurm_job_is_only_requeued_after_its_time_limit_warning(
     tmp_path: Path, number: signal.Signals, saves: bool, code: int, is_put_back: bool
 ) -> None:
     launcher = "#!/bin/bash\n" + ("trap 'exit 85' USR1 TERM\n" if saves else "")

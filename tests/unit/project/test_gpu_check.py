@@ -1,7 +1,7 @@
-"""The script that checks a machine with GPUs, as far as it can be tried without one.
+"""The GPU machine check, as far as it can be tested without a GPU.
 
-Every check runs here on CPU ranks at tiny sizes, so that no mistake in the script itself is left for the first hour on
-a GPU. One check is shown to fail: the stand-in's, when a wait is left out.
+Every check runs here on CPU ranks at tiny sizes, so that bugs in the script itself do not waste time on a GPU. One
+check, the stand-in's, is shown to fail if a wait is left out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_at(path: str) -> Check:
     return next(check for check in CHECKS if check.path == path)
 
 
-# Each function once: ranks that share a GPU and ranks that have one each run the same.
+# Each function once, because ranks that share a GPU run the same functions as ranks with one GPU each.
 TIMED = {"smollm2-2k", "smollm2-16k", "resnet-32", "resnet-256", "mlp", "host-bound", "host"}
 MEASURED_ONLY = TIMED | {"overlap", "kernels", "peak"}
 SEVERAL = [check for check in CHECKS if check.ranks is Ranks.SEVERAL and check.joined and check.name not in TIMED]
@@ -50,7 +50,7 @@ CASES = [(2, check.path) for check in SEVERAL] + [(1, check.path) for check in O
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "path"), CASES, ids=[path for _, path in CASES])
-def test_every_check_runs_and_holds_on_cpu_ranks(pools: Pools, tmp_path: Path, size: int, path: str) -> None:
+def test_every_check_passes_on_cpu_ranks(pools: Pools, tmp_path: Path, size: int, path: str) -> None:
     for rows in pools.run(size, tried, path, tmp_path):
         verdicts = {row.verdict for row in rows}
         assert Verdict.FAILED not in verdicts, rows
@@ -69,20 +69,20 @@ def reads_too_early(world: World, folder: Path) -> tuple[float, float]:
     return errors[0], errors[1]
 
 
-def test_the_stand_in_notices_an_average_that_is_read_without_waiting(pools: Pools, tmp_path: Path) -> None:
-    """Negative control of the check that stands for NCCL: it must fail if the reducer does not wait."""
+def test_the_stand_in_detects_an_average_read_without_waiting(pools: Pools, tmp_path: Path) -> None:
+    """Negative control: the check that stands in for NCCL must fail if the reducer does not wait."""
     right, wrong = pools.run(1, reads_too_early, tmp_path)[0]
     assert right < 1e-5
     assert wrong > 1e-3
 
 
-def test_a_world_starts_and_ends_in_ranks_of_its_own() -> None:
+def test_a_world_starts_and_ends_in_separate_ranks() -> None:
     for path in ("one/start", "several/leave"):
         rows, log = children.run(check_at(path), on_gpu=False)
         assert {row.verdict for row in rows} == {Verdict.OK}, f"{rows}\n{log}"
 
 
-def test_a_line_that_fails_on_another_rank_is_shown() -> None:
+def test_a_failure_on_another_rank_is_shown() -> None:
     right, wrong = (holds("every rank raises", "", ok) for ok in (True, False))
     process: Any = SimpleNamespace(exitcode=0)
     ranks = [children.RankProcess(process, process, Path(), [row], is_complete=True) for row in (right, wrong)]

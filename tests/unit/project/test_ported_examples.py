@@ -1,4 +1,4 @@
-"""The examples of other trainers, written with ours, end where theirs or a plain loop ends."""
+"""Examples ported from other trainers end with the same results as the original or a plain loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from processes import script
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 EPOCHS = 5
-"""Of the autoencoder, which has 20."""
+"""Epochs of the autoencoder here, instead of 20."""
 
 
 def output(
@@ -37,7 +37,7 @@ def output(
 
 
 def autoencoder_by_hand() -> float:
-    """The loss on the images held out, after a loop in plain PyTorch over the same batches."""
+    """Return the validation loss after a plain PyTorch loop over the same batches."""
     from sklearn.datasets import load_digits
 
     with paceline.set_seed(0):
@@ -58,7 +58,7 @@ def autoencoder_by_hand() -> float:
 
 
 @pytest.mark.slow
-def test_the_autoencoder_ends_with_the_loss_of_a_plain_loop_on_one_rank_and_on_two(tmp_path: Path) -> None:
+def test_the_autoencoder_matches_a_plain_loop_on_one_and_two_ranks(tmp_path: Path) -> None:
     whole = (EXAMPLES / "autoencoder.py").read_text()
     assert "epochs=20" in whole
     file = script(tmp_path, whole.replace("epochs=20", f"epochs={EPOCHS}"))
@@ -102,7 +102,7 @@ print(f"loss {found['eval_loss']:.6f}, accuracy {found['eval_accuracy']:.6f}")
 
 
 def make_pairs(folder: Path, words: list[str]) -> None:
-    """Write MRPC's files with pairs that say the same where the second one has the first one's word."""
+    """Write MRPC's files; a pair is equivalent if the second sentence contains the first one's word."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(0)
     for name, count in (("train", 250), ("dev", 70)):
@@ -137,7 +137,7 @@ def figures(text: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_mrpc_ends_with_the_loss_and_accuracy_of_the_hugging_face_trainer(tmp_path: Path) -> None:
+def test_mrpc_matches_loss_and_accuracy_of_the_hugging_face_trainer(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     words = [f"word{number}" for number in range(20)]
     make_pairs(tmp_path / "data", words)

@@ -1,4 +1,4 @@
-"""What is public is listed and sorted."""
+"""Public names are listed and sorted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from processes import TIMEOUT_S
 PACKAGES = ("checkpoint", "compression", "data", "ddp", "nn", "optim", "testing", "train")
 MODULES = [paceline, *(importlib.import_module(f"paceline.{name}") for name in PACKAGES)]
 TYPING = (typing.TYPE_CHECKING, typing.Any)
-"""Names that a module needs itself."""
+"""Names that a module uses internally."""
 each_module = pytest.mark.parametrize("module", MODULES, ids=[module.__name__ for module in MODULES])
 
 
@@ -62,7 +62,7 @@ DistributedDataParallel(torch.nn.Flatten())
 """
 
 
-def test_an_interpreter_imports_names_when_they_are_first_used_and_ends_a_mistake_in_one_line() -> None:
+def test_names_are_imported_lazily_and_a_mistake_ends_in_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", LAZY], timeout=TIMEOUT_S, capture_output=True, text=True
     )

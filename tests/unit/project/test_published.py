@@ -1,4 +1,4 @@
-"""Published rows become jobs, the calibration is found again in rows of a known truth, and sources are left out."""
+"""Published rows become jobs, the fit recovers known constants, and cross-validation leaves sources out."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def row(tmp_path: Path, **values: str) -> Row:
     return rows[0]
 
 
-# -- one row ------------------------------------------------------------------------------------------------------
+# -- one row -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_becomes_the_job_that_it_describes(tmp_path: Path) -> None:
+def test_a_row_becomes_the_described_job(tmp_path: Path) -> None:
     found = row(tmp_path)
     work, cluster = found.job.workload, found.job.cluster
     assert work.compute_s == pytest.approx(128 / 400)
@@ -83,7 +83,7 @@ def test_a_row_becomes_the_job_that_it_describes(tmp_path: Path) -> None:
         ({"single_device_throughput": ""}, 128 * 3 * 8.2e9 / 15.7e12 / 0.4, 102.4e6),
     ],
 )
-def test_step_and_bytes_follow_from_what_a_row_states(
+def test_step_and_bytes_follow_from_the_row(
     tmp_path: Path, values: dict[str, str], seconds: float, nbytes: float
 ) -> None:
     work = row(tmp_path, **values).job.workload
@@ -103,9 +103,7 @@ def test_step_and_bytes_follow_from_what_a_row_states(
         ({"device": "unheard of", "intra_link": ""}, "pcie3", "rdma", 100),
     ],
 )
-def test_links_follow_from_what_a_row_states(
-    tmp_path: Path, values: dict[str, str], inside: str, kind: str, gbit: float
-) -> None:
+def test_links_follow_from_the_row(tmp_path: Path, values: dict[str, str], inside: str, kind: str, gbit: float) -> None:
     cluster = row(tmp_path, **values).job.cluster
     assert (cluster.inside.name, cluster.between.kind) == (inside, kind)
     assert cluster.between.bytes_per_s == pytest.approx(gbit * GBIT)
@@ -121,7 +119,7 @@ def test_an_efficiency_relative_to_several_devices_is_predicted_relative_to_them
     assert row(tmp_path, devices="8", notes="baseline_devices=8").predict().efficiency == 1
 
 
-# -- wrong files --------------------------------------------------------------------------------------------------
+# -- wrong files -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,7 +137,7 @@ def test_a_wrong_value_names_its_row(tmp_path: Path, values: dict[str, str], mes
         read(write(tmp_path / "rows.csv", [RESNET, RESNET | values]))
 
 
-def test_texts_of_a_file_cannot_control_the_terminal_or_grow_numbers_without_bound(tmp_path: Path) -> None:
+def test_file_text_cannot_control_the_terminal_or_create_huge_numbers(tmp_path: Path) -> None:
     found = row(tmp_path, model="ResNet-50\x1b[31m", notes=f"baseline_devices={'9' * 400}, grad_accum={'9' * 400}")
     assert "\x1b" not in found.title
     assert math.isfinite(found.predict().efficiency)
@@ -183,13 +181,13 @@ def test_suspect_rows_and_rows_without_an_efficiency_are_left_out(tmp_path: Path
     assert (len(rows), skipped) == (1, 2)
 
 
-# -- the fit ------------------------------------------------------------------------------------------------------
+# -- the fit -----------------------------------------------------------------------------------------------------------
 
 TRUTH = Calibration(inside=3.0, between=1.4, contention=0.03, jitter_s=0.0005)
 
 
 def synthetic(tmp_path: Path, sources: int) -> list[Row]:
-    """Return rows whose efficiencies are those of :data:`TRUTH`."""
+    """Return rows with the efficiencies that :data:`TRUTH` predicts."""
     texts = [
         RESNET
         | {
@@ -216,7 +214,7 @@ def test_columns_and_the_simulation_of_each_row_agree(tmp_path: Path) -> None:
         assert Columns(rows).predict(calibration).tolist() == pytest.approx(expected, abs=1e-9)
 
 
-def test_the_fit_finds_a_known_truth(tmp_path: Path) -> None:
+def test_the_fit_recovers_known_constants(tmp_path: Path) -> None:
     rows = synthetic(tmp_path, 6)
     found = fitted_to(rows)
     before, after = (
@@ -227,7 +225,7 @@ def test_the_fit_finds_a_known_truth(tmp_path: Path) -> None:
     assert found.low <= 0 <= found.high
 
 
-# -- cross-validation ---------------------------------------------------------------------------------------------
+# -- cross-validation --------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_source_is_predicted_with_the_shipped_constants(tmp_path: Path) -> None:
@@ -237,7 +235,7 @@ def test_an_unknown_source_is_predicted_with_the_shipped_constants(tmp_path: Pat
 
 
 def test_a_source_of_the_calibration_is_predicted_without_its_own_rows(tmp_path: Path) -> None:
-    """Efficiencies of the tested source cannot change its own prediction, but do change that of the other source."""
+    """Efficiencies of the tested source change only the other source's prediction."""
     known = {"source 0": "RaySGD docs", "source 1": "Horovod issue #779"}
     rows = [replace(one, source=known[one.source]) for one in synthetic(tmp_path, 2)]
     changed = [replace(one, efficiency=0.5) if one.source == "RaySGD docs" else one for one in rows]
@@ -266,7 +264,7 @@ def test_the_trivial_predictors_use_the_number_of_devices_and_other_sources(tmp_
     assert [one.rule for one in checked] == [0.97, 0.9, 0.9, 0.8]
 
 
-def test_scores_weigh_rows_or_sources_the_same(tmp_path: Path) -> None:
+def test_scores_weigh_rows_or_sources_equally(tmp_path: Path) -> None:
     one = row(tmp_path)
 
     def checked(source: str, error: float) -> Checked:
